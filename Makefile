@@ -1,0 +1,39 @@
+# Everything sets itself up: a bare machine needs python3 (3.11 or newer), make and a package index.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: setup demo test test-all lint bench docs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/batchwright demo --out demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-all: lint
+	$(BIN)/pytest -n 2
+
+bench: $(STAMP)
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+docs: $(STAMP)
+	$(BIN)/pytest -q tests/test_docs.py
+
+clean:
+	rm -rf $(VENV) demo dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

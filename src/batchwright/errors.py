@@ -1,0 +1,115 @@
+"""Every error a user can meet, in one tree.
+
+    BatchwrightError
+    ├── ConfigError        (ValueError)   a setting contradicts another or is out of range
+    ├── BadRow             (ValueError)   one row of the data cannot become a sample
+    ├── BadLength          (ValueError)   a sample length is zero, negative or too large
+    ├── OversizedSample    (ValueError)   a sample is longer than the policy allows
+    ├── DuplicateId        (ValueError)   two samples share an id
+    ├── UnknownSample      (KeyError)     an id or a position that is not there
+    ├── BadFile            (ValueError)   a file is cut, foreign, corrupted or of another version
+    ├── MissingFile        (FileNotFoundError)
+    ├── CannotWrite        (OSError)      the disk is full, read-only or otherwise refuses
+    ├── Mismatch           (ValueError)   two things that must agree do not: plan and lengths, ranks
+    ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is asked of it
+    └── MissingExtra       (ImportError)  an optional dependency is not installed
+
+Each has a parent from the standard library as well, so callers can catch either. A message
+says what was seen, what is allowed and the way out. No class has a constructor of its own, so
+errors survive the trip between processes.
+"""
+
+import importlib
+from types import ModuleType
+
+__all__ = [
+    "BadFile",
+    "BadLength",
+    "BadRow",
+    "BatchwrightError",
+    "CannotWrite",
+    "ConfigError",
+    "DuplicateId",
+    "Mismatch",
+    "MissingExtra",
+    "MissingFile",
+    "NoTokenizer",
+    "OversizedSample",
+    "UnknownSample",
+    "need",
+]
+
+
+class BatchwrightError(Exception):
+    """The root: `except BatchwrightError` catches everything this package raises on purpose."""
+
+    def __str__(self) -> str:
+        # KeyError would show its message in quotes, and OSError its errno.
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(BatchwrightError, ValueError):
+    """A setting contradicts another or is out of range."""
+
+
+class BadRow(BatchwrightError, ValueError):
+    """One row of the data cannot become a sample; the message names file, line and reason."""
+
+
+class BadLength(BatchwrightError, ValueError):
+    """A sample length is zero, negative or 2**31 and more."""
+
+
+class OversizedSample(BatchwrightError, ValueError):
+    """A sample is longer than the limit and the overflow policy is `error`."""
+
+
+class DuplicateId(BatchwrightError, ValueError):
+    """Two samples share an id, so neither could be found again by it."""
+
+
+class UnknownSample(BatchwrightError, KeyError):
+    """An id, an epoch or a position that is not there."""
+
+
+class BadFile(BatchwrightError, ValueError):
+    """A file is cut, foreign, corrupted or of another version."""
+
+
+class MissingFile(BatchwrightError, FileNotFoundError):
+    """A file or folder that should be there is not."""
+
+
+class CannotWrite(BatchwrightError, OSError):
+    """The disk is full, read-only or otherwise refuses; nothing half-written is left behind."""
+
+
+class Mismatch(BatchwrightError, ValueError):
+    """Two things that must agree do not."""
+
+
+class NoTokenizer(BatchwrightError, LookupError):
+    """A tokenizer cannot be found, or lacks what is asked of it."""
+
+
+class MissingExtra(BatchwrightError, ImportError):
+    """An optional dependency is not installed."""
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import `module`, or say which extra brings it.
+
+    >>> need("json", extra="all").__name__
+    'json'
+    >>> need("no_such_module", extra="plot")
+    Traceback (most recent call last):
+    batchwright.errors.MissingExtra: no_such_module is not installed; run: pip install 'batchwright[plot]'
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise
+        raise MissingExtra(
+            f"{module} is not installed; run: pip install 'batchwright[{extra}]'"
+        ) from None

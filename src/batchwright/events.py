@@ -1,0 +1,139 @@
+"""The run log: typed records, appended as JSON lines, readable while they are written.
+
+A record is `{"t": seconds since start, "kind": ..., ...}`. Readers ignore kinds they do not
+know. A process killed while writing leaves at most one torn last line, which readers skip and
+the next writer closes.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from batchwright.errors import BadFile, CannotWrite
+from batchwright.files import existing
+
+__all__ = ["Event", "EventLog", "read_events", "tail_events"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One record: when, of what kind, and its fields."""
+
+    t: float
+    kind: str
+    fields: Mapping[str, Any]
+
+
+class EventLog:
+    """Appends records to `events.jsonl`; each `write` is one line handed to the system at once.
+
+    `sync()` makes what was written survive a power cut; the log does so itself on `close`.
+    """
+
+    def __init__(self, path: Path, *, start: float | None = None) -> None:
+        self.path = path
+        self._start = time.monotonic() if start is None else start
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+            if _ends_torn(path):
+                self._file.write(b"\n")
+        except OSError as error:
+            raise CannotWrite(f"cannot open the run log {path}: {error.strerror}") from error
+
+    def write(self, kind: str, /, **fields: Any) -> None:
+        """Append one record. Values must be JSON; NaN and infinity are written as null."""
+        record = {"t": round(time.monotonic() - self._start, 4), "kind": kind, **fields}
+        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
+        self._file.write(line.encode() + b"\n")
+
+    def sync(self) -> None:
+        import os
+
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every whole record, in order. A torn last line is skipped; a bad line inside is an error."""
+    lines = existing(path, "run log").read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        last = number == len(lines)
+        event = _parse(line)
+        if event is not None:
+            yield event
+        elif line and not last and not _torn(line):
+            raise BadFile(f"{path}, line {number}: not a record of a run log: {line[:60]!r}")
+
+
+def tail_events(path: Path, *, poll_s: float = 0.2, stop_after_s: float = 0.0) -> Iterator[Event]:
+    """Records as they arrive. Ends when nothing new has come for `stop_after_s` seconds.
+
+    A line is given only once its newline is there, so a record is never seen half-written.
+    """
+    rest = b""
+    quiet_since = time.monotonic()
+    with existing(path, "run log").open("rb") as file:
+        while True:
+            chunk = file.read()
+            if chunk:
+                quiet_since = time.monotonic()
+                *whole, rest = (rest + chunk).split(b"\n")
+                for line in whole:
+                    event = _parse(line)
+                    if event is not None:
+                        yield event
+            elif time.monotonic() - quiet_since >= stop_after_s:
+                return
+            else:
+                time.sleep(poll_s)
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        record = json.loads(line)
+        return Event(float(record.pop("t")), str(record.pop("kind")), record)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _torn(line: bytes) -> bool:
+    """Whether a line is the beginning of a record: a writer died inside it and a later one went on."""
+    return line.startswith(b'{"t":') and not line.endswith(b"}")
+
+
+def _ends_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return False
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

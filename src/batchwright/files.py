@@ -1,0 +1,113 @@
+"""Files that are either whole or not there."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from batchwright.errors import CannotWrite, ConfigError, MissingFile
+
+__all__ = ["atomic_folder", "existing", "fsync_folder", "write_atomic", "writing"]
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Write `content` so that a reader sees the old file or the new one, never a part.
+
+    A temporary name in the same folder, fsync, rename, fsync of the folder. When anything
+    fails, the temporary file is removed and `CannotWrite` says why.
+    """
+    with writing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[Path]:
+    """A temporary path that becomes `path` when the block ends well."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        _settle(temporary)
+        temporary.replace(path)
+        fsync_folder(path.parent)
+    except OSError as error:
+        raise _refused(path, error) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, marker: str) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well.
+
+    An existing folder is replaced only if it is empty or holds `marker`, the file by which we
+    know it as ours: a mistyped output path must not delete somebody's data.
+    """
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file, and a folder is to be written there; name another")
+    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
+        raise ConfigError(
+            f"{path} holds files but no {marker}, so it is not ours to replace; "
+            f"name another folder or empty it"
+        )
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+        yield temporary
+        temporary.chmod(0o755)
+        for child in sorted(temporary.rglob("*")):
+            if child.is_file():
+                _settle(child)
+            else:
+                fsync_folder(child)
+        fsync_folder(temporary)
+        # rename() cannot replace a folder that holds files, so the old one steps aside first;
+        # after a crash between the two renames it still stands under its hidden name.
+        aside = Path(f"{temporary}.old")
+        if path.exists():
+            path.rename(aside)
+        temporary.rename(path)
+        fsync_folder(path.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise _refused(path, error) from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def existing(path: Path, what: str) -> Path:
+    """`path` itself if something is there, else one sentence that says what was looked for."""
+    if not path.exists():
+        raise MissingFile(f"no {what} at {path}; check the path")
+    return path
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable, not only the bytes of its files."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _settle(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    path.chmod(0o644)
+
+
+def _refused(path: Path, error: OSError) -> CannotWrite:
+    reason = error.strerror or str(error)
+    return CannotWrite(
+        f"cannot write {path}: {reason}; nothing was changed there, "
+        f"free space or name another place and run again"
+    )
