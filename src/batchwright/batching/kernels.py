@@ -1,0 +1,439 @@
+"""Packing on arrays: the numba kernels under `packing` and `optimal`.
+
+Nothing here knows about samples. Lengths are int32 and already validated, a histogram is int64
+with `hist[l]` items of length `l`, and a *position* is an item's rank when the longest come first.
+Every kernel has a plain-Python twin in the tests that it must equal.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.jit import kernel
+
+__all__ = [
+    "best_fit",
+    "best_fit_decreasing",
+    "bin_size",
+    "bitset",
+    "bitset_add",
+    "bitset_discard",
+    "bitset_next",
+    "expand",
+    "first_fit",
+    "gather",
+    "histogram",
+    "lower_bounds",
+    "positions_of",
+    "sort_descending",
+    "spread",
+]
+
+UNLIMITED = 2**31 - 1
+"""Stands for no `max_segments`: a bin never holds this many items."""
+
+_FEW = 1 << 16
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_LOWEST = np.zeros(64, np.int64)
+for _bit in range(64):
+    _LOWEST[((0x03F79D71B4CB0A89 << _bit) & (2**64 - 1)) >> 58] = _bit
+
+
+@kernel
+def histogram(lengths: NDArray[np.int32], longest: int) -> NDArray[np.int64]:
+    """How many items have each length, shape [longest + 1]."""
+    counts = np.zeros(longest + 1, np.int64)
+    if longest >= _FEW:
+        for i in range(lengths.size):
+            counts[lengths[i]] += 1
+        return counts
+    # Four tables, because a run of equal lengths would wait on the same counter.
+    b, c, d = np.zeros_like(counts), np.zeros_like(counts), np.zeros_like(counts)
+    even = lengths.size & ~3
+    for i in range(0, even, 4):
+        counts[lengths[i]] += 1
+        b[lengths[i + 1]] += 1
+        c[lengths[i + 2]] += 1
+        d[lengths[i + 3]] += 1
+    for i in range(even, lengths.size):
+        counts[lengths[i]] += 1
+    return counts + b + c + d
+
+
+@kernel
+def sort_descending(lengths: NDArray[np.int32], hist: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Items with the longest first; equal lengths keep their order."""
+    cursor = np.empty(hist.size, np.int64)
+    position = 0
+    for length in range(hist.size - 1, -1, -1):
+        cursor[length] = position
+        position += hist[length]
+    order = np.empty(lengths.size, np.int32)
+    for item in range(lengths.size):
+        length = lengths[item]
+        order[cursor[length]] = item
+        cursor[length] += 1
+    return order
+
+
+@kernel
+def bitset(capacity: int) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """An empty set of numbers in [0, capacity] and where each of its levels starts.
+
+    A bit of level k + 1 says that a word of level k is not zero, so the next member of any
+    capacity is found in a handful of words (four levels reach 2**24).
+    """
+    base = np.zeros(8, np.int64)
+    levels, words, size = 0, 0, capacity + 1
+    while size > 1 or levels == 0:
+        size = (size + 63) >> 6
+        words += size
+        levels += 1
+        base[levels] = words
+    return np.zeros(words, np.uint64), base[: levels + 1].copy()
+
+
+@kernel
+def bitset_add(words: NDArray[np.uint64], base: NDArray[np.int64], value: int) -> None:
+    """Put `value` in the set."""
+    for level in range(base.size - 1):
+        words[base[level] + (value >> 6)] |= np.uint64(1) << np.uint64(value & 63)
+        value >>= 6
+
+
+@kernel
+def bitset_discard(words: NDArray[np.uint64], base: NDArray[np.int64], value: int) -> None:
+    """Take `value` out of the set."""
+    for level in range(base.size - 1):
+        word = base[level] + (value >> 6)
+        words[word] &= ~(np.uint64(1) << np.uint64(value & 63))
+        if words[word] != np.uint64(0):
+            return
+        value >>= 6
+
+
+@kernel
+def _lowest(word: np.uint64) -> int:
+    """The number of the lowest bit set."""
+    return _LOWEST[((word & (~word + np.uint64(1))) * _DE_BRUIJN) >> np.uint64(58)]
+
+
+@kernel
+def bitset_next(words: NDArray[np.uint64], base: NDArray[np.int64], value: int) -> int:
+    """The smallest member that is `value` or more, or -1."""
+    for level in range(base.size - 1):
+        word = value >> 6
+        if word >= base[level + 1] - base[level]:
+            return -1
+        rest = words[base[level] + word] >> np.uint64(value & 63)
+        if rest != np.uint64(0):
+            value += _lowest(rest)
+            for below in range(level - 1, -1, -1):
+                value = (value << 6) + _lowest(words[base[below] + value])
+            return value
+        value = word + 1
+    return -1
+
+
+@kernel
+def _grown(rows: NDArray[np.int64], used: int) -> NDArray[np.int64]:
+    """`rows` with space for one more after `used`."""
+    if used < rows.shape[0]:
+        return rows
+    wider = np.empty((2 * rows.shape[0], rows.shape[1]), np.int64)
+    wider[:used] = rows
+    return wider
+
+
+@kernel
+def best_fit_decreasing(
+    hist: NDArray[np.int64], capacity: int, max_segments: int, opened: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Best-fit-decreasing on a histogram, as steps (first bin, bins, items per bin).
+
+    Steps take positions in order: step j gives its first bin the next `items per bin` positions,
+    its second bin the following ones, and so on. In best fit a bin that took an item of length l
+    and still has space for another is the tightest one for it, so equal items fill bin after bin
+    and whole ranges of equal bins are filled in one step. The cost depends on the shape of the
+    histogram only. Among equally tight bins those changed last go first.
+
+    `opened` lists bins that are there already, in ranges (first bin, bins, items in each, free
+    space of each) that end where the new bins begin.
+    """
+    steps = np.empty((1024, 3), np.int64)
+    groups = np.empty((1024, 4), np.int64)  # first bin, bins, items in each, next in the stack
+    used_steps, used_groups, unused, bins = 0, 0, -1, 0
+    top = np.full(capacity + 1, -1, np.int32)  # by free space: the stack of groups that have it
+    words, base = bitset(capacity)
+    for j in range(opened.shape[0]):
+        bins = max(bins, opened[j, 0] + opened[j, 1])
+        free = opened[j, 3]
+        if free > 0 and opened[j, 2] < max_segments:
+            groups = _grown(groups, used_groups)
+            groups[used_groups, :3] = opened[j, :3]
+            groups[used_groups, 3] = top[free]
+            bitset_add(words, base, free)
+            top[free] = used_groups
+            used_groups += 1
+    for length in range(min(capacity, hist.size - 1), 0, -1):
+        left = hist[length]
+        while left > 0:
+            steps = _grown(steps, used_steps)
+            groups = _grown(groups, used_groups)
+            free = bitset_next(words, base, length)
+            group = top[free] if free >= 0 else -1
+            held = groups[group, 2] if group >= 0 else 0
+            if free < 0:
+                free = capacity
+            each = min(free // length, max_segments - held, left)
+            count = left // each
+            if group < 0:
+                first = bins
+                bins += count
+            else:
+                first = groups[group, 0]
+                if count < groups[group, 1]:
+                    groups[group, 0] += count
+                    groups[group, 1] -= count
+                else:
+                    count = groups[group, 1]
+                    top[free] = groups[group, 3]
+                    if top[free] < 0:
+                        bitset_discard(words, base, free)
+                    groups[group, 3] = unused
+                    unused = group
+            steps[used_steps, 0], steps[used_steps, 1], steps[used_steps, 2] = first, count, each
+            used_steps += 1
+            left -= count * each
+            free -= each * length
+            if free > 0 and held + each < max_segments:
+                group = unused
+                if group >= 0:
+                    unused = groups[group, 3]
+                else:
+                    group = used_groups
+                    used_groups += 1
+                if top[free] < 0:
+                    bitset_add(words, base, free)
+                groups[group, 0], groups[group, 1] = first, count
+                groups[group, 2], groups[group, 3] = held + each, top[free]
+                top[free] = group
+    return steps[:used_steps].copy()
+
+
+@kernel
+def spread(
+    bin_starts: NDArray[np.int64],
+    steps: NDArray[np.int64],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    position: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """Steps as entries of the intervals [first, last) they cover, from their `position` on."""
+    offsets = np.zeros(bin_starts.size, np.int64)
+    for j in range(steps.shape[0]):
+        for i in range(first[j], last[j]):
+            offsets[i + 1] += 1
+    for i in range(1, offsets.size):
+        offsets[i] += offsets[i - 1]
+    cursor = offsets.copy()
+    positions = np.empty(offsets[-1], np.int64)
+    counts = np.empty(offsets[-1], np.int32)
+    for j in range(steps.shape[0]):
+        for i in range(first[j], last[j]):
+            positions[cursor[i]] = position[j] + (bin_starts[i] - steps[j, 0]) * steps[j, 2]
+            counts[cursor[i]] = steps[j, 2]
+            cursor[i] += 1
+    return offsets, positions, counts
+
+
+@kernel
+def _interval(bin_starts: NDArray[np.int64], number: int) -> int:
+    """The interval that covers bin `number`."""
+    low, high = 0, bin_starts.size - 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if bin_starts[middle] <= number:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def bin_size(
+    bin_starts: NDArray[np.int64],
+    entry_offsets: NDArray[np.int64],
+    entry_count: NDArray[np.int32],
+    number: int,
+) -> int:
+    """How many items bin `number` holds."""
+    interval = _interval(bin_starts, number)
+    size = 0
+    for e in range(entry_offsets[interval], entry_offsets[interval + 1]):
+        size += entry_count[e]
+    return size
+
+
+@kernel
+def positions_of(
+    bin_starts: NDArray[np.int64],
+    entry_offsets: NDArray[np.int64],
+    entry_position: NDArray[np.int64],
+    entry_count: NDArray[np.int32],
+    number: int,
+) -> NDArray[np.int64]:
+    """The positions in bin `number`, longest first for best-fit-decreasing."""
+    out = np.empty(bin_size(bin_starts, entry_offsets, entry_count, number), np.int64)
+    interval = _interval(bin_starts, number)
+    shift = number - bin_starts[interval]
+    written = 0
+    for e in range(entry_offsets[interval], entry_offsets[interval + 1]):
+        position = entry_position[e] + shift * entry_count[e]
+        for _ in range(entry_count[e]):
+            out[written] = position
+            written += 1
+            position += 1
+    return out
+
+
+@kernel
+def expand(
+    bin_starts: NDArray[np.int64],
+    entry_offsets: NDArray[np.int64],
+    entry_position: NDArray[np.int64],
+    entry_count: NDArray[np.int32],
+    order: NDArray[np.int32],
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Every bin written out: bin b holds `items[offsets[b]:offsets[b + 1]]`."""
+    offsets = np.empty(bin_starts[-1] + 1, np.int64)
+    items = np.empty(order.size, np.int32)
+    offsets[0] = 0
+    written = 0
+    for interval in range(bin_starts.size - 1):
+        for b in range(bin_starts[interval], bin_starts[interval + 1]):
+            shift = b - bin_starts[interval]
+            for e in range(entry_offsets[interval], entry_offsets[interval + 1]):
+                position = entry_position[e] + shift * entry_count[e]
+                for j in range(entry_count[e]):
+                    items[written] = order[position + j]
+                    written += 1
+            offsets[b + 1] = written
+    return offsets, items
+
+
+@kernel
+def best_fit(
+    lengths: NDArray[np.int32], capacity: int, max_segments: int
+) -> tuple[NDArray[np.int32], int]:
+    """The bin of each item, taken in order: the tightest that fits, of equals the last changed."""
+    bins = 0
+    bin_of = np.empty(lengths.size, np.int32)
+    below = np.empty(lengths.size, np.int32)  # of a bin: the next one in its stack
+    held = np.zeros(lengths.size if max_segments < lengths.size else 1, np.int32)
+    top = np.full(capacity + 1, -1, np.int32)
+    words, base = bitset(capacity)
+    for i in range(lengths.size):
+        length = np.int64(lengths[i])
+        free = bitset_next(words, base, length)
+        if free < 0:
+            number = bins
+            bins += 1
+            free = capacity
+        else:
+            number = np.int64(top[free])
+            top[free] = below[number]
+            if top[free] < 0:
+                bitset_discard(words, base, free)
+        bin_of[i] = number
+        free -= length
+        if max_segments < lengths.size:
+            held[number] += 1
+            if held[number] == max_segments:
+                continue
+        if free > 0:
+            if top[free] < 0:
+                bitset_add(words, base, free)
+            below[number] = top[free]
+            top[free] = number
+    return bin_of, bins
+
+
+@kernel
+def first_fit(
+    lengths: NDArray[np.int32], capacity: int, max_segments: int, most_bins: int
+) -> tuple[NDArray[np.int32], int]:
+    """The bin of each item, taken in order: the first that fits, found in a tree of free spaces."""
+    size = 1
+    while size < most_bins:
+        size <<= 1
+    free = np.zeros(2 * size, np.int32)  # node k has children 2k and 2k + 1; leaves are bins
+    held = np.zeros(size, np.int32)
+    bin_of = np.empty(lengths.size, np.int32)
+    bins = 0
+    for i in range(lengths.size):
+        length = lengths[i]
+        if free[1] < length:
+            node = size + bins
+            bins += 1
+            free[node] = capacity
+        else:
+            node = 1
+            while node < size:
+                node <<= 1
+                if free[node] < length:
+                    node += 1
+        number = node - size
+        bin_of[i] = number
+        held[number] += 1
+        free[node] -= length
+        if held[number] == max_segments:
+            free[node] = 0
+        node >>= 1
+        while node >= 1:
+            widest = max(free[2 * node], free[2 * node + 1])
+            if free[node] == widest:
+                break
+            free[node] = widest
+            node >>= 1
+    return bin_of, bins
+
+
+@kernel
+def gather(bin_of: NDArray[np.int32], bins: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Bins as lists: `items[offsets[b]:offsets[b + 1]]` are those of bin b, in order."""
+    offsets = np.zeros(bins + 1, np.int64)
+    for i in range(bin_of.size):
+        offsets[bin_of[i] + 1] += 1
+    for b in range(bins):
+        offsets[b + 1] += offsets[b]
+    cursor = offsets.copy()
+    items = np.empty(bin_of.size, np.int32)
+    for i in range(bin_of.size):
+        items[cursor[bin_of[i]]] = i
+        cursor[bin_of[i]] += 1
+    return offsets, items
+
+
+@kernel
+def lower_bounds(hist: NDArray[np.int64], capacity: int) -> tuple[int, int]:
+    """Two numbers of bins that no packing can beat: L1 by volume, L2 by Martello and Toth.
+
+    L2 looks at every threshold a: items over capacity - a are alone in their bins, items over half
+    never share one, and what the rest (a and longer) cannot put beside them needs bins of its own.
+    """
+    count = np.zeros(capacity + 2, np.int64)
+    volume = np.zeros(capacity + 2, np.int64)
+    for length in range(capacity + 1):
+        items = hist[length] if length < hist.size else 0
+        count[length + 1] = count[length] + items
+        volume[length + 1] = volume[length] + items * length
+    l1 = (volume[capacity + 1] + capacity - 1) // capacity
+    l2 = l1
+    half = capacity // 2
+    for a in range(half + 1):
+        alone = count[capacity + 1] - count[capacity - a + 1]
+        large = count[capacity - a + 1] - count[half + 1]
+        beside = large * capacity - (volume[capacity - a + 1] - volume[half + 1])
+        rest = max(volume[half + 1] - volume[a] - beside, 0)
+        l2 = max(l2, alone + large + (rest + capacity - 1) // capacity)
+    return l1, l2

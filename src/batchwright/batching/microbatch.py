@@ -1,0 +1,99 @@
+"""One microbatch of a plan: which samples, where in the matrix, and how wide."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.ids import Ids
+
+__all__ = ["MicrobatchSpec"]
+
+@dataclass(frozen=True)
+class MicrobatchSpec:
+    """Which samples stand where in one microbatch.
+
+    The matrix has `batch_size` rows of `max_len` tokens. Segment s is `lengths[s]` tokens of
+    data row `items[s]` from token `starts[s]` on. Matrix row r holds the segments
+    `row_offsets[r]` to `row_offsets[r + 1] - 1`: one in a padded layout, several in a packed one.
+    """
+
+    epoch: int
+    index: int
+    """Place in the epoch, counted over all ranks."""
+    bucket_id: int
+    """The bucket of a bucketed layout, else -1."""
+    max_len: int
+    items: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    row_offsets: NDArray[np.int32]
+    ids: Ids = field(repr=False)
+    weight: float = 1.0
+    """0 for a filler that evens out the ranks: run it, but count none of its loss."""
+
+    @property
+    def batch_size(self) -> int:
+        """Matrix rows."""
+        return len(self.row_offsets) - 1
+
+    @cached_property
+    def token_count(self) -> int:
+        """Useful tokens."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of the whole matrix, useful or not."""
+        return self.batch_size * self.max_len
+
+    @property
+    def efficiency(self) -> float:
+        return self.token_count / self.padded_tokens
+
+    @property
+    def packed(self) -> bool:
+        """Whether some row may hold several samples; such a row must be kept apart by segment."""
+        return len(self.items) != self.batch_size
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """The ids, row by row; a sample that was split stands here once for each piece."""
+        return tuple(self.ids.take(self.items))
+
+    @property
+    def packs(self) -> tuple[tuple[str, ...], ...] | None:
+        """The ids of each row if rows hold several samples, else None."""
+        if not self.packed:
+            return None
+        ids = self.samples
+        bounds = self.row_offsets.tolist()
+        return tuple(ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
+
+    def as_filler(self) -> "MicrobatchSpec":
+        """The same shape with weight 0."""
+        return replace(self, weight=0.0)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MicrobatchSpec):
+            return NotImplemented
+        mine = (self.epoch, self.index, self.bucket_id, self.max_len, self.weight)
+        theirs = (other.epoch, other.index, other.bucket_id, other.max_len, other.weight)
+        return (
+            mine == theirs
+            and np.array_equal(self.starts, other.starts)
+            and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.row_offsets, other.row_offsets)
+            and self.samples == other.samples
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.epoch, self.index, self.samples))
+
+    def __repr__(self) -> str:
+        weight = "" if self.weight else ", filler"
+        return (
+            f"MicrobatchSpec(epoch={self.epoch}, index={self.index}, {len(self.items)} samples, "
+            f"{self.batch_size} × {self.max_len}, {self.efficiency:.1%} useful{weight})"
+        )

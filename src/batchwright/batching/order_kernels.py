@@ -1,0 +1,237 @@
+"""From a place in the length order to the sample that stands there in a given epoch.
+
+Samples are sorted longest first. The order is divided into classes: the buckets, or the
+lengths. Every epoch permutes the samples inside each class by a counter-based function, so a
+batch is found by following its own positions and nothing else.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.jit import kernel
+from batchwright.permutation import mix, permute, unpermute
+
+__all__ = [
+    "cut_by_budget",
+    "draw_bins",
+    "draw_range",
+    "find_bin",
+    "pack_costs",
+    "range_costs",
+    "settle",
+    "unsettle",
+]
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+
+
+@kernel
+def settle(position: int, class_offsets: Longs, key: np.uint64) -> int:
+    """Where the sample comes from that stands at `position` in the epoch of `key`."""
+    which = np.searchsorted(class_offsets, position, side="right") - 1
+    low = class_offsets[which]
+    size = class_offsets[which + 1] - low
+    return low + permute(position - low, size, mix(key, np.uint64(which)))
+
+
+@kernel
+def unsettle(origin: int, class_offsets: Longs, key: np.uint64) -> int:
+    """The position at which the sample of `origin` stands: the inverse of `settle`."""
+    which = np.searchsorted(class_offsets, origin, side="right") - 1
+    low = class_offsets[which]
+    size = class_offsets[which + 1] - low
+    return low + unpermute(origin - low, size, mix(key, np.uint64(which)))
+
+
+@kernel
+def draw_range(
+    start: int,
+    size: int,
+    key: np.uint64,
+    class_offsets: Longs,
+    items: Ints,
+    starts: Ints,
+    distinct: Ints,
+    distinct_offsets: Longs,
+) -> tuple[Ints, Ints, Ints]:
+    """Items, starts and lengths of the samples at positions start .. start + size - 1."""
+    out_items = np.empty(size, np.int32)
+    out_starts = np.zeros(size, np.int32)
+    out_lengths = np.empty(size, np.int32)
+    for offset in range(size):
+        origin = settle(start + offset, class_offsets, key)
+        out_items[offset] = items[origin]
+        if starts.size:
+            out_starts[offset] = starts[origin]
+        length_class = np.searchsorted(distinct_offsets, origin, side="right") - 1
+        out_lengths[offset] = distinct[length_class]
+    return out_items, out_starts, out_lengths
+
+
+@kernel
+def draw_bins(
+    first: int,
+    count: int,
+    bins_key: np.uint64,
+    key: np.uint64,
+    class_offsets: Longs,
+    items: Ints,
+    starts: Ints,
+    distinct: Ints,
+    bin_starts: Longs,
+    entry_offsets: Longs,
+    entry_position: Longs,
+    entry_count: Ints,
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The samples of `count` packed rows from slot `first` on, and where each row begins."""
+    num_bins = bin_starts[-1]
+    row_offsets = np.zeros(count + 1, np.int32)
+    bins = np.empty(count, np.int64)
+    intervals = np.empty(count, np.int64)
+    for row in range(count):
+        bins[row] = permute(first + row, num_bins, bins_key)
+        intervals[row] = np.searchsorted(bin_starts, bins[row], side="right") - 1
+        segments = 0
+        for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
+            segments += entry_count[entry]
+        row_offsets[row + 1] = row_offsets[row] + segments
+    size = row_offsets[count]
+    out_items = np.empty(size, np.int32)
+    out_starts = np.zeros(size, np.int32)
+    out_lengths = np.empty(size, np.int32)
+    at = 0
+    for row in range(count):
+        inside = bins[row] - bin_starts[intervals[row]]
+        for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
+            base = entry_position[entry] + inside * entry_count[entry]
+            # Classes of a packed layout are the distinct lengths, so all of an entry are in one.
+            which = np.searchsorted(class_offsets, base, side="right") - 1
+            low = class_offsets[which]
+            size = class_offsets[which + 1] - low
+            class_key = mix(key, np.uint64(which))
+            for step in range(entry_count[entry]):
+                origin = low + permute(base + step - low, size, class_key)
+                out_items[at] = items[origin]
+                if starts.size:
+                    out_starts[at] = starts[origin]
+                out_lengths[at] = distinct[which]
+                at += 1
+    return out_items, out_starts, out_lengths, row_offsets
+
+
+@kernel
+def find_bin(
+    position: int,
+    bin_starts: Longs,
+    entry_offsets: Longs,
+    entry_position: Longs,
+    entry_count: Ints,
+) -> tuple[int, int]:
+    """The bin that holds `position`, and its place among the bin's segments."""
+    for interval in range(bin_starts.size - 1):
+        bins = bin_starts[interval + 1] - bin_starts[interval]
+        before = 0
+        for entry in range(entry_offsets[interval], entry_offsets[interval + 1]):
+            ahead = position - entry_position[entry]
+            count = entry_count[entry]
+            if 0 <= ahead < bins * count:
+                return bin_starts[interval] + ahead // count, before + ahead % count
+            before += count
+    return -1, -1
+
+
+@kernel
+def cut_by_budget(widths: Longs, class_offsets: Longs, token_budget: int) -> Longs:
+    """Cut positions into runs whose padded size fits `token_budget`.
+
+    `widths[c]` is the width of class c, falling with c. A run is padded to its first, widest
+    class, so each run takes as many samples as that width allows: the fewest runs possible.
+    """
+    total = class_offsets[-1]
+    runs = 0
+    starts = np.empty(1, np.int64)
+    # Counted first, then written: an array for the worst case would hold one run a sample.
+    for write in (False, True):
+        if write:
+            starts = np.empty(runs + 1, np.int64)
+        runs = 0
+        position = 0
+        which = 0
+        while position < total:
+            while class_offsets[which + 1] <= position:
+                which += 1
+            if write:
+                starts[runs] = position
+            runs += 1
+            position += max(1, token_budget // widths[which])
+    starts[runs] = total
+    return starts
+
+
+@kernel
+def range_costs(
+    first: int,
+    stop: int,
+    shuffle: bool,
+    batches_key: np.uint64,
+    key: np.uint64,
+    batch_start: Longs,
+    batch_size: Ints,
+    class_offsets: Longs,
+    class_width: Ints,
+    align: int,
+    distinct: Ints,
+    distinct_offsets: Longs,
+    linear: int,
+    quadratic: int,
+) -> Longs:
+    """linear * tokens + quadratic * tokens^2 of padded batches first .. stop - 1 of an epoch."""
+    count = batch_start.size
+    out = np.empty(stop - first, np.int64)
+    for index in range(first, stop):
+        batch = permute(index, count, batches_key) if shuffle else count - 1 - index
+        start = batch_start[batch]
+        which = np.searchsorted(class_offsets, start, side="right") - 1
+        width = np.int64(class_width[which])
+        if width == 0:
+            longest = 0
+            for offset in range(batch_size[batch]):
+                origin = settle(start + offset, class_offsets, key)
+                length_class = np.searchsorted(distinct_offsets, origin, side="right") - 1
+                longest = max(longest, distinct[length_class])
+            width = np.int64((longest + align - 1) // align * align)
+        out[index - first] = batch_size[batch] * (linear * width + quadratic * width * width)
+    return out
+
+
+@kernel
+def pack_costs(
+    first: int,
+    stop: int,
+    rows: int,
+    width: int,
+    bins_key: np.uint64,
+    class_offsets: Longs,
+    distinct: Ints,
+    bin_starts: Longs,
+    entry_offsets: Longs,
+    entry_position: Longs,
+    entry_count: Ints,
+    linear: int,
+    quadratic: int,
+) -> Longs:
+    """linear * width + quadratic * sum of length^2 over the rows of packed batches."""
+    num_bins = bin_starts[-1]
+    out = np.zeros(stop - first, np.int64)
+    for index in range(first, stop):
+        for slot in range(index * rows, min((index + 1) * rows, num_bins)):
+            interval = (
+                np.searchsorted(bin_starts, permute(slot, num_bins, bins_key), side="right") - 1
+            )
+            out[index - first] += linear * width
+            for entry in range(entry_offsets[interval], entry_offsets[interval + 1]):
+                which = np.searchsorted(class_offsets, entry_position[entry], side="right") - 1
+                length = np.int64(distinct[which])
+                out[index - first] += quadratic * entry_count[entry] * length * length
+    return out

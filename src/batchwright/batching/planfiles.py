@@ -1,0 +1,250 @@
+"""Plans on disk: a folder of little-endian arrays that are mapped, and a manifest.
+
+The folder is written under a temporary name and renamed, so it is whole or not there. The
+manifest carries its own checksum and one for each array. Opening checks the manifest, every
+file's size and the content of all arrays that steer the order; `verify_plan` checks the rest.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching.config import BatchingConfig
+from batchwright.batching.orders import order_of
+from batchwright.batching.plan import VERSION, BatchPlan, Counts
+from batchwright.batching.shards import Shard
+from batchwright.data.ids import Ids
+from batchwright.errors import BadFile, BatchwrightError
+from batchwright.files import atomic_folder, existing
+from batchwright.fingerprint import digest
+
+__all__ = ["MANIFEST", "check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
+
+MANIFEST = "manifest.json"
+FORMAT = "batchwright.plan"
+_READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped", "difficulty"}
+"""Large arrays whose values index nothing unchecked; the others are hashed on opening."""
+
+
+def save_plan(plan: BatchPlan, path: Path) -> Path:
+    """Write the plan as a folder, whole or not at all."""
+    with atomic_folder(path, MANIFEST) as folder:
+        files = {name: _write(folder, name, array) for name, array in _arrays(plan).items()}
+        _write_manifest(folder, plan, files)
+    return path
+
+
+def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "cost") -> list[Path]:
+    """Write `rank_0` to `rank_<world_size - 1>`, each a plan of its own.
+
+    The arrays are the same for all ranks and are linked, not copied, where the disk can.
+    """
+    with atomic_folder(path, "rank_0/" + MANIFEST) as folder:
+        files: dict[str, Any] = {}
+        for rank in range(world_size):
+            shard = plan.shard(rank, world_size, balance=balance)
+            own = folder / f"rank_{rank}"
+            own.mkdir()
+            for name, array in _arrays(plan).items():
+                if rank == 0:
+                    files[name] = _write(own, name, array)
+                else:
+                    _link(folder / "rank_0" / f"{name}.bin", own / f"{name}.bin")
+            _write_manifest(own, shard, files)
+    return [path / f"rank_{rank}" for rank in range(world_size)]
+
+
+def load_plan(path: Path) -> BatchPlan:
+    """Open a plan; arrays are mapped, so this takes milliseconds for any size."""
+    manifest = _manifest(path)
+    try:
+        arrays = {
+            name: _open(path, name, entry, check=name not in _READ_LATER)
+            for name, entry in manifest["files"].items()
+        }
+        config = BatchingConfig(**manifest["config"])
+        ids = Ids.numbered(manifest["counts"]["samples"])
+        if "id_offsets" in arrays:
+            ids = Ids.from_arrays(arrays.pop("id_offsets"), arrays.pop("id_data"))
+        shard = manifest["shard"]
+        return BatchPlan(
+            skipped=arrays.pop("skipped"),
+            difficulty=arrays.pop("difficulty", None),
+            order=order_of(manifest["kind"], config, arrays),
+            ids=ids,
+            config=config,
+            num_epochs=manifest["num_epochs"],
+            counts=Counts(**manifest["counts"]),
+            dataset_hash=manifest["dataset_hash"],
+            tokenizer_hash=manifest["tokenizer_hash"],
+            sources=tuple((n, s, w) for n, s, w in manifest["sources"]),
+            shard_of=Shard(**shard) if shard else None,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, BatchwrightError):
+            raise
+        raise _damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
+
+
+def check_files(path: Path) -> int:
+    """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
+    manifest = _manifest(path)
+    for name, entry in manifest["files"].items():
+        _open(path, name, entry, check=True)
+    plan = load_plan(path)
+    if plan.fingerprint != manifest["fingerprint"]:
+        raise _damaged(path, "its content does not have the fingerprint that its manifest gives")
+    return sum(_size(entry) for entry in manifest["files"].values())
+
+
+def export_plan(plan: BatchPlan, path: Path) -> Path:
+    """The plan as text: `meta.json` and one `epoch_<n>.jsonl` for each epoch."""
+    with atomic_folder(path, "meta.json") as folder:
+        meta = {
+            "fingerprint": plan.fingerprint,
+            "dataset_hash": plan.dataset_hash,
+            "tokenizer_hash": plan.tokenizer_hash,
+            "num_epochs": plan.num_epochs,
+            "config": plan.config.model_dump(mode="json"),
+            "counts": asdict(plan.counts),
+            "sources": [list(source) for source in plan.sources],
+            "shard": asdict(plan.shard_of) if plan.shard_of else None,
+        }
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for epoch in range(plan.num_epochs):
+            with (folder / f"epoch_{epoch}.jsonl").open("w") as file:
+                file.writelines(line + "\n" for line in _epoch_lines(plan, epoch))
+    return path
+
+
+def _epoch_lines(plan: BatchPlan, epoch: int) -> Iterator[str]:
+    whole = plan.epoch(epoch)
+    header = {
+        "epoch": epoch,
+        "seed": plan.config.seed,
+        "total_samples": whole.total_samples,
+        "total_tokens": whole.total_tokens,
+        "num_microbatches": len(whole),
+    }
+    yield json.dumps(header)
+    for batch in whole:
+        yield json.dumps(
+            {
+                "index": batch.index,
+                "samples": batch.samples,
+                "packs": batch.packs,
+                "bucket_id": batch.bucket_id,
+                "max_len": batch.max_len,
+                "starts": batch.starts.tolist(),
+                "lengths": batch.lengths.tolist(),
+                "weight": batch.weight,
+            }
+        )
+
+
+def _arrays(plan: BatchPlan) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {**plan.order.arrays(), "skipped": plan.skipped}
+    if plan.ids.arrays is not None:
+        arrays["id_offsets"], arrays["id_data"] = plan.ids.arrays
+    if plan.difficulty is not None:
+        arrays["difficulty"] = plan.difficulty
+    return arrays
+
+
+def _write(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
+    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+    raw = memoryview(little.reshape(-1).view("u1")) if little.size else b""
+    with (folder / f"{name}.bin").open("wb") as file:
+        file.write(raw)
+    return {
+        "dtype": little.dtype.str,
+        "shape": list(little.shape),
+        "sha256": hashlib.sha256(raw).hexdigest(),
+    }
+
+
+def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> None:
+    manifest: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": plan.order.kind,
+        "fingerprint": plan.fingerprint,
+        "order": plan.order_root,
+        "num_epochs": plan.num_epochs,
+        "dataset_hash": plan.dataset_hash,
+        "tokenizer_hash": plan.tokenizer_hash,
+        "config": plan.config.model_dump(mode="json"),
+        "counts": asdict(plan.counts),
+        "sources": [list(source) for source in plan.sources],
+        "shard": asdict(plan.shard_of) if plan.shard_of else None,
+        "files": files,
+    }
+    manifest["sha256"] = digest(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    existing(path, "batch plan")
+    if not (path / MANIFEST).is_file():
+        raise BadFile(
+            f"{path} is not a batch plan: it has no {MANIFEST}; "
+            f"build one with: batchwright data batchplan build"
+        )
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise _damaged(path, f"its manifest is of a {manifest['format']!r}, not a {FORMAT}")
+        if manifest["version"] != VERSION:
+            raise _damaged(
+                path, f"it has format {manifest['version']}, this version reads {VERSION}"
+            )
+        expected = manifest.pop("sha256")
+        whole: dict[str, Any] = manifest
+        if digest(whole) != expected:
+            raise _damaged(path, f"{MANIFEST} does not have its own checksum")
+        return whole
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, BatchwrightError):
+            raise
+        raise _damaged(path, f"{MANIFEST} cannot be read: {error}") from None
+
+
+def _open(path: Path, name: str, entry: dict[str, Any], *, check: bool) -> NDArray[Any]:
+    file = path / f"{name}.bin"
+    size = _size(entry)
+    try:
+        with file.open("rb") as handle:
+            seen = os.fstat(handle.fileno()).st_size
+            if seen != size:
+                raise _damaged(path, f"{file.name} has {seen:,} bytes where {size:,} belong")
+            # An empty file cannot be mapped.
+            raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+    except OSError as error:
+        raise _damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
+    if check and hashlib.sha256(raw).hexdigest() != entry["sha256"]:
+        raise _damaged(path, f"{file.name} does not have its checksum")
+    return np.frombuffer(raw, np.dtype(entry["dtype"])).reshape(entry["shape"])
+
+
+def _size(entry: dict[str, Any]) -> int:
+    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _damaged(path: Path, reason: str) -> BadFile:
+    return BadFile(f"the plan {path} cannot be used: {reason}; build it again or restore the file")

@@ -1,0 +1,201 @@
+"""Pictures as PNG files, drawn with matplotlib and written whole or not at all.
+
+Figures are objects of their own: nothing here touches pyplot's global state, so drawing is safe
+in threads, notebooks and servers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchwright.batching.analyze import LengthHistogram
+from batchwright.errors import ConfigError, need
+from batchwright.files import writing
+from batchwright.report.text import number, percent
+
+__all__ = ["histogram_png", "packing_png"]
+
+INK = "#222222"
+PALE = "#d9d9d9"
+BAR = "#4878a8"
+EDGE = "#c8502d"
+
+
+def packing_png(
+    path: Path | str,
+    rows: Sequence[Sequence[int]],
+    row_width: int,
+    title: str = "",
+    *,
+    max_rows: int = 48,
+) -> None:
+    """One bar for each row, one block in it for each sample, coloured by length; white is padding.
+
+    Only the first `max_rows` rows are drawn; the line below the title counts them all.
+    """
+    if not rows or row_width < 1:
+        raise ConfigError(f"{len(rows)} rows of {row_width} tokens cannot be drawn; give 1 or more")
+    widest = max(sum(row) for row in rows)
+    if widest > row_width:
+        raise ConfigError(f"a row holds {widest:,} tokens and is {row_width:,} wide")
+    shown = rows[:max_rows]
+    height = 0.9 + 0.16 * max(len(shown), 6)
+    figure, axes = _axes(9.0, height, title, _rows_line(rows, row_width, len(shown)))
+    blocks = _blocks(axes, shown, row_width)
+    axes.set_xlim(-0.002 * row_width, 1.002 * row_width)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("row")
+    axes.spines[["left", "bottom"]].set_visible(False)
+    axes.tick_params(length=0)
+    if blocks is not None:
+        bar = figure.colorbar(blocks, ax=axes, pad=0.015, fraction=0.035, aspect=24)
+        bar.set_label("sample length", size=9)
+        bar.outline.set_visible(False)
+        bar.ax.tick_params(length=0, labelsize=8)
+        _whole_numbers(bar.ax.yaxis)
+    _save(figure, path)
+
+
+def histogram_png(
+    path: Path | str,
+    histogram: LengthHistogram,
+    edges: Sequence[int] | None = None,
+    title: str = "",
+) -> None:
+    """The length histogram, with bucket edges as lines."""
+    line = (
+        f"{number(histogram.total_samples)} samples, {number(histogram.total_tokens)} tokens, "
+        f"median {number(histogram.median_length)}, p99 {number(histogram.p99)}, "
+        f"longest {number(histogram.max_length)}"
+    )
+    figure, axes = _axes(9.0, 3.8, title, line, above=24 if edges else 0)
+    bins = histogram.bins
+    axes.bar(
+        [bin.min_length for bin in bins],
+        [bin.count for bin in bins],
+        width=[bin.max_length - bin.min_length for bin in bins],
+        align="edge",
+        color=BAR,
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    left, right = bins[0].min_length, bins[-1].max_length
+    if edges:
+        right = max(right, max(edges))
+    margin = 0.01 * (right - left)
+    axes.set_xlim(left - margin, right + margin)
+    axes.set_xlabel("length in tokens")
+    axes.set_ylabel("samples")
+    axes.yaxis.grid(True, color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    _edge_lines(axes, edges or (), room=0.014 * (right - left))
+    _save(figure, path)
+
+
+def _rows_line(rows: Sequence[Sequence[int]], row_width: int, drawn: int) -> str:
+    samples = sum(map(len, rows))
+    useful = sum(map(sum, rows)) / (len(rows) * row_width)
+    line = (
+        f"{number(samples)} samples in {number(len(rows))} rows of {number(row_width)} tokens, "
+        f"{percent(useful)} useful"
+    )
+    return line if drawn == len(rows) else f"{line}; the first {drawn} rows"
+
+
+def _blocks(axes: Any, rows: Sequence[Sequence[int]], row_width: int) -> Any:
+    """Draw the frames of the rows and the samples inside; gives the samples' collection."""
+    collections = need("matplotlib.collections", extra="plot")
+    colors = need("matplotlib.colors", extra="plot")
+
+    def box(left: float, right: float, row: int) -> list[tuple[float, float]]:
+        low, high = row - 0.4, row + 0.4
+        return [(left, low), (right, low), (right, high), (left, high)]
+
+    frames = [box(0, row_width, row) for row in range(len(rows))]
+    axes.add_collection(
+        collections.PolyCollection(frames, facecolors="white", edgecolors=PALE, linewidths=0.6)
+    )
+    boxes, lengths = [], []
+    for row, samples in enumerate(rows):
+        ends = np.cumsum(samples)
+        for length, end in zip(samples, ends.tolist(), strict=True):
+            boxes.append(box(end - length, end, row))
+            lengths.append(length)
+    if not boxes:
+        return None
+    # Most samples are short; the square root leaves them more than a sliver of the colours.
+    scale = colors.PowerNorm(0.5, vmin=0, vmax=max(lengths))
+    samples_drawn = collections.PolyCollection(
+        boxes,
+        array=np.asarray(lengths),
+        cmap="viridis_r",
+        norm=scale,
+        edgecolors="white",
+        linewidths=0.4,
+    )
+    axes.add_collection(samples_drawn)
+    return samples_drawn
+
+
+def _edge_lines(axes: Any, edges: Sequence[int], room: float) -> None:
+    """A line for each edge and its number on end above; a number that would touch is left out."""
+    last = -np.inf
+    for edge in edges:
+        axes.axvline(edge, color=EDGE, linewidth=1.0)
+        if edge - last < room:
+            continue
+        last = edge
+        axes.annotate(
+            f"{edge:,}",
+            (edge, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            rotation=90,
+            fontsize=7.5,
+            color=EDGE,
+        )
+
+
+def _axes(width: float, height: float, title: str, line: str, above: int = 0) -> tuple[Any, Any]:
+    """A figure with one plain plot under a title and a line, `above` points over the plot."""
+    need("matplotlib", extra="plot")
+    figure = need("matplotlib.figure", extra="plot").Figure((width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_size(9)
+        _whole_numbers(axis)
+    axes.set_title(line, loc="left", fontsize=9, color=INK, pad=8 + above)
+    if title:
+        axes.annotate(
+            title,
+            (0, 1),
+            xycoords="axes fraction",
+            xytext=(0, 24 + above),
+            textcoords="offset points",
+            fontsize=12,
+            fontweight="bold",
+            color=INK,
+        )
+    return figure, axes
+
+
+def _whole_numbers(axis: Any) -> None:
+    ticker = need("matplotlib.ticker", extra="plot")
+    axis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+
+def _save(figure: Any, path: Path | str) -> None:
+    with writing(Path(path)) as temporary:
+        # Without the version of the software, the same picture is the same bytes.
+        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})

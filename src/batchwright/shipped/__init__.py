@@ -1,0 +1,1 @@
+"""Files that travel with the package: the text set of the demo."""
