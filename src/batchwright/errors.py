@@ -101,9 +101,9 @@ def need(module: str, extra: str) -> ModuleType:
 
     >>> need("json", extra="all").__name__
     'json'
-    >>> need("no_such_module", extra="plot")
+    >>> need("no_such_module", extra="hf")
     Traceback (most recent call last):
-    batchwright.errors.MissingExtra: no_such_module is not installed; run: pip install 'batchwright[plot]'
+    batchwright.errors.MissingExtra: no_such_module is missing; run: pip install 'batchwright[hf]'
     """
     try:
         return importlib.import_module(module)
@@ -111,5 +111,5 @@ def need(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
             raise
         raise MissingExtra(
-            f"{module} is not installed; run: pip install 'batchwright[{extra}]'"
+            f"{module} is missing; run: pip install 'batchwright[{extra}]'"
         ) from None

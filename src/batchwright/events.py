@@ -117,7 +117,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether a line is the beginning of a record: a writer died inside it and a later one went on."""
+    """Whether a line is the beginning of a record, in which a writer died and a later went on."""
     return line.startswith(b'{"t":') and not line.endswith(b"}")
 
 

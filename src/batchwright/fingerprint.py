@@ -7,10 +7,10 @@ separator that could also stand inside a value, so `["ab", "c"]` and `["a", "bc"
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy as np
+    from numpy.typing import NDArray
 
 __all__ = ["Value", "canonical", "digest", "digest_array", "merkle_root"]
 
@@ -58,12 +58,12 @@ def digest(*values: Value) -> str:
     return hashlib.sha256(canonical(values)).hexdigest()
 
 
-def digest_array(array: "np.ndarray") -> str:  # type: ignore[type-arg]
+def digest_array(array: "NDArray[Any]") -> str:
     """SHA-256 of an array's type, shape and values, the same on either byte order."""
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     head = canonical([little.dtype.str, list(little.shape)])
     hasher = hashlib.sha256(head)
-    hasher.update(memoryview(little.reshape(-1).view("u1")) if little.size else b"")
+    hasher.update(little.reshape(-1).view("u1").data if little.size else b"")
     return hasher.hexdigest()
 
 

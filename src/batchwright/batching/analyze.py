@@ -332,6 +332,10 @@ def suggest_bucket_edges(
     """
     goal = OptimizationGoal(goal)
     values = _values(lengths)
+    if num_buckets < 1 or align < 1:
+        raise ConfigError(
+            f"num_buckets={num_buckets} and align={align} are not possible; give 1 or more"
+        )
     if max_length is not None and max_length % align:
         raise ConfigError(
             f"max_length={max_length} is not a multiple of align={align}, so the last edge "
@@ -411,10 +415,6 @@ def _histogram(values: NDArray[np.int32], max_length: int | None) -> NDArray[np.
 
 
 def _quantile_edges(hist: NDArray[np.int64], num_buckets: int, align: int) -> tuple[int, ...]:
-    if num_buckets < 1 or align < 1:
-        raise ConfigError(
-            f"num_buckets={num_buckets} and align={align} are not possible; give 1 or more"
-        )
     totals = np.cumsum(hist)
     shares = -(-totals[-1] * np.arange(1, num_buckets + 1) // num_buckets)
     edges = np.searchsorted(totals, shares)

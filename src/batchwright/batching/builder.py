@@ -27,7 +27,7 @@ from batchwright.permutation import permutation
 
 __all__ = ["BatchPlanBuilder", "LengthSource"]
 
-LengthSource = Mapping[str, int] | Lengths | NDArray[np.integer]  # type: ignore[type-arg]
+LengthSource = Mapping[str, int] | Lengths | NDArray[np.integer]
 
 SORT_SLACK = 128
 """In the sorted layout lengths within 1/128 of each other count as equal: batches lose under one
@@ -54,7 +54,7 @@ class BatchPlanBuilder:
         config: BatchingConfig | None = None,
         *,
         weights: Mapping[str, float] | None = None,
-        difficulty: Sequence[float] | NDArray[np.floating] | None = None,  # type: ignore[type-arg]
+        difficulty: Sequence[float] | NDArray[np.floating] | None = None,
     ) -> None:
         self.config = config or BatchingConfig()
         self.sources: tuple[tuple[str, int, float], ...] = ()
@@ -147,7 +147,7 @@ class Pieces:
     counts: Counts
 
     def of_items(self, wanted: NDArray[np.int32]) -> "Pieces":
-        """The pieces of these samples, in this order; a sample named twice gives its pieces twice."""
+        """The pieces of these samples, in this order; a sample named twice gives them twice."""
         n = int(max(self.items.max(initial=-1), wanted.max(initial=-1))) + 1
         per_item = np.bincount(self.items, minlength=n)
         first = np.cumsum(per_item) - per_item
@@ -293,8 +293,7 @@ def _buckets(
     batch_start = np.concatenate(starts).astype(np.int64)
     if not batch_start.size:
         raise ConfigError(
-            "drop_last leaves no batch: no bucket fills one; "
-            "turn it off or lower the token budget"
+            "drop_last leaves no batch: no bucket fills one; turn it off or lower the token budget"
         )
     return classes, batch_start, np.concatenate(sizes).astype(np.int32)
 
@@ -333,7 +332,7 @@ def _joined(
 
 
 def _checked_difficulty(
-    difficulty: Sequence[float] | NDArray[np.floating] | None,  # type: ignore[type-arg]
+    difficulty: Sequence[float] | NDArray[np.floating] | None,
     samples: int,
 ) -> NDArray[np.float64] | None:
     if difficulty is None:

@@ -166,7 +166,7 @@ class BatchingConfig(BaseModel):
         """The buckets this config draws, the last one ending at `limit`."""
         limit = self.limit
         edges = self.bucket_edges
-        # An edge that is itself the limit leaves no overflow bucket; BucketSpec wants one edge less.
+        # An edge at the limit leaves nothing for an overflow bucket: it is the last bucket itself.
         if edges and edges[-1] == limit:
             edges = edges[:-1]
         return BucketSpec(edges=edges, overflow_max=limit, min_length=self.min_length)

@@ -137,6 +137,8 @@ def _choices(
 
 def _checked(hist: ArrayLike) -> NDArray[np.int64]:
     counts = np.asarray(hist)
+    if not np.any(counts):
+        raise ConfigError("the histogram is empty, and edges need at least one sample")
     if counts.ndim != 1 or not np.issubdtype(counts.dtype, np.integer):
         raise ConfigError(
             f"a histogram of shape {counts.shape} and type {counts.dtype} cannot be read; "
@@ -144,8 +146,6 @@ def _checked(hist: ArrayLike) -> NDArray[np.int64]:
         )
     if np.any(counts < 0) or np.any(counts[:1]):
         raise ConfigError("the histogram has a negative count or samples of length 0; clean them")
-    if not np.any(counts):
-        raise ConfigError("the histogram is empty, and edges need at least one sample")
     return counts.astype(np.int64, copy=False)
 
 

@@ -114,7 +114,7 @@ def bitset_discard(words: NDArray[np.uint64], base: NDArray[np.int64], value: in
 @kernel
 def _lowest(word: np.uint64) -> int:
     """The number of the lowest bit set."""
-    return _LOWEST[((word & (~word + np.uint64(1))) * _DE_BRUIJN) >> np.uint64(58)]
+    return int(_LOWEST[((word & (~word + np.uint64(1))) * _DE_BRUIJN) >> np.uint64(58)])
 
 
 @kernel
@@ -333,14 +333,14 @@ def best_fit(
     top = np.full(capacity + 1, -1, np.int32)
     words, base = bitset(capacity)
     for i in range(lengths.size):
-        length = np.int64(lengths[i])
+        length = int(lengths[i])
         free = bitset_next(words, base, length)
         if free < 0:
             number = bins
             bins += 1
             free = capacity
         else:
-            number = np.int64(top[free])
+            number = int(top[free])
             top[free] = below[number]
             if top[free] < 0:
                 bitset_discard(words, base, free)

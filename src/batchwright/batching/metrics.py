@@ -88,7 +88,7 @@ class BatchMetrics:
 
         Each has `batch_size`, `max_len` or `max_length`, `token_count` and `bucket_id`. One with
         `items` holds that many samples (packed rows hold several, a split sample counts once a
-        piece); any other holds one a row.
+        piece); any other holds one a row. A filler, of `weight` 0, takes room and adds nothing.
         """
         per_bucket: dict[int, tuple[int, int, int]] = {}
         shapes = BatchShapeHistogram()
@@ -96,11 +96,14 @@ class BatchMetrics:
             rows = int(batch.batch_size)
             width = int(batch.max_len if hasattr(batch, "max_len") else batch.max_length)
             samples = len(batch.items) if hasattr(batch, "items") else rows
+            useful = int(batch.token_count)
+            if getattr(batch, "weight", 1.0) == 0:
+                samples = useful = 0
             shapes.add(rows, width)
             before = per_bucket.get(int(batch.bucket_id), (0, 0, 0))
             per_bucket[int(batch.bucket_id)] = (
                 before[0] + samples,
-                before[1] + int(batch.token_count),
+                before[1] + useful,
                 before[2] + rows * width,
             )
         stats = {bucket: BucketStats(*per_bucket[bucket]) for bucket in sorted(per_bucket)}

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 from batchwright.data.ids import Ids
 
 __all__ = ["MicrobatchSpec"]
+
 
 @dataclass(frozen=True)
 class MicrobatchSpec:
@@ -69,7 +71,7 @@ class MicrobatchSpec:
             return None
         ids = self.samples
         bounds = self.row_offsets.tolist()
-        return tuple(ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(ids[a:b] for a, b in pairwise(bounds))
 
     def as_filler(self) -> "MicrobatchSpec":
         """The same shape with weight 0."""
@@ -95,5 +97,5 @@ class MicrobatchSpec:
         weight = "" if self.weight else ", filler"
         return (
             f"MicrobatchSpec(epoch={self.epoch}, index={self.index}, {len(self.items)} samples, "
-            f"{self.batch_size} × {self.max_len}, {self.efficiency:.1%} useful{weight})"
+            f"{self.batch_size} x {self.max_len}, {self.efficiency:.1%} useful{weight})"
         )

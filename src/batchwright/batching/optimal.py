@@ -80,7 +80,7 @@ def pack_optimal(
     ]
     best = min(tried, key=lambda patterns: patterns.num_bins)
     saved = plain.num_bins - best.num_bins
-    how = f"{programme.stopped} after {programme.rounds} rounds, {programme.gap:.3%} from optimal"
+    how = f"{programme.stopped} after {programme.rounds} rounds with a gap of {programme.gap:.3%}"
     if saved <= 0:
         note = f"best fit uses no more bins than the linear programme ({how})"
         return OptimalPacking(plain, keep, note, programme.rounds, programme.gap)
@@ -203,7 +203,7 @@ def _rounded(
     cursor = stop - classes.counts
     steps, position, bins = [], [], 0
     for j in np.argsort(-uses, kind="stable"):
-        members = np.flatnonzero(patterns[j])
+        members = np.flatnonzero(patterns[j])[::-1]
         each = patterns[j, members]
         # The programme may cover a class more than once over; then fewer bins will do.
         count = min(int(uses[j]), int(((stop - cursor)[members] // each).min()))

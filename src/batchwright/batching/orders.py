@@ -346,7 +346,7 @@ class MaterialisedOrder:
             return linear * tokens + quadratic * tokens * width
         bounds = self.row_offsets[rows]
         square = self.lengths[bounds[0] : bounds[-1]].astype(np.int64) ** 2
-        squares = np.add.reduceat(square, bounds[:-1] - bounds[0])
+        squares: NDArray[np.int64] = np.add.reduceat(square, bounds[:-1] - bounds[0])
         return linear * tokens + quadratic * squares
 
     def useful_tokens(self, epoch: int) -> int:
@@ -388,5 +388,5 @@ def _epoch_key(seed: int, purpose: str, epoch: int) -> np.uint64:
     return np.uint64(rng.key(seed, f"plan/{purpose}", epoch))
 
 
-def _offsets(counts: NDArray[np.integer]) -> NDArray[np.int64]:  # type: ignore[type-arg]
+def _offsets(counts: NDArray[np.integer]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -1,11 +1,11 @@
 """The batch plan: an immutable order of microbatches that every rank and every run agrees on."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,10 @@ from batchwright.batching.shards import Balance, CheckpointPosition, Shard, bala
 from batchwright.data.ids import Ids
 from batchwright.errors import ConfigError, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
+
+if TYPE_CHECKING:
+    from batchwright.batching.builder import LengthSource
+    from batchwright.batching.proofs import PlanDiff
 
 __all__ = ["BatchPlan", "Counts", "EpochPlan", "Placement", "Pulled", "Step"]
 
@@ -154,9 +158,7 @@ class BatchPlan:
         """Microbatch `index` of an epoch, whatever the shard, without making any other."""
         count = self.num_microbatches(epoch)
         if not 0 <= index < count:
-            raise UnknownSample(
-                f"epoch {epoch} has the microbatches 0 to {count - 1}, not {index}"
-            )
+            raise UnknownSample(f"epoch {epoch} has the microbatches 0 to {count - 1}, not {index}")
         return MicrobatchSpec(epoch, index, *self.order.rows(epoch, index), ids=self.ids)
 
     def epoch(self, epoch: int) -> EpochPlan:
@@ -293,6 +295,18 @@ class BatchPlan:
                 rank = self._rank_of(epoch, place.microbatch) if self.shard_of else None
                 found.append(Placement(epoch, *place, rank))
         return found
+
+    def verify(self, lengths: "LengthSource | Mapping[str, LengthSource]") -> None:
+        """Build the plan again from `lengths`; `Mismatch` names the first step that differs."""
+        from batchwright.batching.proofs import verify_plan
+
+        verify_plan(self, lengths)
+
+    def diff(self, other: "BatchPlan") -> "PlanDiff":
+        """How `other` differs: settings, first microbatch, samples that moved."""
+        from batchwright.batching.proofs import diff_plans
+
+        return diff_plans(self, other)
 
     def _share(self, epoch: int, first: int, stop: int) -> tuple[MicrobatchSpec, ...]:
         if self.shard_of is None:

@@ -7,6 +7,7 @@ file's size and the content of all arrays that steer the order; `verify_plan` ch
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import shutil
@@ -19,18 +20,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
+from batchwright.batching.manifest import MANIFEST, Kind
 from batchwright.batching.orders import order_of
 from batchwright.batching.plan import VERSION, BatchPlan, Counts
 from batchwright.batching.shards import Shard
 from batchwright.data.ids import Ids
-from batchwright.errors import BadFile, BatchwrightError
-from batchwright.files import atomic_folder, existing
-from batchwright.fingerprint import digest
+from batchwright.errors import BatchwrightError
+from batchwright.files import atomic_folder
 
-__all__ = ["MANIFEST", "check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
+__all__ = ["check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
 
-MANIFEST = "manifest.json"
-FORMAT = "batchwright.plan"
+PLAN = Kind(
+    "batchwright.plan",
+    VERSION,
+    "batch plan",
+    "build it again: batchwright data batchplan build",
+)
 _READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped", "difficulty"}
 """Large arrays whose values index nothing unchecked; the others are hashed on opening."""
 
@@ -65,7 +70,7 @@ def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "co
 
 def load_plan(path: Path) -> BatchPlan:
     """Open a plan; arrays are mapped, so this takes milliseconds for any size."""
-    manifest = _manifest(path)
+    manifest = PLAN.read(path)
     try:
         arrays = {
             name: _open(path, name, entry, check=name not in _READ_LATER)
@@ -92,17 +97,17 @@ def load_plan(path: Path) -> BatchPlan:
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, BatchwrightError):
             raise
-        raise _damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
+        raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
 
 
 def check_files(path: Path) -> int:
     """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
-    manifest = _manifest(path)
+    manifest = PLAN.read(path)
     for name, entry in manifest["files"].items():
         _open(path, name, entry, check=True)
     plan = load_plan(path)
     if plan.fingerprint != manifest["fingerprint"]:
-        raise _damaged(path, "its content does not have the fingerprint that its manifest gives")
+        raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
     return sum(_size(entry) for entry in manifest["files"].values())
 
 
@@ -162,7 +167,7 @@ def _arrays(plan: BatchPlan) -> dict[str, NDArray[Any]]:
 
 def _write(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    raw = memoryview(little.reshape(-1).view("u1")) if little.size else b""
+    raw = little.reshape(-1).view("u1").data if little.size else b""
     with (folder / f"{name}.bin").open("wb") as file:
         file.write(raw)
     return {
@@ -173,49 +178,22 @@ def _write(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
 
 
 def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> None:
-    manifest: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "kind": plan.order.kind,
-        "fingerprint": plan.fingerprint,
-        "order": plan.order_root,
-        "num_epochs": plan.num_epochs,
-        "dataset_hash": plan.dataset_hash,
-        "tokenizer_hash": plan.tokenizer_hash,
-        "config": plan.config.model_dump(mode="json"),
-        "counts": asdict(plan.counts),
-        "sources": [list(source) for source in plan.sources],
-        "shard": asdict(plan.shard_of) if plan.shard_of else None,
-        "files": files,
-    }
-    manifest["sha256"] = digest(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    existing(path, "batch plan")
-    if not (path / MANIFEST).is_file():
-        raise BadFile(
-            f"{path} is not a batch plan: it has no {MANIFEST}; "
-            f"build one with: batchwright data batchplan build"
-        )
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            raise _damaged(path, f"its manifest is of a {manifest['format']!r}, not a {FORMAT}")
-        if manifest["version"] != VERSION:
-            raise _damaged(
-                path, f"it has format {manifest['version']}, this version reads {VERSION}"
-            )
-        expected = manifest.pop("sha256")
-        whole: dict[str, Any] = manifest
-        if digest(whole) != expected:
-            raise _damaged(path, f"{MANIFEST} does not have its own checksum")
-        return whole
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, BatchwrightError):
-            raise
-        raise _damaged(path, f"{MANIFEST} cannot be read: {error}") from None
+    PLAN.write(
+        folder,
+        {
+            "kind": plan.order.kind,
+            "fingerprint": plan.fingerprint,
+            "order": plan.order_root,
+            "num_epochs": plan.num_epochs,
+            "dataset_hash": plan.dataset_hash,
+            "tokenizer_hash": plan.tokenizer_hash,
+            "config": plan.config.model_dump(mode="json"),
+            "counts": asdict(plan.counts),
+            "sources": [list(source) for source in plan.sources],
+            "shard": asdict(plan.shard_of) if plan.shard_of else None,
+            "files": files,
+        },
+    )
 
 
 def _open(path: Path, name: str, entry: dict[str, Any], *, check: bool) -> NDArray[Any]:
@@ -225,18 +203,18 @@ def _open(path: Path, name: str, entry: dict[str, Any], *, check: bool) -> NDArr
         with file.open("rb") as handle:
             seen = os.fstat(handle.fileno()).st_size
             if seen != size:
-                raise _damaged(path, f"{file.name} has {seen:,} bytes where {size:,} belong")
+                raise PLAN.damaged(path, f"{file.name} has {seen:,} bytes where {size:,} belong")
             # An empty file cannot be mapped.
             raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
     except OSError as error:
-        raise _damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
+        raise PLAN.damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
     if check and hashlib.sha256(raw).hexdigest() != entry["sha256"]:
-        raise _damaged(path, f"{file.name} does not have its checksum")
+        raise PLAN.damaged(path, f"{file.name} does not have its checksum")
     return np.frombuffer(raw, np.dtype(entry["dtype"])).reshape(entry["shape"])
 
 
 def _size(entry: dict[str, Any]) -> int:
-    return int(np.prod(entry["shape"], dtype=np.int64)) * np.dtype(entry["dtype"]).itemsize
+    return math.prod(entry["shape"]) * int(np.dtype(entry["dtype"]).itemsize)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -244,7 +222,3 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _damaged(path: Path, reason: str) -> BadFile:
-    return BadFile(f"the plan {path} cannot be used: {reason}; build it again or restore the file")

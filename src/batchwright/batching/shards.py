@@ -123,8 +123,8 @@ def iter_from_checkpoint(
     """What is left after `position`, on however many ranks `plan` is sharded."""
     if position.plan and position.plan != plan.fingerprint:
         raise Mismatch(
-            f"the checkpoint belongs to plan {position.plan[:16]}, this is {plan.fingerprint[:16]}; "
-            f"open the plan it was made with"
+            f"the checkpoint belongs to plan {position.plan[:16]}, "
+            f"this is {plan.fingerprint[:16]}; open the plan it was made with"
         )
     return iter(plan.iter_from(position.epoch, position.microbatch_idx))
 

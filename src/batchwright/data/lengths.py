@@ -1,23 +1,39 @@
-"""How many tokens each sample has."""
+"""How many tokens each sample has, in memory and kept on disk."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.ids import Ids
-from batchwright.errors import BadLength, ConfigError, DuplicateId
+from batchwright.data.journal import Journal
+from batchwright.data.lengthfiles import (
+    LONGEST,
+    Entries,
+    bad_length,
+    check_path,
+    checked_lengths,
+    partial_path,
+    read_entries,
+    write_entries,
+)
+from batchwright.errors import ConfigError, DuplicateId, Mismatch, UnknownSample
 
-__all__ = ["LONGEST", "Lengths"]
+__all__ = ["LONGEST", "LengthCache", "LengthEntry", "Lengths"]
 
-LONGEST = 2**31 - 1
-"""Lengths are int32 everywhere, so this is the longest a sample may be."""
+FLUSH_EVERY = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Lengths:
     """The length of every sample, with its id and the hashes of what was measured.
+
+    `rows` tells which row of the data each sample is; None means that sample i is row i, which
+    holds unless bad rows were skipped.
 
     >>> Lengths.of({"a": 3, "b": 5})
     Lengths(2 samples, 8 tokens, 3 to 5)
@@ -27,16 +43,19 @@ class Lengths:
     ids: Ids
     dataset_hash: str = "unknown"
     tokenizer_hash: str = "unknown"
+    rows: NDArray[np.int64] | None = None
 
     @classmethod
-    def of(cls, source: "Mapping[str, int] | Lengths | NDArray[np.integer]") -> "Lengths":
+    def of(cls, source: "Mapping[str, int] | Lengths | LengthCache | NDArray[Any]") -> "Lengths":
         """Lengths from whatever holds them, checked once.
 
         An array numbers its samples "0", "1", ...; a mapping names them. A length below 1 or
-        above 2**31 - 1 is refused with the sample's id, an id that repeats with both places.
+        above 2**31 - 1 is refused with the sample's id.
         """
         if isinstance(source, Lengths):
             return source
+        if isinstance(source, LengthCache):
+            return source.lengths
         if isinstance(source, Mapping):
             return cls(*_from_mapping(source))
         array = np.asarray(source)
@@ -56,6 +75,7 @@ class Lengths:
             and self.tokenizer_hash == other.tokenizer_hash
             and np.array_equal(self.values, other.values)
             and self.ids == other.ids
+            and np.array_equal(_rows(self), _rows(other))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -70,42 +90,66 @@ class Lengths:
         )
 
 
-def checked_lengths(values: NDArray[np.integer], ids: Ids) -> NDArray[np.int32]:
-    """The values as int32, or `BadLength` with the first id whose value is out of range."""
-    if values.dtype.kind not in "iu":
-        raise BadLength(f"lengths are whole numbers, got an array of {values.dtype}")
-    wrong = (values < 1) | (values > LONGEST)
-    if wrong.any():
-        item = int(wrong.argmax())
-        raise BadLength(
-            f"sample {ids[item]!r} has length {values[item]}; "
-            f"a length is at least 1 and at most {LONGEST:,}"
-        )
-    return np.ascontiguousarray(values, np.int32)
+@dataclass(frozen=True, slots=True)
+class LengthEntry:
+    """One line of a cache; `content` is the row's hash in 16 hexadecimal digits, or empty."""
+
+    sample_id: str
+    length: int
+    content: str = ""
 
 
-def checked_ids(ids: Ids) -> Ids:
-    """The same ids, or `DuplicateId` with both places of the first that repeats."""
-    pair = ids.first_duplicate()
-    if pair is not None:
-        raise DuplicateId(
-            f"sample id {ids[pair[0]]!r} stands twice, as samples {pair[0]} and {pair[1]} "
-            f"(from 0); every id must be there once"
-        )
-    return ids
+class LengthCache:
+    """Lengths with a file behind them: `.jsonl` or `.safetensors`, by its suffix.
 
+    Entries are added inside a `with` block. They go to a journal beside the file as they come;
+    the file itself appears, whole, when the block ends well. After a crash `load_or_create`
+    picks up what the journal holds.
 
-def _from_mapping(source: Mapping[str, int]) -> tuple[NDArray[np.int32], Ids]:
-    for id in source:
-        if not isinstance(id, str):
-            raise ConfigError(f"sample ids are strings, got {id!r}")
-    ids = Ids.of(source)
-    # Through Python's integers, so that 2**70 is named instead of overflowing.
-    for id, value in source.items():
-        if not isinstance(value, int | np.integer) or isinstance(value, bool):
-            raise BadLength(f"sample {id!r} has length {value!r}; a length is a whole number")
-        if not 1 <= value <= LONGEST:
-            raise BadLength(
-                f"sample {id!r} has length {value}; a length is at least 1 and at most {LONGEST:,}"
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "lengths.jsonl"
+    >>> with LengthCache.create(path, tokenizer_hash="t1") as cache:
+    ...     cache.add("a", 12)
+    >>> LengthCache.load(path).get_all()
+    {'a': 12}
+    """
+
+    def __init__(self, path: Path, entries: Entries, *, complete: bool) -> None:
+        self.path = path
+        self._entries = entries
+        self._complete = complete
+        self._added: dict[str, tuple[int, int]] = {}
+        self._unwritten: list[str] = []
+        self._journal: Journal | None = None
+        self._fresh = False
+
+    @classmethod
+    def create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
+        """An empty cache, which forgets what stood at `path` once it is finished."""
+        check_path(Path(path))
+        cache = cls(Path(path), _empty(tokenizer_hash), complete=False)
+        cache._fresh = True
+        return cache
+
+    @classmethod
+    def load(cls, path: str | Path, expected_tokenizer_hash: str | None = None) -> "LengthCache":
+        """A finished cache; one that is cut, damaged or of another tokenizer is refused."""
+        entries = read_entries(Path(path))
+        if expected_tokenizer_hash not in (None, entries.tokenizer_hash):
+            raise Mismatch(
+                f"{path} was measured with the tokenizer {entries.tokenizer_hash}, not with "
+                f"{expected_tokenizer_hash}; measure again or name the tokenizer it was made with"
             )
-    return np.fromiter(source.values(), np.int32, len(source)), ids
+        return cls(Path(path), entries, complete=True)
+
+    @classmethod
+    def load_or_create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
+        """The cache at `path` with all that is known so far; entries can be added to it."""
+        check_path(Path(path))
+        if Path(path).exists():
+            return cls.load(path, tokenizer_hash)
+        cache = cls(Path(path), _empty(tokenizer_hash), complete=False)
+        if partial_path(cache.path).exists():
+            with cache:
+                cache._keep = True
+        return cache

@@ -55,7 +55,7 @@ def packing_png(
         bar.set_label("sample length", size=9)
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0, labelsize=8)
-        _whole_numbers(bar.ax.yaxis)
+        _whole_numbers(bar.ax.yaxis, ticks=5)
     _save(figure, path)
 
 
@@ -129,7 +129,7 @@ def _blocks(axes: Any, rows: Sequence[Sequence[int]], row_width: int) -> Any:
     if not boxes:
         return None
     # Most samples are short; the square root leaves them more than a sliver of the colours.
-    scale = colors.PowerNorm(0.5, vmin=0, vmax=max(lengths))
+    scale = colors.PowerNorm(0.5, vmin=min(lengths) - 1, vmax=max(lengths))
     samples_drawn = collections.PolyCollection(
         boxes,
         array=np.asarray(lengths),
@@ -189,9 +189,9 @@ def _axes(width: float, height: float, title: str, line: str, above: int = 0) ->
     return figure, axes
 
 
-def _whole_numbers(axis: Any) -> None:
-    ticker = need("matplotlib.ticker", extra="plot")
-    axis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
+def _whole_numbers(axis: Any, ticks: int = 8) -> None:
+    locator = need("matplotlib.ticker", extra="plot").MaxNLocator
+    axis.set_major_locator(locator(ticks, steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 

@@ -143,7 +143,7 @@ def packing_strip(
             f"a strip of {width_chars} characters for {width_tokens} tokens cannot be drawn; "
             f"give 1 or more of each"
         )
-    middles = (np.arange(width_chars) + 0.5) * (width_tokens / width_chars)
+    middles = (2 * np.arange(width_chars) + 1) * width_tokens // (2 * width_chars)
     lines = []
     for row in rows[:max_rows]:
         ends = np.cumsum(np.asarray(row, np.int64))

@@ -1,0 +1,337 @@
+"""What the benchmarks share: data sets, timing in a child process, tables and result files.
+
+Every contender runs in a forked child of its own, so that neither its memory nor its imports
+touch the next one. The child prepares the input in the form the contender likes best (not
+timed), makes one small warm-up call (timed apart: it holds imports of machine code or
+compilation), then calls on the full input several times. The best call counts, because on a
+shared machine noise only ever adds.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.rng import stream
+
+__all__ = [
+    "CAPACITY",
+    "Contender",
+    "Measured",
+    "Report",
+    "arguments",
+    "lengths_of",
+    "measure",
+]
+
+CAPACITY = 2048
+SEED = 42
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = (
+    "batchwright numpy numba scipy pyarrow tokenizers torch datasets "
+    "trl LightBinPack axolotl fairseq-fast lhotse verl"
+).split()
+
+# Peers must not look for a hub while they are timed.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def lengths_of(name: str, n: int, capacity: int = CAPACITY, draw: int = 0) -> NDArray[np.int32]:
+    """`n` lengths from 1 to `capacity`, the same in every process.
+
+    lognormal: chats and short documents, mean 358 at 2048.
+    mixture: those, longer documents around 0.6 of the capacity, and some cut at it; mean 730.
+    hard: around 0.36 of the capacity, where two leave a hole and three rarely fit.
+    """
+    random = stream(SEED, f"benchmark/{name}", n, capacity, draw)
+    short = random.lognormal(5.5, 0.9, n)
+    if name == "lognormal":
+        values = short
+    elif name == "mixture":
+        kind = random.random(n)
+        long = random.normal(0.6 * capacity, 0.15 * capacity, n)
+        values = np.select([kind < 0.63, kind < 0.93], [short, long], capacity)
+    elif name == "hard":
+        values = random.normal(0.36 * capacity, 0.08 * capacity, n)
+    elif name == "long":
+        values = random.lognormal(7.0, 1.2, n)
+    else:
+        raise ValueError(f"no data set {name!r}; there are lognormal, mixture, hard and long")
+    return np.clip(values, 1, capacity).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A name and how to make ready: `prepare(input)` imports, converts and returns the timed call.
+
+    `summary(input, result)` looks at the result after the clock has stopped: it checks it and
+    returns what the table shows.
+    """
+
+    name: str
+    prepare: Callable[[Any], Callable[[], Any]]
+    summary: Callable[[Any, Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One contender on one input, or the reason why there is no number."""
+
+    name: str
+    seconds: float | None = None
+    first_seconds: float | None = None
+    """The warm-up call on a small input: compilation, or loading of compiled code."""
+    runs: int = 0
+    extra_bytes: int | None = None
+    """Peak memory over what stood before the call, its result included."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+def measure(
+    contender: Contender,
+    given: Any,
+    small: Any,
+    *,
+    limit_s: float = 120.0,
+    runs: int = 7,
+    patience_s: float = 10.0,
+) -> Measured:
+    """Run a contender in a forked child: at most `runs` calls, no new one after `patience_s`.
+
+    A call that takes longer than `limit_s` ends the child; an import that fails is a reason,
+    not an error.
+    """
+    # Forked, so that the input is shared and not sent; nothing here may have started threads.
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(
+        target=_child, args=(there, contender, given, small, runs, patience_s), daemon=False
+    )
+    child.start()
+    there.close()
+    got: dict[str, Any] = {"calls": []}
+    reason = ""
+    try:
+        while True:
+            # Imports and checks of the result get more time than the call itself.
+            waiting = limit_s if "ready" in got and not got["calls"] else max(limit_s, 900.0)
+            if not here.poll(waiting):
+                reason = f"over the limit of {limit_s:.0f} s"
+                break
+            kind, value = here.recv()
+            if kind == "call":
+                got["calls"].append(value)
+            else:
+                got[kind] = value
+            if kind in ("done", "error"):
+                reason = value if kind == "error" else ""
+                break
+    except EOFError:
+        child.join()
+        reason = f"its process ended with code {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+    if reason:
+        return Measured(contender.name, reason=reason)
+    return Measured(
+        contender.name,
+        seconds=min(got["calls"]),
+        first_seconds=got["ready"],
+        runs=len(got["calls"]),
+        extra_bytes=got["extra"],
+        summary=got["done"],
+    )
+
+
+def _child(
+    pipe: Connection, contender: Contender, given: Any, small: Any, runs: int, patience_s: float
+) -> None:
+    try:
+        start = time.perf_counter()
+        warm_up = contender.prepare(small)
+        prepared = time.perf_counter()
+        warm_up()
+        first = time.perf_counter() - prepared
+        call = contender.prepare(given)
+        del warm_up
+        gc.collect()
+        pipe.send(("ready", first))
+        before = _resident()
+        _forget_peak()
+        begun = time.perf_counter()
+        for number in range(runs):
+            result = None
+            start = time.perf_counter()
+            result = call()
+            seconds = time.perf_counter() - start
+            if number == 0:
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                pipe.send(("extra", max(0, peak - before)))
+            pipe.send(("call", seconds))
+            if time.perf_counter() - begun > patience_s:
+                break
+        pipe.send(("done", dict(contender.summary(given, result))))
+    except BaseException as error:
+        name = type(error).__name__
+        pipe.send(("error", f"{name}: {str(error).splitlines()[0] if str(error) else ''}"[:200]))
+
+
+def _resident() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def _forget_peak() -> None:
+    """Let the peak start at the present size: preparing may have needed more than the call."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+class Report:
+    """Collects tables and targets of one script; prints them and saves them as JSON."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        self.args = args
+        self.tables: list[dict[str, Any]] = []
+        self.targets: list[dict[str, Any]] = []
+        self.missing: dict[str, str] = {}
+        self.stamp = machine()
+        # A note of who else was at work while the numbers were taken.
+        self.load_before = os.getloadavg()[0]
+        print(f"{name}: {self.stamp['cpu']}, {self.stamp['cores']} cores, {self.stamp['date']}")
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Print a table and keep it. Cells are numbers, text or None (shown as a dash)."""
+        listed = [list(row) for row in rows]
+        self.tables.append({"title": title, "columns": list(columns), "rows": listed})
+        print(f"\n{title}")
+        cells = [list(columns), *[[_cell(value) for value in row] for row in listed]]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+        for row in cells:
+            first = row[0].ljust(widths[0])
+            rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+            print("  " + "  ".join([first, *rest]).rstrip(), flush=True)
+
+    def target(
+        self, what: str, value: float | None, *, most: float | None = None, least: float | None = None
+    ) -> None:
+        """Compare a number with what was asked for. None: it was not measured in this run."""
+        goal = f"<= {_cell(most)}" if most is not None else f">= {_cell(least)}"
+        if value is None:
+            state = "not measured in this run"
+        else:
+            met = value <= most if most is not None else value >= (least or 0.0)
+            state = f"{_cell(value)}: {'reached' if met else 'NOT reached'}"
+        self.targets.append(
+            {
+                "what": what,
+                "goal": goal,
+                "value": value,
+                "reached": None if value is None else state.endswith(": reached"),
+            }
+        )
+
+    def not_measured(self, peer: str, reason: str) -> None:
+        """Say once that a peer has no numbers here."""
+        if peer not in self.missing:
+            self.missing[peer] = reason
+            print(f"not measured: {peer} ({reason})", flush=True)
+
+    def close(self) -> None:
+        """Print the targets and save everything, unless --no-save was given."""
+        print()
+        for target in self.targets:
+            value, reached = target["value"], target["reached"]
+            state = (
+                "not measured in this run"
+                if value is None
+                else f"{_cell(value)}, {'reached' if reached else 'NOT reached'}"
+            )
+            print(f"target {target['what']} {target['goal']}: {state}")
+        if self.args.no_save:
+            return
+        folder = RESULTS / "quick" if self.args.quick else RESULTS
+        folder.mkdir(parents=True, exist_ok=True)
+        saved = {
+            "benchmark": self.name,
+            "machine": self.stamp,
+            "load": {"before": self.load_before, "after": os.getloadavg()[0]},
+            "note": "best call of several; the machine was shared, so trust ratios, not seconds",
+            "not_measured": self.missing,
+            "targets": self.targets,
+            "tables": self.tables,
+        }
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(saved, indent=1, default=_plain) + "\n")
+        print(f"saved {path.relative_to(RESULTS.parent)}")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on; no names and no paths."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.partition(":")[2].strip()
+                break
+    versions = {}
+    for package in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The flags every script has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds a peer's call may take")
+    return parser
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float | np.floating):
+        number = float(value)
+        if number != 0 and abs(number) < 0.01:
+            return f"{number:.2e}" if abs(number) < 1e-4 else f"{number:.5f}"
+        if abs(number) >= 1000:
+            return f"{number:,.0f}"
+        return f"{number:.4f}" if abs(number) < 10 else f"{number:.2f}"
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return f"{int(value):,}"
+    return str(value)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else str(value)

@@ -1,0 +1,195 @@
+"""Batches as files: NPZ shards that need no pickle, with checksums and the plan's fingerprint."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching.collate import CollatedBatch, SampleReader, collate
+from batchwright.batching.manifest import MANIFEST, Kind
+from batchwright.batching.plan import BatchPlan, Pulled
+from batchwright.data.sample import Sample
+from batchwright.errors import Mismatch, UnknownSample
+from batchwright.files import atomic_folder
+
+__all__ = ["BatchReader", "BatchWriter"]
+
+BATCHES = Kind(
+    "batchwright.batches",
+    1,
+    "folder of batches",
+    "generate it again: batchwright data batch generate",
+)
+_ARRAYS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens")
+
+
+class BatchWriter:
+    """Writes the batches of a plan as `epoch_<e>/shard_<n>.npz`, `per_file` batches in each.
+
+    `samples` gives the sample of a data row: a function of the row number, or a mapping from
+    sample id to `Sample` or to {"input_ids", "loss_mask"}.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        samples: SampleReader | Mapping[str, Any],
+        output_dir: Path | str,
+        *,
+        pad_id: int = 0,
+        per_file: int = 64,
+    ) -> None:
+        self.plan = plan
+        self.output_dir = Path(output_dir)
+        self._read = samples if callable(samples) else _from_mapping(plan, samples)
+        self._pad_id = pad_id
+        self._per_file = per_file
+
+    def write_all(self, progress: Callable[[int, int], None] | None = None) -> "BatchReader":
+        """Write every epoch of the plan, whole or not at all."""
+        sizes = [len(self.plan.epoch(epoch)) for epoch in range(self.plan.num_epochs)]
+        done = 0
+        with atomic_folder(self.output_dir, MANIFEST) as folder:
+            files: dict[str, str] = {}
+            for epoch in range(self.plan.num_epochs):
+                (folder / f"epoch_{epoch}").mkdir()
+                for number, group in enumerate(self._groups(epoch)):
+                    name = f"epoch_{epoch}/shard_{number:05d}.npz"
+                    arrays = {k: v for i, batch in enumerate(group) for k, v in _flat(i, batch)}
+                    np.savez(folder / name, allow_pickle=False, **arrays)
+                    files[name] = _sha256(folder / name)
+                    done += len(group)
+                    if progress:
+                        progress(done, sum(sizes))
+            BATCHES.write(
+                folder,
+                {
+                    "fingerprint": self.plan.fingerprint,
+                    "num_epochs": self.plan.num_epochs,
+                    "batches": sizes,
+                    "per_file": self._per_file,
+                    "files": files,
+                },
+            )
+        return BatchReader(self.output_dir)
+
+    def _groups(self, epoch: int) -> Iterator[list[CollatedBatch]]:
+        group: list[CollatedBatch] = []
+        for batch in self.plan.iter_epoch(epoch):
+            limit = self.plan.config.limit
+            group.append(collate(batch, self._read, pad_id=self._pad_id, limit=limit))
+            if len(group) == self._per_file:
+                yield group
+                group = []
+        if group:
+            yield group
+
+
+class BatchReader:
+    """Reads what `BatchWriter` wrote; each file is checked against its checksum when opened."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._manifest = BATCHES.read(self.path)
+        self._open: tuple[str, dict[str, NDArray[Any]]] | None = None
+
+    @property
+    def num_epochs(self) -> int:
+        return int(self._manifest["num_epochs"])
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the plan the batches were written from."""
+        return str(self._manifest["fingerprint"])
+
+    def num_batches(self, epoch: int = 0) -> int:
+        if not 0 <= epoch < self.num_epochs:
+            raise UnknownSample(f"there are epochs 0 to {self.num_epochs - 1}, not {epoch}")
+        return int(self._manifest["batches"][epoch])
+
+    def get_batch(self, epoch: int, index: int) -> CollatedBatch:
+        """Batch `index` of an epoch, in the order the plan gives them."""
+        count = self.num_batches(epoch)
+        if not 0 <= index < count:
+            raise UnknownSample(f"epoch {epoch} has the batches 0 to {count - 1}, not {index}")
+        number, inside = divmod(index, int(self._manifest["per_file"]))
+        arrays = self._arrays(f"epoch_{epoch}/shard_{number:05d}.npz")
+        try:
+            return _batch(inside, arrays)
+        except KeyError as error:
+            reason = f"batch {index} of epoch {epoch} lacks {error}"
+            raise BATCHES.damaged(self.path, reason) from None
+
+    def iter_epoch(self, epoch: int = 0) -> Pulled[CollatedBatch]:
+        count = self.num_batches(epoch)
+        return Pulled(lambda: (self.get_batch(epoch, index) for index in range(count)))
+
+    def verify_fingerprint(self, plan: BatchPlan) -> None:
+        """`Mismatch` unless the batches were written from this plan."""
+        if plan.fingerprint != self.fingerprint:
+            raise Mismatch(
+                f"the batches in {self.path} come from plan {self.fingerprint[:16]}, not "
+                f"{plan.fingerprint[:16]}; generate them again"
+            )
+
+    def check_files(self) -> int:
+        """Check every file; the number of files, or `BadFile`."""
+        for name in self._manifest["files"]:
+            self._arrays(name)
+        return len(self._manifest["files"])
+
+    def _arrays(self, name: str) -> dict[str, NDArray[Any]]:
+        if self._open is None or self._open[0] != name:
+            file = self.path / name
+            if not file.is_file():
+                raise BATCHES.damaged(self.path, f"{name} is missing")
+            if _sha256(file) != self._manifest["files"][name]:
+                raise BATCHES.damaged(self.path, f"{name} does not have its checksum")
+            with np.load(file, allow_pickle=False) as stored:
+                self._open = name, {key: stored[key] for key in stored.files}
+        return self._open[1]
+
+
+def _flat(number: int, batch: CollatedBatch) -> Iterator[tuple[str, NDArray[Any]]]:
+    for name in _ARRAYS:
+        yield f"{number}.{name}", getattr(batch, name)
+    yield f"{number}.sample_ids", np.array(batch.sample_ids, dtype=np.str_)
+    place = (batch.epoch, batch.index, batch.bucket_id, batch.max_seqlen)
+    yield f"{number}.place", np.array(place, np.int64)
+    yield f"{number}.weight", np.array(batch.weight, np.float64)
+
+
+def _batch(number: int, arrays: dict[str, NDArray[Any]]) -> CollatedBatch:
+    epoch, index, bucket_id, max_seqlen = arrays[f"{number}.place"].tolist()
+    return CollatedBatch(
+        **{name: arrays[f"{number}.{name}"] for name in _ARRAYS},
+        sample_ids=tuple(arrays[f"{number}.sample_ids"].tolist()),
+        epoch=epoch,
+        index=index,
+        bucket_id=bucket_id,
+        max_seqlen=max_seqlen,
+        weight=float(arrays[f"{number}.weight"]),
+    )
+
+
+def _from_mapping(plan: BatchPlan, samples: Mapping[str, Any]) -> SampleReader:
+    def read(item: int) -> Sample:
+        name = plan.ids[item]
+        if name not in samples:
+            raise UnknownSample(f"the plan names sample {name!r}, which was not given")
+        found = samples[name]
+        if isinstance(found, Sample):
+            return found
+        ids = np.asarray(found["input_ids"], np.int32)
+        mask = np.asarray(found.get("loss_mask", np.ones(len(ids), np.uint8)), np.uint8)
+        return Sample(input_ids=ids, loss_mask=mask, sample_id=name)
+
+    return read
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
