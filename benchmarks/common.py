@@ -43,9 +43,9 @@ CAPACITY = 2048
 SEED = 42
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
-    "batchwright numpy numba scipy pyarrow tokenizers torch datasets "
-    "trl LightBinPack axolotl fairseq-fast lhotse verl"
-).split()
+    *("batchwright", "numpy", "numba", "scipy", "pyarrow", "tokenizers", "torch", "datasets"),
+    *("trl", "LightBinPack", "axolotl", "fairseq-fast", "lhotse", "verl"),
+)
 
 # Peers must not look for a hub while they are timed.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -233,7 +233,12 @@ class Report:
             print("  " + "  ".join([first, *rest]).rstrip(), flush=True)
 
     def target(
-        self, what: str, value: float | None, *, most: float | None = None, least: float | None = None
+        self,
+        what: str,
+        value: float | None,
+        *,
+        most: float | None = None,
+        least: float | None = None,
     ) -> None:
         """Compare a number with what was asked for. None: it was not measured in this run."""
         goal = f"<= {_cell(most)}" if most is not None else f">= {_cell(least)}"

@@ -35,7 +35,15 @@ def main() -> None:
             if mark == "extension":
                 fairseq_extension(requirement)
             else:
-                run([*PIP, "install", "--quiet", *(["--no-deps"] * (mark == "no-deps")), requirement])
+                run(
+                    [
+                        *PIP,
+                        "install",
+                        "--quiet",
+                        *(["--no-deps"] * (mark == "no-deps")),
+                        requirement,
+                    ]
+                )
         except (subprocess.CalledProcessError, OSError, StopIteration) as error:
             print(f"left out: {requirement} ({type(error).__name__})", flush=True)
             failed.append(requirement)

@@ -10,32 +10,74 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["function_of", "lightbinpack", "trl_dataset", "trl_table"]
+__all__ = ["function_of", "lightbinpack", "trl_binning", "trl_dataset"]
 
 
-def trl_table(lengths: NDArray[np.int32], tokens: bool) -> Any:
-    """The arrow table TRL packs. Without `tokens` its rows have lengths but no contents.
+class _Binned(Exception):
+    """Raised where TRL would start to move rows."""
 
-    A list of nulls takes no memory, so TRL's own function then does its binning and next to
-    nothing else.
+
+def trl_binning(lengths: NDArray[np.int32], capacity: int) -> Callable[[], list[list[int]]]:
+    """TRL's own `_pack_bfd` up to the point where every row has its bin.
+
+    Three arrow calls in it only move or cut tokens: dropping empty rows and cutting overlong
+    ones (there are none here) give back what they got, and taking the rows in their new order
+    ends the call. What is left is the sort and the loop over a segment tree.
     """
+    import pyarrow as pa
+    import pyarrow.compute
+    from trl import data_utils
+
+    class WithoutTokens:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(pyarrow.compute, name)
+
+        def filter(self, values: Any, mask: Any) -> Any:
+            return values
+
+        def list_slice(self, column: Any, start: int, stop: int) -> Any:
+            return column
+
+        def take(self, table: Any, rows: Any) -> Any:
+            raise _Binned
+
+    data_utils.pc = WithoutTokens()
+    # A list of nulls has lengths and takes no memory.
+    table = pa.table({"input_ids": _lists(lengths, pa.nulls)})
+
+    def call() -> list[list[int]]:
+        try:
+            data_utils._pack_bfd(table, capacity)
+        except _Binned as stopped:
+            trace = stopped.__traceback__
+            while trace is not None:
+                if "bins" in trace.tb_frame.f_locals:
+                    return [entry["ids"] for entry in trace.tb_frame.f_locals["bins"]]
+                trace = trace.tb_next
+        raise LookupError("trl no longer keeps its bins where this looks for them")
+
+    return call
+
+
+def trl_dataset(lengths: NDArray[np.int32]) -> Any:
+    """A `datasets.Dataset` of int8 tokens: what TRL's users hold, at its lightest."""
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    column = _lists(lengths, lambda total: pa.array(np.zeros(total, np.int8)))
+    return Dataset(pa.table({"input_ids": column}))
+
+
+def _lists(lengths: NDArray[np.int32], values: Callable[[int], Any]) -> Any:
     import pyarrow as pa
 
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     total = int(offsets[-1])
-    values = pa.array(np.zeros(total, np.int8)) if tokens else pa.nulls(total)
     # 32-bit offsets, as datasets writes them, as long as they can hold the total.
     kind, width = (pa.ListArray, np.int32) if total < 2**31 else (pa.LargeListArray, np.int64)
-    return pa.table({"input_ids": kind.from_arrays(pa.array(offsets.astype(width)), values)})
-
-
-def trl_dataset(lengths: NDArray[np.int32]) -> Any:
-    """The same as a `datasets.Dataset` with contents, which is what TRL's users hold."""
-    from datasets import Dataset, disable_progress_bars
-
-    disable_progress_bars()
-    return Dataset(trl_table(lengths, tokens=True))
+    return kind.from_arrays(pa.array(offsets.astype(width)), values(total))
 
 
 def lightbinpack(name: str) -> Callable[..., list[list[int]]]:

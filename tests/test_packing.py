@@ -116,6 +116,21 @@ def test_best_fit_on_the_histogram_makes_the_bins_of_best_fit_item_by_item(probl
     assert patterns.num_positions == len(lengths)
 
 
+def test_best_fit_on_the_histogram_equals_its_twin_on_crowded_random_sets():
+    # Many items in narrow bins: several groups of bins with the same free space at once.
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        capacity = int(rng.integers(4, 40))
+        lengths = rng.integers(1, rng.integers(2, capacity + 1), rng.integers(50, 200)).tolist()
+        max_segments = [None, 2, 3, 5][rng.integers(4)]
+        packing = pack_lengths(lengths, capacity, max_segments=max_segments)
+        naive = fit_naively(longest_first(lengths), capacity, max_segments, tightest)
+
+        assert Counter(tuple(lengths[i] for i in bin_) for bin_ in bins_of(packing)) == Counter(
+            tuple(lengths[i] for i in bin_) for bin_ in naive
+        )
+
+
 @quick
 @given(problems())
 def test_bins_one_at_a_time_are_the_bins_all_at_once(problem):
@@ -164,6 +179,9 @@ def test_every_mode_packs_every_item_once_and_fits(problem, mode):
         assert sum(lengths[i] for i in bin_) <= capacity
         assert len(bin_) <= (max_segments or NO_LIMIT)
     assert packing.lower_bound >= packing.l2 >= packing.l1
+    # What the tree of first fit is sized for; any mode that opens bins only when it must keeps it.
+    closed = len(lengths) // (max_segments or NO_LIMIT)
+    assert packing.num_bins <= min(len(lengths), 2 * packing.l1 + 1 + closed)
 
 
 @quick

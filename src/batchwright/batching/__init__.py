@@ -58,6 +58,7 @@ from batchwright.batching.shards import (
     iter_from_checkpoint,
     shard_batch_plan,
 )
+from batchwright.data.lengths import LengthCache, LengthEntry
 
 __all__ = [
     "BatchFingerprint",
@@ -80,6 +81,8 @@ __all__ = [
     "DistributedConfig",
     "EfficiencyReport",
     "EpochPlan",
+    "LengthCache",
+    "LengthEntry",
     "LengthHistogram",
     "MicrobatchSpec",
     "OptimizationGoal",

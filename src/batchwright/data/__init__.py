@@ -1,0 +1,35 @@
+"""From rows to tokens to lengths: sources, tokenizers, samples and the length cache."""
+
+from batchwright.data.ids import Ids
+from batchwright.data.lengths import (
+    BuildReport,
+    LengthCache,
+    LengthEntry,
+    Lengths,
+    build_lengths,
+)
+from batchwright.data.sample import Row, Sample, content_hash, encode_row, encode_rows
+from batchwright.data.source import Chunk, OnBadRow, Skipped, Source, good_rows, open_source
+from batchwright.data.tokenizers import Tokenizer, load_tokenizer
+
+__all__ = [
+    "BuildReport",
+    "Chunk",
+    "Ids",
+    "LengthCache",
+    "LengthEntry",
+    "Lengths",
+    "OnBadRow",
+    "Row",
+    "Sample",
+    "Skipped",
+    "Source",
+    "Tokenizer",
+    "build_lengths",
+    "content_hash",
+    "encode_row",
+    "encode_rows",
+    "good_rows",
+    "load_tokenizer",
+    "open_source",
+]

@@ -58,10 +58,11 @@ class Journal:
                         break
                     good += len(line)
                     yield chunk
-        self._file.truncate(good)
-        self._file.seek(good)
-        if not good:
-            self._write(self._header)
+        self._cut(good)
+
+    def restart(self) -> None:
+        """Forget everything in the journal."""
+        self._cut(0)
 
     def append(self, ids: Sequence[str], lengths: Sequence[int], content: Sequence[int]) -> None:
         """One more chunk, handed to the system before this returns."""
@@ -77,6 +78,12 @@ class Journal:
         """The cache is finished: the journal is not needed any more."""
         self.path.unlink(missing_ok=True)
         self._file.close()
+
+    def _cut(self, size: int) -> None:
+        self._file.truncate(size)
+        self._file.seek(size)
+        if not size:
+            self._write(self._header)
 
     def _write(self, raw: bytes) -> None:
         view = memoryview(raw)

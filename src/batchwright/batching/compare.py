@@ -1,0 +1,91 @@
+"""What each layout would make of the same samples, beside what most trainers do today."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from batchwright import rng
+from batchwright.batching.builder import BatchPlanBuilder, cut_pieces
+from batchwright.batching.config import BatchingConfig, Layout
+from batchwright.batching.plan import COST_LINEAR, COST_QUADRATIC, BatchPlan
+from batchwright.data.lengths import Lengths
+from batchwright.permutation import permutation
+
+__all__ = ["LayoutRow", "compare_layouts", "layout_row"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRow:
+    """One layout in numbers."""
+
+    layout: str
+    microbatches: int
+    bound: int
+    """Fewest microbatches any layout could need: useful tokens over the budget."""
+    padded_tokens: int
+    useful_tokens: int
+    cost: int
+    """Predicted work of an epoch, in the unit ranks are balanced by."""
+
+    @property
+    def efficiency(self) -> float:
+        return self.useful_tokens / self.padded_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "efficiency": self.efficiency, "ullage": 1.0 - self.efficiency}
+
+
+def compare_layouts(
+    lengths: Lengths, config: BatchingConfig, fixed_rows: int = 8
+) -> list[LayoutRow]:
+    """Every layout under the limits of `config`, after batches of `fixed_rows` in random order.
+
+    The layouts get the same budget and overflow policy, and the packed one rows as wide as the
+    padded ones may be, so the rows of the table plan the same tokens.
+    """
+    limit = config.limit
+    rows = [_fixed(lengths, config, fixed_rows)]
+    for layout in get_args(Layout):
+        changed = config.model_copy(
+            update={
+                "layout": layout,
+                "pack_max_length": limit,
+                "overflow_max": limit,
+                "drop_last": config.drop_last and layout == "bucketed",
+            }
+        )
+        rows.append(layout_row(BatchPlanBuilder(lengths, changed).build()))
+    return rows
+
+
+def layout_row(plan: BatchPlan) -> LayoutRow:
+    """The numbers of one plan in epoch 0."""
+    useful = plan.useful_tokens(0)
+    return LayoutRow(
+        layout=plan.config.layout,
+        microbatches=plan.num_microbatches(0),
+        bound=-(-useful // plan.config.token_budget),
+        padded_tokens=plan.padded_tokens(0),
+        useful_tokens=useful,
+        cost=int(plan.costs(0).sum()),
+    )
+
+
+def _fixed(lengths: Lengths, config: BatchingConfig, fixed_rows: int) -> LayoutRow:
+    """Batches of a fixed number of samples in random order, padded to the longest of each."""
+    pieces = cut_pieces(lengths.values, config).lengths.astype(np.int64)
+    key = np.uint64(rng.key(config.seed, "compare/fixed"))
+    shuffled = pieces[permutation(pieces.size, key)]
+    starts = np.arange(0, shuffled.size, fixed_rows)
+    width = np.maximum.reduceat(shuffled, starts)
+    size = np.diff(np.append(starts, shuffled.size))
+    useful = int(pieces.sum())
+    return LayoutRow(
+        layout=f"fixed, {fixed_rows} rows",
+        microbatches=starts.size,
+        bound=-(-useful // config.token_budget),
+        padded_tokens=int(width @ size),
+        useful_tokens=useful,
+        cost=int(COST_LINEAR * (width @ size) + COST_QUADRATIC * (width**2 @ size)),
+    )

@@ -1,0 +1,1 @@
+"""The `batchwright` command: words to calls to tables."""

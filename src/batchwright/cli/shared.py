@@ -1,0 +1,50 @@
+"""What several commands need: reading lengths, plans, lists of numbers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.batching import BatchPlan
+    from batchwright.data.lengths import Lengths
+
+__all__ = ["edges_of", "load_lengths", "load_sources", "sharded"]
+
+
+def load_lengths(path: Path) -> "Lengths":
+    """A finished length cache."""
+    from batchwright.data.lengths import LengthCache
+
+    return LengthCache.load(path).lengths
+
+
+def load_sources(paths: list[Path]) -> "dict[str, Lengths]":
+    """Several length caches by the names of their files."""
+    names = [path.name.partition(".")[0] for path in paths]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"two sources have one name among {names}; rename one of the files")
+    return {name: load_lengths(path) for name, path in zip(names, paths, strict=True)}
+
+
+def edges_of(text: str) -> tuple[int, ...]:
+    """The numbers of `128,256,512`.
+
+    >>> edges_of("128, 256")
+    (128, 256)
+    """
+    try:
+        return tuple(int(part) for part in text.replace(" ", "").split(","))
+    except ValueError:
+        raise ConfigError(
+            f"bucket edges {text!r} are not numbers with commas between; write 128,256,512"
+        ) from None
+
+
+def sharded(plan: "BatchPlan", rank: int | None, world_size: int | None) -> "BatchPlan":
+    """The plan as the named rank sees it; both numbers or neither."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError("--rank and --world-size go together; give both or neither")
+    if rank is None or world_size is None:
+        return plan
+    return plan.shard(rank, world_size)

@@ -1,0 +1,79 @@
+"""From the number of a sample in a plan to its tokens."""
+
+from collections.abc import Callable, Sequence
+
+from batchwright.data.ids import Ids
+from batchwright.data.sample import Sample, encode_row
+from batchwright.data.source import Source
+from batchwright.data.tokenizers import Tokenizer
+from batchwright.errors import BadRow, Mismatch
+
+__all__ = ["find_rows", "sample_reader"]
+
+
+def sample_reader(
+    sources: Sequence[Source], tokenizer: Tokenizer, ids: Ids, names: Sequence[str] = ()
+) -> Callable[[int], Sample]:
+    """A function that tokenises the sample of a given number.
+
+    Samples are found by id, so rows that were skipped, moved or added since the lengths were
+    measured do not shift the others. With several sources of a mixture, `names` are the
+    prefixes of their ids.
+    """
+    if names and len(names) != len(sources):
+        raise Mismatch(
+            f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are given; "
+            f"give one data set for each, in this order"
+        )
+    places = find_rows(sources, ids, names)
+
+    def read(item: int) -> Sample:
+        part, row = places(item)
+        source = sources[part]
+        try:
+            return encode_row(source[row], tokenizer, ids[item])
+        except BadRow as error:
+            raise BadRow(f"{source.where(row)}: {error}") from None
+
+    return read
+
+
+def find_rows(
+    sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()
+) -> Callable[[int], tuple[int, int]]:
+    """A function that gives the source and the row of a sample."""
+    total = sum(len(source) for source in sources)
+    if ids.arrays is None and not names and len(sources) == 1:
+        if total < len(ids):
+            raise Mismatch(
+                f"the plan has {len(ids):,} samples, {sources[0].name} only {total:,} rows; "
+                f"give the data it was built from"
+            )
+        return lambda item: (0, item)
+    rows: dict[str, tuple[int, int]] = {}
+    before = 0
+    for part, source in enumerate(sources):
+        prefix = f"{names[part]}/" if names else ""
+        for row, name in enumerate(_row_ids(source, 0 if names else before)):
+            rows[prefix + name] = (part, row)
+        before += len(source)
+
+    def place(item: int) -> tuple[int, int]:
+        name = ids[item]
+        if name not in rows:
+            raise Mismatch(
+                f"sample {name!r} of the plan is not in {', '.join(s.name for s in sources)}; "
+                f"give the data it was built from"
+            )
+        return rows[name]
+
+    return place
+
+
+def _row_ids(source: Source, first: int) -> Sequence[str]:
+    """The id of every row: its own, or its number."""
+    found = []
+    for item, row in source.chunk(0, len(source)).rows():
+        own = None if isinstance(row, BadRow) else row.get("id", row.get("sample_id"))
+        found.append(str(first + item) if own is None else str(own))
+    return found
