@@ -98,7 +98,8 @@ class Measured:
     seconds: float | None = None
     first_seconds: float | None = None
     """The warm-up call on a small input: compilation, or loading of compiled code."""
-    runs: int = 0
+    calls: tuple[float, ...] = ()
+    """Seconds of every full call, in order; `seconds` is the least of them."""
     extra_bytes: int | None = None
     """Peak memory over what stood before the call, its result included."""
     summary: Mapping[str, Any] = field(default_factory=dict)
@@ -156,7 +157,7 @@ def measure(
         contender.name,
         seconds=min(got["calls"]),
         first_seconds=got["ready"],
-        runs=len(got["calls"]),
+        calls=tuple(got["calls"]),
         extra_bytes=got["extra"],
         summary=got["done"],
     )
@@ -166,11 +167,10 @@ def _child(
     pipe: Connection, contender: Contender, given: Any, small: Any, runs: int, patience_s: float
 ) -> None:
     try:
-        start = time.perf_counter()
         warm_up = contender.prepare(small)
-        prepared = time.perf_counter()
+        start = time.perf_counter()
         warm_up()
-        first = time.perf_counter() - prepared
+        first = time.perf_counter() - start
         call = contender.prepare(given)
         del warm_up
         gc.collect()
@@ -191,8 +191,7 @@ def _child(
                 break
         pipe.send(("done", dict(contender.summary(given, result))))
     except BaseException as error:
-        name = type(error).__name__
-        pipe.send(("error", f"{name}: {str(error).splitlines()[0] if str(error) else ''}"[:200]))
+        pipe.send(("error", f"{type(error).__name__}: {error}".splitlines()[0][:200]))
 
 
 def _resident() -> int:
@@ -241,20 +240,11 @@ class Report:
         least: float | None = None,
     ) -> None:
         """Compare a number with what was asked for. None: it was not measured in this run."""
-        goal = f"<= {_cell(most)}" if most is not None else f">= {_cell(least)}"
-        if value is None:
-            state = "not measured in this run"
-        else:
+        met = None
+        if value is not None:
             met = value <= most if most is not None else value >= (least or 0.0)
-            state = f"{_cell(value)}: {'reached' if met else 'NOT reached'}"
-        self.targets.append(
-            {
-                "what": what,
-                "goal": goal,
-                "value": value,
-                "reached": None if value is None else state.endswith(": reached"),
-            }
-        )
+        goal = f"<= {_cell(most)}" if most is not None else f">= {_cell(least)}"
+        self.targets.append({"what": what, "goal": goal, "value": value, "reached": met})
 
     def not_measured(self, peer: str, reason: str) -> None:
         """Say once that a peer has no numbers here."""
@@ -265,14 +255,10 @@ class Report:
     def close(self) -> None:
         """Print the targets and save everything, unless --no-save was given."""
         print()
+        words = {None: "not measured in this run", True: "reached", False: "NOT reached"}
         for target in self.targets:
-            value, reached = target["value"], target["reached"]
-            state = (
-                "not measured in this run"
-                if value is None
-                else f"{_cell(value)}, {'reached' if reached else 'NOT reached'}"
-            )
-            print(f"target {target['what']} {target['goal']}: {state}")
+            state = words[target["reached"]]
+            print(f"target {target['what']} {target['goal']}: {_cell(target['value'])}, {state}")
         if self.args.no_save:
             return
         folder = RESULTS / "quick" if self.args.quick else RESULTS

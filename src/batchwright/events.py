@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from batchwright.errors import BadFile, CannotWrite
+from batchwright.errors import BadFile, CannotWrite, ConfigError
 from batchwright.files import existing
 
 __all__ = ["Event", "EventLog", "read_events", "tail_events"]
@@ -40,16 +40,29 @@ class EventLog:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
-            if _ends_torn(path):
-                self._file.write(b"\n")
+            # A line left open is closed by the first record.
+            self._torn = _ends_torn(path)
         except OSError as error:
             raise CannotWrite(f"cannot open the run log {path}: {error.strerror}") from error
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one record. Values must be JSON; NaN and infinity are written as null."""
+        if fields.keys() & {"t", "kind"}:
+            raise ConfigError(f"a record of {kind!r} cannot have fields t or kind; rename them")
         record = {"t": round(time.monotonic() - self._start, 4), "kind": kind, **fields}
-        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        rest = b"\n" + line if self._torn else line
+        try:
+            # An unbuffered file may take a part only, when the disk is nearly full.
+            while rest:
+                taken = self._file.write(rest) or 0
+                rest = rest[taken:]
+                self._torn = bool(rest)
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot write the run log {self.path}: {error.strerror}; "
+                f"free space, all earlier records are kept"
+            ) from error
 
     def sync(self) -> None:
         import os
@@ -118,7 +131,17 @@ def _parse(line: bytes) -> Event | None:
 
 def _torn(line: bytes) -> bool:
     """Whether a line is the beginning of a record, in which a writer died and a later went on."""
-    return line.startswith(b'{"t":') and not line.endswith(b"}")
+    head = b'{"t":'
+    if not head.startswith(line[: len(head)]):
+        return False
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        # In a torn line nothing is wrong but that it ends too early.
+        return error.pos >= len(line) or not line.endswith(b"}")
+    except UnicodeDecodeError:
+        return False
+    return False
 
 
 def _ends_torn(path: Path) -> bool:

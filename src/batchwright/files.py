@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from batchwright.errors import CannotWrite, ConfigError, MissingFile
+from batchwright.errors import BatchwrightError, CannotWrite, ConfigError, MissingFile
 
 __all__ = ["atomic_folder", "existing", "fsync_folder", "write_atomic", "writing"]
 
@@ -35,6 +35,8 @@ def writing(path: Path) -> Iterator[Path]:
         _settle(temporary)
         temporary.replace(path)
         fsync_folder(path.parent)
+    except BatchwrightError:
+        raise
     except OSError as error:
         raise _refused(path, error) from error
     finally:
@@ -73,9 +75,16 @@ def atomic_folder(path: Path, marker: str) -> Iterator[Path]:
         aside = Path(f"{temporary}.old")
         if path.exists():
             path.rename(aside)
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if aside.exists():
+                aside.rename(path)
+            raise
         fsync_folder(path.parent)
         shutil.rmtree(aside, ignore_errors=True)
+    except BatchwrightError:
+        raise
     except OSError as error:
         raise _refused(path, error) from error
     finally:

@@ -12,7 +12,7 @@ from batchwright.batching.collate import CollatedBatch, SampleReader, collate
 from batchwright.batching.manifest import MANIFEST, Kind
 from batchwright.batching.plan import BatchPlan, Pulled
 from batchwright.data.sample import Sample
-from batchwright.errors import Mismatch, UnknownSample
+from batchwright.errors import ConfigError, Mismatch, UnknownSample
 from batchwright.files import atomic_folder
 
 __all__ = ["BatchReader", "BatchWriter"]
@@ -42,6 +42,8 @@ class BatchWriter:
         pad_id: int = 0,
         per_file: int = 64,
     ) -> None:
+        if per_file < 1:
+            raise ConfigError(f"per_file={per_file} batches in a file; give 1 or more")
         self.plan = plan
         self.output_dir = Path(output_dir)
         self._read = samples if callable(samples) else _from_mapping(plan, samples)
@@ -79,7 +81,8 @@ class BatchWriter:
     def _groups(self, epoch: int) -> Iterator[list[CollatedBatch]]:
         group: list[CollatedBatch] = []
         for batch in self.plan.iter_epoch(epoch):
-            limit = self.plan.config.limit
+            config = self.plan.config
+            limit = config.limit if config.overflow in ("truncate", "split") else None
             group.append(collate(batch, self._read, pad_id=self._pad_id, limit=limit))
             if len(group) == self._per_file:
                 yield group

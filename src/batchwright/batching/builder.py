@@ -6,6 +6,7 @@ The order depends on the samples and the seed alone: not on the order in which s
 given, nor on machine, process count or library version.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from batchwright.batching.packing import PackingMode, pack_histogram
 from batchwright.batching.plan import BatchPlan, Counts
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
-from batchwright.errors import ConfigError, OversizedSample
+from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.permutation import permutation
 
 __all__ = ["BatchPlanBuilder", "LengthSource"]
@@ -77,6 +78,11 @@ class BatchPlanBuilder:
             order = virtual_order(pieces, everything, self.config)
         else:
             epochs = [self._epoch(pieces, everything, epoch) for epoch in range(num_epochs)]
+            if not all(epochs):
+                raise ConfigError(
+                    f"epoch {epochs.index([])} is empty: all samples it would show were skipped; "
+                    f"give larger weights or another overflow policy"
+                )
             order = MaterialisedOrder.collect(self.config, epochs)
         return BatchPlan(
             order=order,
@@ -114,7 +120,10 @@ class BatchPlanBuilder:
         """Which samples this epoch shows, in canonical order, some of them several times."""
         times = np.zeros(len(self.lengths), np.int64)
         first = 0
-        for number, (_, size, weight) in enumerate(self.sources):
+        by_name = sorted(name for name, _, _ in self.sources)
+        for name, size, weight in self.sources:
+            # By name, so that the order in which sources are given does not matter.
+            number = by_name.index(name)
             shown = round(weight * size)
             # Source after source is dealt out in rounds, so fractions cover everything in turn.
             for turn in range(epoch * shown // size, ((epoch + 1) * shown - 1) // size + 1):
@@ -220,7 +229,8 @@ def virtual_order(
         pieces = pieces.of_items(canonical)
     hist = kernels.histogram(pieces.lengths, int(pieces.lengths.max()))
     by_length = kernels.sort_descending(pieces.lengths, hist)
-    whole = pieces.items.size == pieces.counts.samples and canonical is None
+    # Sorting row numbers that are 0 .. n - 1 already gives the items.
+    whole = canonical is None and not pieces.starts.size and _counts_up(pieces.items)
     distinct = np.flatnonzero(hist)[::-1].astype(np.int32)
     distinct_offsets = _offsets(hist[distinct])
     no_longs, no_ints = np.empty(0, np.int64), np.empty(0, np.int32)
@@ -247,7 +257,7 @@ def virtual_order(
         classes, batch_start, batch_size = _buckets(distinct, distinct_offsets, config)
     return VirtualOrder(
         config,
-        by_length if whole and not pieces.starts.size else pieces.items[by_length],
+        by_length if whole else pieces.items[by_length],
         pieces.starts[by_length] if pieces.starts.size else no_ints,
         distinct,
         distinct_offsets,
@@ -306,10 +316,12 @@ def _joined(
         raise ConfigError(
             f"weights are for {sorted(weights)}, sources are {sorted(sources)}; name each once"
         )
+    if not sources:
+        raise ConfigError("there are no sources to mix; give at least one")
     parts = {name: Lengths.of(source) for name, source in sources.items()}
     for name, part in parts.items():
         weight = weights[name]
-        if not (weight > 0 and round(weight * len(part)) >= 1):
+        if not (0 < weight < math.inf and round(weight * len(part)) >= 1):
             raise ConfigError(
                 f"source {name!r} with weight {weight} shows none of its {len(part):,} samples; "
                 f"give a larger weight or leave it out"
@@ -322,10 +334,17 @@ def _joined(
         )
     from batchwright.fingerprint import digest
 
+    ids = Ids.of(f"{name}/{id}" for name, part in parts.items() for id in part.ids)
+    twice = ids.first_duplicate()
+    if twice is not None:
+        raise DuplicateId(
+            f"two samples of the mixture are called {ids[twice[1]]!r}; "
+            f"rename a source so that no name continues another with a slash"
+        )
     lengths = Lengths(
         values=np.concatenate([part.values for part in parts.values()]),
-        ids=Ids.of(f"{name}/{id}" for name, part in parts.items() for id in part.ids),
-        dataset_hash=digest("mixture", [[n, p.dataset_hash] for n, p in parts.items()])[:16],
+        ids=ids,
+        dataset_hash=digest("mixture", [[n, parts[n].dataset_hash] for n in sorted(parts)])[:16],
         tokenizer_hash=tokenizers.pop(),
     )
     return lengths, tuple((name, len(part), float(weights[name])) for name, part in parts.items())
@@ -352,6 +371,10 @@ def _what_limits(config: BatchingConfig) -> str:
     if config.layout == "packed":
         return "pack_max_length"
     return "overflow_max" if config.limit == config.overflow_max else "token_budget"
+
+
+def _counts_up(items: NDArray[np.int32]) -> bool:
+    return bool((items == np.arange(items.size, dtype=np.int32)).all())
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:

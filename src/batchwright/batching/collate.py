@@ -83,6 +83,11 @@ def collate(
                 f"sample {batch.ids[int(batch.items[segment])]!r} has {size:,} tokens where the "
                 f"plan expects {start + length:,}; use the data and the tokenizer it was built with"
             )
+        if len(sample.loss_mask) != size:
+            raise Mismatch(
+                f"sample {batch.ids[int(batch.items[segment])]!r} has {size:,} tokens and a loss "
+                f"mask of {len(sample.loss_mask):,}; give one value for each token"
+            )
     lengths = batch.lengths.astype(np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     row = np.repeat(np.arange(batch.batch_size), np.diff(batch.row_offsets))

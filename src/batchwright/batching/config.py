@@ -127,6 +127,11 @@ class BatchingConfig(BaseModel):
                 f"drop_last has no meaning for layout {self.layout}: only buckets leave "
                 f"partial batches; leave it out"
             )
+        if self.min_length > self.limit:
+            raise ConfigError(
+                f"min_length={self.min_length:,} is over {self.limit:,}, the longest sample a "
+                f"batch can hold; lower it"
+            )
         if self.layout == "bucketed":
             widest = self._fit(self.bucket_edges[-1]) if self.bucket_edges else 0
             if widest > self.token_budget:

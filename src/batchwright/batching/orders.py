@@ -244,7 +244,7 @@ class VirtualOrder:
             batch = int(np.searchsorted(self.batch_start, position, "right")) - 1
             row = position - int(self.batch_start[batch])
             # With drop_last a bucket's last samples of the epoch are in no batch.
-            if row < self.batch_size[batch]:
+            if batch >= 0 and row < self.batch_size[batch]:
                 found.append(Place(self._index_of(epoch, batch), row, 0, start, length))
         return found
 
@@ -298,7 +298,7 @@ class MaterialisedOrder:
         """Store every microbatch of every epoch."""
         every = [rows for epoch in epochs for rows in epoch]
         segments = np.concatenate([np.diff(rows.row_offsets) for rows in every])
-        return cls(
+        order = cls(
             config=config,
             items=np.concatenate([rows.items for rows in every]),
             starts=np.concatenate([rows.starts for rows in every]),
@@ -309,6 +309,10 @@ class MaterialisedOrder:
             batch_bucket=np.array([rows.bucket_id for rows in every], np.int32),
             epoch_batches=_offsets(np.array([len(epoch) for epoch in epochs])),
         )
+        # Batches are views of these arrays; nobody may change the plan through one.
+        for array in order.arrays().values():
+            array.flags.writeable = False
+        return order
 
     def arrays(self) -> Arrays:
         return {name: getattr(self, name) for name in self._names}

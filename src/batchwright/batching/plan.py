@@ -109,7 +109,11 @@ class EpochPlan:
         return sum(batch.token_count for batch in self if batch.weight)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        """Microbatches of this shard, fillers included."""
+        count, step = self.plan.num_microbatches(self.epoch), self.plan.step_microbatches
+        world = self.plan.shard_of.world_size if self.plan.shard_of else 1
+        whole, rest = divmod(count, step)
+        return whole * -(-step // world) + -(-rest // world)
 
     def __iter__(self) -> Iterator[MicrobatchSpec]:
         return iter(self.microbatches)
@@ -210,7 +214,7 @@ class BatchPlan:
         """Where to go on when `step` is done."""
         ended = step.stop == self.num_microbatches(step.epoch)
         epoch, at = (step.epoch + 1, 0) if ended else (step.epoch, step.stop)
-        return CheckpointPosition(epoch, at, global_step, self.fingerprint)
+        return CheckpointPosition(epoch, at, global_step, self.whole_fingerprint)
 
     def shard(self, rank: int, world_size: int, *, balance: Balance = "cost") -> "BatchPlan":
         """The plan as one rank sees it."""
@@ -229,7 +233,12 @@ class BatchPlan:
 
     def costs(self, epoch: int, first: int = 0, stop: int | None = None) -> NDArray[np.int64]:
         """Predicted work of microbatches first .. stop - 1, in the unit ranks are balanced by."""
-        stop = self.num_microbatches(epoch) if stop is None else stop
+        count = self.num_microbatches(epoch)
+        stop = count if stop is None else stop
+        if not 0 <= first <= stop <= count:
+            raise UnknownSample(
+                f"epoch {epoch} has the microbatches 0 to {count - 1}, not {first} to {stop - 1}"
+            )
         return self.order.costs(epoch, first, stop, COST_LINEAR, COST_QUADRATIC)
 
     def padded_tokens(self, epoch: int = 0) -> int:
@@ -276,11 +285,21 @@ class BatchPlan:
             self.dataset_hash,
             self.tokenizer_hash,
             self.config.model_dump(mode="json"),
-            [list(source) for source in self.sources],
+            [list(source) for source in sorted(self.sources)],
             canonical_ids(self.ids, self._canonical).digest(),
             self.order_root,
             shard,
         )
+
+    @cached_property
+    def whole_fingerprint(self) -> str:
+        """Identity of the plan over all ranks, the same on every shard of it."""
+        if self.shard_of is None:
+            return self.fingerprint
+        whole = dataclasses.replace(self, shard_of=None)
+        whole.__dict__["order_root"] = self.order_root
+        whole.__dict__["_canonical"] = self._canonical
+        return whole.fingerprint
 
     @cached_property
     def _canonical(self) -> NDArray[np.int32] | None:

@@ -53,6 +53,7 @@ def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "co
 
     The arrays are the same for all ranks and are linked, not copied, where the disk can.
     """
+    plan.shard(0, world_size, balance=balance)  # refuses a wrong world before anything is touched
     with atomic_folder(path, "rank_0/" + MANIFEST) as folder:
         files: dict[str, Any] = {}
         for rank in range(world_size):

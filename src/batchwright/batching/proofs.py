@@ -3,14 +3,16 @@
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchwright.batching.builder import BatchPlanBuilder, LengthSource
+from batchwright.batching.canonical import canonical_order
 from batchwright.batching.config import BatchingConfig
 from batchwright.batching.microbatch import MicrobatchSpec
 from batchwright.batching.plan import BatchPlan
@@ -50,9 +52,17 @@ class BatchFingerprint:
     def load(cls, path: Path | str) -> "BatchFingerprint":
         path = existing(Path(path), "batch fingerprint")
         try:
-            return cls(**json.loads(path.read_bytes()))
+            fields = json.loads(path.read_bytes())
+            loaded = cls(**fields)
         except (ValueError, TypeError) as error:
             raise BadFile(f"{path} is not a batch fingerprint: {error}") from None
+        texts = (loaded.fingerprint, loaded.full_hash, loaded.config_hash)
+        numbers = (loaded.num_batches, loaded.total_samples, loaded.total_tokens)
+        if not all(isinstance(text, str) for text in texts) or not all(
+            type(number) is int and number >= 0 for number in numbers
+        ):
+            raise BadFile(f"{path} is not a batch fingerprint: {fields}")
+        return loaded
 
 
 def compute_batch_fingerprint(
@@ -98,9 +108,12 @@ def verify_plan(plan: BatchPlan, lengths: LengthSource | Mapping[str, LengthSour
     weights = {name: weight for name, _, weight in plan.sources} or None
     if weights is None:
         _same_data(plan, Lengths.of(lengths))  # type: ignore[arg-type]
-    again = BatchPlanBuilder(
-        lengths, plan.config, weights=weights, difficulty=plan.difficulty
-    ).build(plan.num_epochs)
+    builder = BatchPlanBuilder(lengths, plan.config, weights=weights)
+    builder.difficulty = _difficulty_for(plan, builder.lengths)
+    again = builder.build(plan.num_epochs)
+    if weights is None:
+        # Hashes that contradict each other were refused above; an unknown one fits any.
+        again = replace(again, dataset_hash=plan.dataset_hash, tokenizer_hash=plan.tokenizer_hash)
     if plan.shard_of is not None:
         shard = plan.shard_of
         again = again.shard(shard.rank, shard.world_size, balance=shard.balance)
@@ -182,6 +195,17 @@ def _same_data(plan: BatchPlan, lengths: Lengths) -> None:
         )
 
 
+def _difficulty_for(plan: BatchPlan, lengths: Lengths) -> NDArray[np.float64] | None:
+    """The plan's difficulties in the order of `lengths`, which may name the samples otherwise."""
+    if plan.difficulty is None or len(lengths) != len(plan.ids):
+        return plan.difficulty
+    theirs, mine = canonical_order(lengths.ids), canonical_order(plan.ids)
+    moved = np.empty_like(plan.difficulty)
+    every = slice(None)
+    moved[every if theirs is None else theirs] = plan.difficulty[every if mine is None else mine]
+    return moved
+
+
 def _first_difference(left: BatchPlan, right: BatchPlan) -> tuple[int, int] | None:
     for epoch in range(min(left.num_epochs, right.num_epochs)):
         mine, theirs = iter(left.iter_epoch(epoch)), iter(right.iter_epoch(epoch))
@@ -202,6 +226,8 @@ def _microbatch_of(plan: BatchPlan) -> dict[str, tuple[int, ...]]:
     """The microbatches of epoch 0 in which each sample stands."""
     where: dict[str, tuple[int, ...]] = {}
     for batch in plan.iter_epoch(0):
+        if not batch.weight:
+            continue
         for sample in np.unique(batch.items):
             name = plan.ids[int(sample)]
             where[name] = (*where.get(name, ()), batch.index)

@@ -397,34 +397,32 @@ class _Tokens:
 def _joined(
     pieces: Sequence[tuple[_Tokens, int]], limit: int, config: PackingConfig, pad_token_id: int
 ) -> PackedSequence:
-    separator = [config.separator_token_id] if config.add_separator else []
-    ids, mask, lengths = [], [], []
-    for sample, start in pieces:
-        ids.append(sample.ids[start : start + limit])
-        mask.append(sample.mask[start : start + limit])
-        lengths.append(len(ids[-1]))
-        ids[-1] = np.append(ids[-1], np.array(separator, np.int32))
-        mask[-1] = np.append(mask[-1], np.zeros(len(separator), bool))
-    spans = np.array(lengths, np.int32) + len(separator)
+    lengths = np.array([min(len(sample.ids) - start, limit) for sample, start in pieces], np.int32)
+    spans = lengths + np.int32(config.add_separator)
     cu_seqlens = np.concatenate((np.zeros(1, np.int32), np.cumsum(spans, dtype=np.int32)))
     total = int(cu_seqlens[-1])
-    padding = config.max_length - total if config.pad_to_max else 0
-    learned = np.concatenate(mask)
+    width = config.max_length if config.pad_to_max else total
+    tokens = np.full(width, pad_token_id, np.int32)
+    learned = np.zeros(width, bool)
+    segment = np.full(width, -1, np.int32)
+    position = np.zeros(width, np.int32)
+    for (sample, start), first, length in zip(pieces, cu_seqlens[:-1], lengths, strict=True):
+        tokens[first : first + length] = sample.ids[start : start + length]
+        learned[first : first + length] = sample.mask[start : start + length]
+    if config.add_separator and config.separator_token_id is not None:
+        tokens[cu_seqlens[1:] - 1] = config.separator_token_id
     learned[cu_seqlens[:-1]] = False
-    tokens = np.concatenate(ids)
-    segment = np.repeat(np.arange(len(spans), dtype=np.int32), spans)
-    position = np.arange(total, dtype=np.int32) - np.repeat(cu_seqlens[:-1], spans)
+    segment[:total] = np.repeat(np.arange(len(spans), dtype=np.int32), spans)
+    position[:total] = np.arange(total, dtype=np.int32) - np.repeat(cu_seqlens[:-1], spans)
     return PackedSequence(
-        input_ids=np.pad(tokens, (0, padding), constant_values=pad_token_id),
-        labels=np.pad(
-            np.where(learned, tokens, np.int32(IGNORED)), (0, padding), constant_values=IGNORED
-        ),
-        loss_mask=np.pad(learned.astype(np.int32), (0, padding)),
-        segment_ids=np.pad(segment, (0, padding), constant_values=-1),
-        position_ids=np.pad(position, (0, padding)),
+        input_ids=tokens,
+        labels=np.where(learned, tokens, np.int32(IGNORED)),
+        loss_mask=learned.astype(np.int32),
+        segment_ids=segment,
+        position_ids=position,
         cu_seqlens=cu_seqlens,
         max_seqlen=int(spans.max()),
         sample_ids=tuple(sample.sample_id for sample, _ in pieces),
         sample_starts=tuple(start for _, start in pieces),
-        sample_lengths=tuple(lengths),
+        sample_lengths=tuple(lengths.tolist()),
     )

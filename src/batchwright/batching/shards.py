@@ -121,10 +121,10 @@ def iter_from_checkpoint(
     plan: "BatchPlan", position: CheckpointPosition
 ) -> Iterator["MicrobatchSpec"]:
     """What is left after `position`, on however many ranks `plan` is sharded."""
-    if position.plan and position.plan != plan.fingerprint:
+    if position.plan and position.plan != plan.whole_fingerprint:
         raise Mismatch(
             f"the checkpoint belongs to plan {position.plan[:16]}, "
-            f"this is {plan.fingerprint[:16]}; open the plan it was made with"
+            f"this is {plan.whole_fingerprint[:16]}; open the plan it was made with"
         )
     return iter(plan.iter_from(position.epoch, position.microbatch_idx))
 

@@ -40,11 +40,12 @@ def launch(
 ) -> int:
     """Run one command and turn what it raises into an exit code."""
     try:
-        app(tokens, exit_on_error=False, print_error=True)
+        app(tokens, exit_on_error=False, print_error=False)
         # Here, not at exit: a reader that has gone away shows itself on the last write.
         sys.stdout.flush()
         return 0
-    except CycloptsError:
+    except CycloptsError as error:
+        _failed(f"{error} See: {_help_of(tokens)}", debug)
         return 2
     except BatchwrightError as error:
         return _failed(str(error), debug)
@@ -67,11 +68,13 @@ def launch(
 def main() -> None:
     """The entry point of the installed command."""
     app.meta.help_format = "plaintext"
-    try:
-        code = app.meta(exit_on_error=False)
-    except CycloptsError:
-        code = 2
-    sys.exit(code)
+    sys.exit(app.meta(result_action="return_value"))
+
+
+def _help_of(tokens: tuple[str, ...]) -> str:
+    """The help of the innermost command that was named."""
+    chain = app.parse_commands(tokens)[0]
+    return " ".join(["batchwright", *chain, "--help"])
 
 
 def _failed(sentence: str, debug: bool) -> int:

@@ -383,19 +383,22 @@ def _builder(
             raise ConfigError(
                 f"{len(shares)} weights for {len(paths)} sources; give one --weight for each"
             )
-        if curriculum is not None:
-            raise ConfigError("a mixture cannot have a curriculum yet; leave one of them out")
-        return BatchPlanBuilder(sources, config, weights=dict(zip(sources, shares, strict=True)))
+        parts = dict(zip(sources, shares, strict=True))
+        mixture = BatchPlanBuilder(sources, config, weights=parts)
+        if curriculum is None:
+            return mixture
+        difficulty = _difficulty(dataset, curriculum, mixture.lengths.ids, list(sources))
+        return BatchPlanBuilder(sources, config, weights=parts, difficulty=difficulty)
     loaded = load_lengths(paths[0])
     if dataset_hash is not None:
         loaded = dataclasses.replace(loaded, dataset_hash=dataset_hash)
-    difficulty = None
-    if curriculum is not None:
-        difficulty = _difficulty(dataset, curriculum, loaded.ids)
+    if curriculum is None:
+        return BatchPlanBuilder(loaded, config)
+    difficulty = _difficulty(dataset, curriculum, loaded.ids, [])
     return BatchPlanBuilder(loaded, config, difficulty=difficulty)
 
 
-def _difficulty(dataset: list[str] | None, column: str, ids: Any) -> list[float]:
+def _difficulty(dataset: list[str] | None, column: str, ids: Any, names: list[str]) -> list[float]:
     from batchwright.data.reader import find_rows
     from batchwright.data.source import open_source
     from batchwright.errors import BadRow, ConfigError
@@ -403,7 +406,7 @@ def _difficulty(dataset: list[str] | None, column: str, ids: Any) -> list[float]
     if not dataset:
         raise ConfigError("--curriculum reads a column of the rows; give --dataset as well")
     sources = [open_source(spec) for spec in dataset]
-    place = find_rows(sources, ids)
+    place = find_rows(sources, ids, names)
     found = []
     for item in range(len(ids)):
         part, row = place(item)

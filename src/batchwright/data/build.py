@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from batchwright.data.ids import Ids
 from batchwright.data.journal import Journal
 from batchwright.data.known import Known
+from batchwright.data.lengthcache import LengthCache
 from batchwright.data.lengthfiles import (
     Entries,
     check_path,
@@ -28,7 +29,6 @@ from batchwright.data.lengthfiles import (
     read_entries,
     write_entries,
 )
-from batchwright.data.lengthcache import LengthCache
 from batchwright.data.sample import content_hash, encode_rows, row_id
 from batchwright.data.source import Chunk, OnBadRow, Skipped, Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +39,10 @@ class JsonlSource:
         # Rows are read by position instead of mapped: a file that shrinks meanwhile must be an
         # error, and a mapped one would kill the process.
         self._packing = packing
-        self._file = path.open("rb") if packing is None else _unpacked(path, packing)
-        self._starts, self._lines = _index(self._file.fileno(), path)
+        self._handle = os.open(path, os.O_RDONLY) if packing is None else _unpacked(path, packing)
+        # A source is a view that nobody closes, so its file closes with it.
+        weakref.finalize(self, os.close, self._handle)
+        self._starts, self._lines = _index(self._handle, path)
         if len(self) == 0:
             raise BadFile(f"{path} holds no rows")
 
@@ -59,14 +62,14 @@ class JsonlSource:
 
     def chunk(self, start: int, stop: int) -> "_Lines":
         ends = self._starts[start : stop + 1]
-        raw = os.pread(self._file.fileno(), int(ends[-1] - ends[0]), int(ends[0]))
+        raw = os.pread(self._handle, int(ends[-1] - ends[0]), int(ends[0]))
         if len(raw) != ends[-1] - ends[0]:
             raise BadFile(f"{self.path} became shorter while it was read; run again")
         return _Lines(start, raw, (ends - ends[0]).tolist())
 
     @cached_property
     def fingerprint(self) -> str:
-        return digest("jsonl", _file_digest(self._file.fileno()))[:16]
+        return digest("jsonl", _file_digest(self._handle))[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By place, not by content: the file without a name cannot be handed on.
@@ -143,26 +146,22 @@ def _refuse_foreign(head: bytes, path: Path) -> None:
         raise BadFile(f"{path} is one JSON array; write one object a line, as in: jq -c '.[]'")
 
 
-def _unpacked(path: Path, packing: str) -> Any:
+def _unpacked(path: Path, packing: str) -> int:
+    """The content of an archive as an open file without a name."""
     import pyarrow
 
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - the source keeps it
     try:
-        with pyarrow.OSFile(str(path)) as packed:
+        with tempfile.TemporaryFile() as file, pyarrow.OSFile(str(path)) as packed:
             stream = pyarrow.CompressedInputStream(packed, packing)
             while block := _read(stream, path, packing):
                 file.write(block)
-        file.flush()
+            file.flush()
+            return os.dup(file.fileno())
     except OSError as error:
-        file.close()
         raise CannotWrite(
             f"cannot unpack {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
             f"free space or set TMPDIR to a larger place"
         ) from None
-    except BadFile:
-        file.close()
-        raise
-    return file
 
 
 def _read(stream: Any, path: Path, packing: str) -> bytes:

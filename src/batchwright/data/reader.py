@@ -20,11 +20,6 @@ def sample_reader(
     measured do not shift the others. With several sources of a mixture, `names` are the
     prefixes of their ids.
     """
-    if names and len(names) != len(sources):
-        raise Mismatch(
-            f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are given; "
-            f"give one data set for each, in this order"
-        )
     places = find_rows(sources, ids, names)
 
     def read(item: int) -> Sample:
@@ -42,6 +37,11 @@ def find_rows(
     sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()
 ) -> Callable[[int], tuple[int, int]]:
     """A function that gives the source and the row of a sample."""
+    if names and len(names) != len(sources):
+        raise Mismatch(
+            f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are given; "
+            f"give one data set for each, in this order"
+        )
     total = sum(len(source) for source in sources)
     if ids.arrays is None and not names and len(sources) == 1:
         if total < len(ids):

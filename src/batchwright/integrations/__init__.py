@@ -1,0 +1,1 @@
+"""The signatures other frameworks call."""

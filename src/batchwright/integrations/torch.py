@@ -1,0 +1,313 @@
+"""A plan behind torch's `DataLoader`, resumed to the very batch.
+
+The sampler names the next microbatch, the dataset reads its samples, the collator lays them out:
+
+    plan = BatchPlan.load("plan").shard(rank, world_size)
+    sampler = PlanBatchSampler(plan)
+    loader = DataLoader(PlanDataset(plan, source, tokenizer), batch_sampler=sampler,
+                        collate_fn=PlanCollate(plan), num_workers=4)
+    for epoch in range(sampler.epoch, plan.num_epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            done = batch.pop("microbatch")
+            ...  # train on what is left in batch, scaled by done.weight; save done.state
+
+A loader with workers asks the sampler for batches well before the loop trains on them, so the
+sampler alone cannot know what was trained on. Therefore every batch brings the state to save
+once it is done. torchdata's `StatefulDataLoader` counts for itself: save its own `state_dict`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching.collate import IGNORE, CollatedBatch, SampleReader, collate
+from batchwright.batching.microbatch import MicrobatchSpec
+from batchwright.batching.plan import BatchPlan
+from batchwright.batching.shards import Shard
+from batchwright.data.ids import Ids
+from batchwright.data.reader import sample_reader
+from batchwright.data.sample import Row, Sample
+from batchwright.data.source import Source
+from batchwright.data.tokenizers import Tokenizer
+from batchwright.errors import BadRow, ConfigError, Mismatch, need
+
+need("torch", extra="train")
+
+import torch  # noqa: E402 - only now is it known to be there
+from torch.utils.data import Dataset, Sampler  # noqa: E402
+
+__all__ = ["MicrobatchKey", "PlanBatchSampler", "PlanCollate", "PlanDataset"]
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchKey:
+    """Names a microbatch on its way to the dataset, and comes back under `batch["microbatch"]`."""
+
+    epoch: int
+    index: int
+    """Place in the epoch, counted over all ranks: `plan.batch(epoch, index)`."""
+    weight: float
+    """0 for a filler that evens out the ranks, else 1."""
+    state: State
+    """What to give to `PlanBatchSampler.load_state_dict` when this microbatch is done."""
+
+
+class _Place(NamedTuple):
+    """An optimizer step of an epoch, and how many of its microbatches this rank has done."""
+
+    epoch: int
+    microbatch: int
+    offset: int
+
+
+class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
+    """The microbatches of one rank, in the order of its plan, for `DataLoader(batch_sampler=...)`.
+
+    One iteration is what is left of an epoch. When it has run to its end the next one is the
+    next epoch; one that was broken off begins again where it began. A loader with workers
+    reaches the end before the loop does, so a loop that breaks off calls `set_epoch`.
+
+    >>> from batchwright.batching import BatchingConfig, BatchPlanBuilder
+    >>> plan = BatchPlanBuilder({"a": 3, "b": 9, "c": 4}, BatchingConfig(token_budget=10,
+    ...     bucket_edges=(4,), overflow_max=10)).build(num_epochs=2)
+    >>> sampler = PlanBatchSampler(plan)
+    >>> ((first,), (second,)) = sampler
+    >>> first.index, second.index, sampler.epoch
+    (0, 1, 1)
+    >>> sampler.load_state_dict(first.state)
+    >>> [key.index for key, in sampler]
+    [1]
+    """
+
+    def __init__(self, plan: BatchPlan, *, epoch: int = 0) -> None:
+        plan.num_microbatches(epoch)  # refuses an epoch that is not there
+        self._plan = plan
+        self._start = self._done = _Place(epoch, 0, 0)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration, or of the one that is running."""
+        return self._start.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of `epoch`; in the middle of that very epoch, stay."""
+        if epoch != self.epoch:
+            self._plan.num_microbatches(epoch)
+            self._start = self._done = _Place(epoch, 0, 0)
+
+    def __len__(self) -> int:
+        """Batches of this rank in the whole current epoch, wherever in it the sampler stands."""
+        steps, tail = divmod(self._plan.num_microbatches(self.epoch), self._plan.step_microbatches)
+        ranks = self._shard.world_size
+        return steps * -(-self._plan.step_microbatches // ranks) + -(-tail // ranks)
+
+    def __iter__(self) -> Iterator[list[MicrobatchKey]]:
+        self._done = start = self._start
+        skip = start.offset
+        for step in self._plan.iter_steps(start.epoch, start.microbatch, epochs=1):
+            count = len(step.microbatches)
+            for number, batch in enumerate(step.microbatches[skip:], skip + 1):
+                at = (step.first, number) if number < count else (step.stop, 0)
+                self._done = _Place(start.epoch, *at)
+                yield [MicrobatchKey(batch.epoch, batch.index, batch.weight, self.state_dict())]
+            skip = 0
+        self._start = self._done = _Place(start.epoch + 1, 0, 0)
+
+    def state_dict(self) -> State:
+        """Where the sampler stands, counted over all ranks and the same on each.
+
+        After the last microbatch of an epoch that is its end: what is left is an empty iteration.
+        """
+        return {
+            "plan": self._fingerprint,
+            **self._done._asdict(),
+            "world_size": self._shard.world_size,
+            "balance": self._shard.balance,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, saved by whichever rank.
+
+        Between optimizer steps any number of ranks may take over. Inside a step only as many as
+        saved it can: others would share the rest of the step among them differently.
+        """
+        try:
+            plan, ranks = state["plan"], (state["world_size"], state["balance"])
+            start = _Place(*(int(state[name]) for name in _Place._fields))
+        except (KeyError, TypeError, ValueError):
+            raise Mismatch(
+                f"this is no state of a PlanBatchSampler: {state!r:.200}; give what "
+                f"batch['microbatch'].state or state_dict() gave"
+            ) from None
+        if plan != self._fingerprint:
+            raise Mismatch(
+                f"the state belongs to plan {plan[:16]}, this is {self._fingerprint[:16]}; "
+                f"open the plan it was made with"
+            )
+        own = (self._shard.world_size, self._shard.balance)
+        if start.offset and ranks != own:
+            raise Mismatch(
+                f"the state stands inside an optimizer step of {ranks[0]} ranks ({ranks[1]}), here "
+                f"are {own[0]} ({own[1]}); go on with as many, or from a state whose offset is 0"
+            )
+        self._start = self._done = start
+
+    @property
+    def _shard(self) -> Shard:
+        return self._plan.shard_of or Shard()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        # A shard's own fingerprint names its rank; a state must fit all of them.
+        return dataclasses.replace(self._plan, shard_of=None).fingerprint
+
+
+Loaded = tuple[MicrobatchKey, MicrobatchSpec, dict[int, Sample]]
+
+
+class PlanDataset(Dataset[Loaded]):
+    """Reads the samples of a microbatch, which `PlanCollate` then lays out.
+
+    `read` is one of
+
+        a function      from the row number to its `Sample`
+        rows            a sequence of {"input_ids", and "loss_mask" or "labels" if not all count}
+        a source        of `open_source`, or one for each part of a mixture, with its `tokenizer`
+
+    Forked workers share it with their parent. Spawned ones are sent its arguments, which must be
+    picklable then: a lambda is not. Give `plan` as the folder it is saved in, and each of them
+    maps that folder instead of being sent its content.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan | Path | str,
+        read: SampleReader | Sequence[Row] | Source | Sequence[Source],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self._given = (plan, read, tokenizer)
+        self._plan = plan if isinstance(plan, BatchPlan) else BatchPlan.load(plan)
+        self._read = _reader(self._plan, read, tokenizer)
+
+    def __getitem__(self, key: MicrobatchKey) -> Loaded:
+        batch = self._plan.batch(key.epoch, key.index)
+        if not key.weight:
+            batch = batch.as_filler()
+        # A sample that was split may stand in a batch several times; it is read once.
+        return key, batch, {item: self._read(item) for item in set(batch.items.tolist())}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlanDataset, self._given
+
+
+class PlanCollate:
+    """Tensors of a microbatch, under the names that transformers' models take.
+
+    `rows` gives input_ids, attention_mask, labels, position_ids and segment_ids, each [R, L];
+    segment -1 is padding. Rows of a packed plan need a mask built from segment_ids, because
+    attention_mask tells samples from padding, not from each other. `flat` lays the samples end
+    to end without padding, as `DataCollatorWithFlattening` does: input_ids, labels, position_ids
+    and seq_idx [1, T], cu_seq_lens_q and _k, max_length_q and _k. `auto` is flat for packed plans.
+
+    `batch["microbatch"]` is a `MicrobatchKey`; take it out, and the rest is for the model. No
+    label of a filler counts, so its mean loss is NaN: sum losses, and divide by the number of
+    labels that count in the step over all ranks.
+    """
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        pad_id: int = 0,
+        format: Literal["auto", "rows", "flat"] = "auto",
+    ) -> None:
+        if format not in ("auto", "rows", "flat"):
+            raise ConfigError(f"format={format!r} is not auto, rows or flat")
+        if format == "auto":
+            format = "flat" if plan.config.layout == "packed" else "rows"
+        self._lay = _flat if format == "flat" else _rows
+        self._pad_id = pad_id
+        self._limit = plan.config.limit
+
+    def __call__(self, loaded: list[Loaded]) -> dict[str, Any]:
+        ((key, batch, samples),) = loaded
+        collated = collate(batch, samples.__getitem__, pad_id=self._pad_id, limit=self._limit)
+        return {**self._lay(collated), "microbatch": key}
+
+
+def _rows(batch: CollatedBatch) -> dict[str, Any]:
+    names = ("input_ids", "attention_mask", "labels", "position_ids", "segment_ids")
+    return {name: torch.from_numpy(getattr(batch, name)).long() for name in names}
+
+
+def _flat(batch: CollatedBatch) -> dict[str, Any]:
+    useful = batch.segment_ids >= 0
+    sequence = np.repeat(np.arange(len(batch.sample_ids)), np.diff(batch.cu_seqlens))
+
+    def flat(values: NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(values[useful][None]).long()
+
+    cu_seq_lens = torch.from_numpy(batch.cu_seqlens)
+    return {
+        "input_ids": flat(batch.input_ids),
+        "labels": flat(batch.labels),
+        "position_ids": flat(batch.position_ids),
+        "seq_idx": torch.from_numpy(sequence[None]).int(),
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+    }
+
+
+def _reader(plan: BatchPlan, read: Any, tokenizer: Tokenizer | None) -> SampleReader:
+    if tokenizer is not None:
+        if plan.tokenizer_hash not in ("unknown", tokenizer.fingerprint):
+            raise Mismatch(
+                f"the plan was made for tokenizer {plan.tokenizer_hash}, {tokenizer.name} is "
+                f"{tokenizer.fingerprint}; give the tokenizer it was built with"
+            )
+        sources = read if isinstance(read, list | tuple) else [read]
+        return sample_reader(sources, tokenizer, plan.ids, [name for name, _, _ in plan.sources])
+    if callable(read):
+        return read  # type: ignore[no-any-return]
+    if len(read) != len(plan.ids):
+        raise Mismatch(
+            f"the plan has {len(plan.ids):,} samples, {len(read):,} rows are given; "
+            f"give the rows it was built from"
+        )
+    return _Rows(read, plan.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    rows: Sequence[Row]
+    ids: Ids
+
+    def __call__(self, item: int) -> Sample:
+        row, name = self.rows[item], self.ids[item]
+        if "input_ids" not in row:
+            raise BadRow(f"row {item} has no input_ids but {sorted(row)}; give a tokenizer as well")
+        tokens = np.asarray(row["input_ids"], np.int32)
+        counts = np.ones(len(tokens), bool)
+        if row.get("loss_mask") is not None:
+            counts = np.asarray(row["loss_mask"]) != 0
+        elif row.get("labels") is not None:
+            labels = np.asarray(row["labels"])
+            counts = labels != IGNORE
+            if len(labels) == len(tokens) and (labels != tokens)[counts].any():
+                raise BadRow(
+                    f"the labels of row {item} are neither its input_ids nor {IGNORE}; "
+                    f"a label is its own token, the model shifts them"
+                )
+        if len(counts) != len(tokens):
+            raise BadRow(f"row {item} marks {len(counts)} of its {len(tokens)} tokens for the loss")
+        return Sample(input_ids=tokens, loss_mask=counts.astype(np.uint8), sample_id=name)

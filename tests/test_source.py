@@ -1,0 +1,319 @@
+"""One indexable view of rows, whatever file they come from."""
+
+import gzip
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.data import jsonl as jsonl_module
+from batchwright.data.source import Skipped, Source, good_rows, open_source
+from batchwright.errors import BadFile, BadRow, CannotWrite, ConfigError, MissingFile
+
+ROWS: list[dict[str, Any]] = [
+    {"id": f"r{i}", "text": f"Zeile {i} ü 世界", "tags": [i, i + 1], "meta": {"deep": [str(i)]}}
+    for i in range(57)
+]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
+
+
+def write_gzip(path: Path, rows: list[dict[str, Any]]) -> Path:
+    plain = write_jsonl(path.with_suffix(".plain"), rows).read_bytes()
+    # Two members, as `cat a.gz b.gz` gives.
+    half = plain.index(b"\n") + 1
+    path.write_bytes(gzip.compress(plain[:half]) + gzip.compress(plain[half:]))
+    return path
+
+
+def write_zstd(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+
+    plain = write_jsonl(path.with_suffix(".plain"), rows).read_bytes()
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as z:
+        z.write(plain)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, path, row_group_size=10, write_page_checksum=True)
+    return path
+
+
+def write_dataset(path: Path, rows: list[dict[str, Any]]) -> Path:
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+def read_all(source: Source) -> list[Any]:
+    """Every row through chunks of odd sizes, as worker processes get them."""
+    rows = []
+    for start in range(0, len(source), 7):
+        chunk = pickle.loads(pickle.dumps(source.chunk(start, min(start + 7, len(source)))))
+        rows += list(chunk.rows())
+    assert [item for item, _ in rows] == list(range(len(source)))
+    return [row for _, row in rows]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (write_jsonl, "rows.jsonl"),
+        (write_gzip, "rows.jsonl.gz"),
+        (write_zstd, "rows.jsonl.zst"),
+        (write_parquet, "rows.parquet"),
+        (write_dataset, "rows"),
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, write: Any, name: str) -> None:
+    source = open_source(write(tmp_path / name, ROWS))
+
+    assert len(source) == len(ROWS)
+    assert read_all(source) == ROWS
+    assert [source[i] for i in (56, 0, 10, 9)] == [ROWS[i] for i in (56, 0, 10, 9)]
+    assert source.name == name
+    assert source.where(16) == f"{name}:17"
+    assert len(source.fingerprint) == 16
+    assert read_all(pickle.loads(pickle.dumps(source))) == ROWS
+    with pytest.raises(IndexError, match="has no row 57"):
+        source[57]
+
+
+def test_what_a_file_is_its_content_says(tmp_path: Path) -> None:
+    wrongly_named = write_gzip(tmp_path / "rows.jsonl", ROWS)
+
+    assert read_all(open_source(wrongly_named)) == ROWS
+
+
+def test_several_files_are_one_source(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "b.jsonl", ROWS[20:30])
+    write_parquet(tmp_path / "a.parquet", ROWS[:20])
+    write_gzip(tmp_path / "c.jsonl.gz", ROWS[30:])
+    (tmp_path / "notes.txt").write_text("not data")
+    folder = open_source(tmp_path)
+    listed = open_source([tmp_path / n for n in ("a.parquet", "b.jsonl", "c.jsonl.gz")])
+
+    for source in (folder, listed):
+        assert read_all(source) == ROWS
+        assert source.where(0) == "a.parquet:1"
+        assert source.where(20) == "b.jsonl:1"
+        assert source[29] == ROWS[29]
+    assert folder.fingerprint == listed.fingerprint
+    assert folder.name == "a.parquet and 2 more"
+
+
+def test_hugging_face_data_sets_come_as_objects_folders_and_splits(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.disable_progress_bars()
+    whole = datasets.Dataset.from_list(ROWS)
+    splits = datasets.DatasetDict({"train": whole, "test": whole.select(range(3))})
+    splits.save_to_disk(tmp_path / "both")
+
+    assert read_all(open_source(whole)) == ROWS
+    assert read_all(open_source(whole.with_format("numpy").select(range(4, 9)))) == ROWS[4:9]
+    assert read_all(open_source(tmp_path / "both")) == ROWS
+    assert read_all(open_source(f"hf:{tmp_path / 'both'}:test")) == ROWS[:3]
+    with pytest.raises(ConfigError, match="no split 'dev', it has train, test"):
+        open_source(f"hf:{tmp_path / 'both'}:dev")
+    with pytest.raises(ConfigError, match="IterableDataset, whose rows have no numbers"):
+        open_source(whole.to_iterable_dataset())
+
+
+def test_fingerprints_follow_the_content(tmp_path: Path) -> None:
+    one = open_source(write_jsonl(tmp_path / "a.jsonl", ROWS)).fingerprint
+    same = open_source(write_jsonl(tmp_path / "b.jsonl", ROWS)).fingerprint
+    other = open_source(write_jsonl(tmp_path / "c.jsonl", ROWS[:-1])).fingerprint
+
+    assert one == same != other
+
+
+lines = st.sampled_from(
+    [b'{"text":"a"}', b'{"text":"\xc3\xbc"}', b"", b"  ", b"\t", b' {"text":"b"} ', b"x", b"[1]"]
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(lines, max_size=12), st.sampled_from([b"\n", b"\r\n"]), st.booleans(), st.booleans()
+)
+def test_lines_are_found_and_counted_as_a_plain_reader_would(
+    tmp_path_factory: pytest.TempPathFactory,
+    given_lines: list[bytes],
+    newline: bytes,
+    ends: bool,
+    mark: bool,
+) -> None:
+    path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
+    content = newline.join(given_lines) + (newline if ends else b"")
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + content)
+    expected = [(n, line) for n, line in enumerate(given_lines, start=1) if line.strip()]
+    if not expected or expected[0][1] == b"[1]":
+        with pytest.raises(BadFile, match=r"holds no rows|one JSON array"):
+            open_source(path)
+        return
+    source = open_source(path)
+
+    assert len(source) == len(expected)
+    for item, (number, line) in enumerate(expected):
+        assert source.where(item) == f"rows.jsonl:{number}"
+        if b"{" in line:
+            assert source[item] == json.loads(line)
+        else:
+            with pytest.raises(BadRow, match=rf"^rows\.jsonl:{number}: (not JSON|is a JSON list)"):
+                source[item]
+
+
+def test_lines_across_the_blocks_of_the_scan_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_module, "BLOCK", 5)
+
+    assert read_all(open_source(write_jsonl(tmp_path / "rows.jsonl", ROWS))) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "\xff"}', "not UTF-8: byte 0xff at column 11"),
+        (b'{"text": "a"', "not JSON: .* at column 13"),
+        (b"{" * 100_000, "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"3", "is a JSON int, not an object"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_place_and_reason(
+    tmp_path: Path, line: bytes, reason: str
+) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"text":"a"}\n\n' + line + b'\n{"text":"b"}\n')
+    source = open_source(path)
+
+    with pytest.raises(BadRow, match=rf"^train\.jsonl:3: {reason}"):
+        source[1]
+    rows = [(item, row) for item, row in source.chunk(0, 3).rows()]
+    assert not isinstance(rows[2][1], BadRow)
+    with pytest.raises(BadRow, match=r"^train\.jsonl:3: "):
+        list(good_rows(source, rows, "fail", Skipped()))
+    skipped = Skipped()
+    assert [item for item, _ in good_rows(source, rows, "skip", skipped)] == [0, 2]
+    assert skipped.count == 1
+    assert skipped.reasons[0].startswith("train.jsonl:3: ")
+
+
+def test_all_skips_are_counted_but_only_a_few_reasons_kept(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text":"a"}\n' + b"junk\n" * 100)
+    source, skipped = open_source(path), Skipped()
+
+    list(good_rows(source, source.chunk(0, len(source)).rows(), "skip", skipped))
+
+    assert (skipped.count, len(skipped.reasons)) == (100, 5)
+
+
+def test_missing_and_foreign_things_are_refused_by_name(tmp_path: Path) -> None:
+    cases: list[tuple[str, bytes, type[Exception], str]] = [
+        ("empty.jsonl", b"", BadFile, "holds no rows"),
+        ("blank.jsonl", b"\n \n\r\n", BadFile, "holds no rows"),
+        ("mark.jsonl", b"\xef\xbb\xbf", BadFile, "holds no rows"),
+        ("binary.jsonl", bytes(range(256)), BadFile, "is a binary file"),
+        ("wide.jsonl", '{"text":"a"}\n'.encode("utf-16"), BadFile, "UTF-16"),
+        ("array.json", b' [{"text": "a"}]', BadFile, "one JSON array"),
+        ("cut.parquet", b"PAR1 and no more", BadFile, "cut or damaged Parquet"),
+    ]
+    for name, content, error, reason in cases:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(error, match=reason):
+            open_source(tmp_path / name)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(MissingFile, match="folder without"):
+        open_source(tmp_path / "folder")
+    with pytest.raises(MissingFile, match="no data at"):
+        open_source(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match="empty list"):
+        open_source([])
+    with pytest.raises(ConfigError, match="not by a int"):
+        open_source(3)
+
+
+def test_an_empty_parquet_file_holds_no_rows(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(empty, tmp_path / "e.parquet")
+
+    with pytest.raises(BadFile, match=r"e\.parquet holds no rows"):
+        open_source(tmp_path / "e.parquet")
+
+
+@pytest.mark.parametrize("write", [write_gzip, write_zstd])
+def test_a_cut_archive_is_refused_wherever_it_is_cut(tmp_path: Path, write: Any) -> None:
+    whole = write(tmp_path / "whole", ROWS).read_bytes()
+    path = tmp_path / "cut"
+    member = len(gzip.compress((json.dumps(ROWS[0], ensure_ascii=False) + "\n").encode()))
+    for size in range(8, len(whole), 5):
+        if write is write_gzip and size == member:
+            continue  # exactly one whole member is a whole archive
+        path.write_bytes(whole[:size])
+        with pytest.raises(BadFile, match="cut or damaged"):
+            open_source(path)
+
+
+def test_a_damaged_gzip_archive_is_refused(tmp_path: Path) -> None:
+    whole = bytearray(write_gzip(tmp_path / "whole", ROWS).read_bytes())
+    whole[len(whole) // 2] ^= 0x55
+    (tmp_path / "bad").write_bytes(whole)
+
+    with pytest.raises(BadFile, match="cut or damaged gzip"):
+        open_source(tmp_path / "bad")
+
+
+def test_damaged_pages_of_parquet_are_refused(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    raw = bytearray(path.read_bytes())
+    refused = 0
+    for at in range(100, len(raw) // 2, 97):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 0x55]) + raw[at + 1 :])
+        try:
+            assert read_all(open_source(path)) == ROWS
+        except BadFile:
+            refused += 1
+    assert refused > 0
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    source = open_source(path)
+    os.truncate(path, 100)
+
+    with pytest.raises(BadFile, match="became shorter"):
+        source[50]
+
+
+def test_a_full_disk_while_unpacking_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gzip(tmp_path / "rows.jsonl.gz", ROWS)
+    monkeypatch.setattr(
+        jsonl_module.tempfile, "TemporaryFile", lambda: Path("/dev/full").open("wb")
+    )
+
+    with pytest.raises(CannotWrite, match=r"cannot unpack .*No space left"):
+        open_source(path)
