@@ -21,28 +21,28 @@ EVERY_PAIR_MOST = 8192
 SAMPLES = 1_000_000
 
 
-def quantile(hist: Hist, k: int) -> list[int]:
+def quantile(hist: Hist, k: int) -> NDArray[np.int64]:
     """As many samples in each bucket."""
     upto = np.cumsum(hist)
-    return np.searchsorted(upto, upto[-1] * np.arange(1, k) / k).tolist()
+    return np.searchsorted(upto, upto[-1] * np.arange(1, k) / k)
 
 
-def equal_mass(hist: Hist, k: int) -> list[int]:
+def equal_mass(hist: Hist, k: int) -> NDArray[np.int64]:
     """As many tokens in each bucket, as lhotse's estimate_duration_buckets does."""
     upto = np.cumsum(hist * np.arange(len(hist)))
-    return np.searchsorted(upto, upto[-1] * np.arange(1, k) / k).tolist()
+    return np.searchsorted(upto, upto[-1] * np.arange(1, k) / k)
 
 
-def geometric(hist: Hist, k: int) -> list[int]:
+def geometric(hist: Hist, k: int) -> NDArray[np.int64]:
     """Edges grow by a constant factor; one sample in a hundred lies below where they start."""
     upto = np.cumsum(hist)
     start = int(np.searchsorted(upto, upto[-1] / 100))
-    return np.geomspace(start, len(hist) - 1, k + 1)[1:-1].round().astype(int).tolist()
+    return np.geomspace(start, len(hist) - 1, k + 1)[1:-1].round().astype(np.int64)
 
 
-def uniform(hist: Hist, k: int) -> list[int]:
+def uniform(hist: Hist, k: int) -> NDArray[np.int64]:
     """Edges at equal distances."""
-    return np.linspace(0, len(hist) - 1, k + 1)[1:-1].round().astype(int).tolist()
+    return np.linspace(0, len(hist) - 1, k + 1)[1:-1].round().astype(np.int64)
 
 
 def every_pair(hist: Hist, k: int) -> list[int]:
@@ -93,7 +93,8 @@ WAYS = (
 
 def compare(report: Report, name: str, capacity: int, k: int) -> dict[str, float]:
     hist = np.bincount(lengths_of(name, SAMPLES, capacity)).astype(np.int64)
-    rows, found = [], {}
+    rows: list[list[Any]] = []
+    found: dict[str, float] = {}
     for way in WAYS:
         if way.name.startswith("fixed") and (k != len(FIXED) + 1 or capacity != 2048):
             continue

@@ -167,9 +167,9 @@ def compare(report: Report, name: str, n: int, earlier: dict[str, float]) -> dic
         if got.seconds is not None:
             earlier[contender.name] = got.seconds / n
     base = found[OURS].seconds or float("nan")
-    rows = []
+    rows: list[list[Any]] = []
     for got in found.values():
-        if got.seconds is None:
+        if got.seconds is None or got.extra_bytes is None:
             rows.append([got.name, got.reason, *[None] * 6])
             continue
         bins = got.summary["bins"]
@@ -214,7 +214,7 @@ def hard_with_optimal(report: Report, n: int) -> float | None:
         return None
     default = pack_lengths(lengths, CAPACITY)
     bins = got.summary["bins"]
-    efficiency = 100 * default.tokens / (bins * CAPACITY)
+    efficiency: float = 100 * default.tokens / (bins * CAPACITY)
     bound = got.summary["bound"]
     report.table(
         f"hard, {n:,} lengths",
@@ -264,14 +264,14 @@ def main() -> None:
     optimal = hard_with_optimal(report, sizes[-1] if args.quick else 1_000_000)
 
     for name in ("lognormal", "mixture", "hard"):
-        at_1m = found.get((name, 1_000_000), {})
-        ratio = None
-        if TRL in at_1m and at_1m[TRL].seconds and at_1m[OURS].seconds:
-            ratio = at_1m[TRL].seconds / at_1m[OURS].seconds
+        trl, mine = (found.get((name, 1_000_000), {}).get(way) for way in (TRL, OURS))
+        ratio = (
+            trl.seconds / mine.seconds if mine and trl and mine.seconds and trl.seconds else None
+        )
         report.target(f"{name}, 1M: times faster than TRL's binning", ratio, least=500.0)
-        at_10m = found.get((name, 10_000_000), {}).get(OURS)
-        report.target(f"{name}, 10M: seconds", at_10m.seconds if at_10m else None, most=1.0)
-        extra = at_10m.extra_bytes / 1e7 if at_10m and at_10m.extra_bytes is not None else None
+        largest = found.get((name, 10_000_000), {}).get(OURS, Measured(OURS))
+        report.target(f"{name}, 10M: seconds", largest.seconds, most=1.0)
+        extra = None if largest.extra_bytes is None else largest.extra_bytes / 1e7
         report.target(f"{name}, 10M: bytes per sample", extra, most=40.0)
     report.target("same bins as item by item (1 is yes)", float(same), least=1.0)
     report.target("hard set, optimal: efficiency %", optimal, least=97.5)

@@ -312,7 +312,9 @@ def test_a_full_disk_while_unpacking_says_where(
 ) -> None:
     path = write_gzip(tmp_path / "rows.jsonl.gz", ROWS)
     monkeypatch.setattr(
-        jsonl_module.tempfile, "TemporaryFile", lambda: Path("/dev/full").open("wb")
+        jsonl_module.tempfile,
+        "TemporaryFile",
+        lambda: Path("/dev/full").open("wb"),  # noqa: SIM115
     )
 
     with pytest.raises(CannotWrite, match=r"cannot unpack .*No space left"):

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from batchwright.batching import BatchMetrics, BatchSpec, BucketSpec
-from batchwright.batching import LengthCache, TokenBudgetBatchSampler
+from batchwright.batching import (
+    BatchMetrics,
+    BucketSpec,
+    LengthCache,
+    TokenBudgetBatchSampler,
+)
 from batchwright.data import Sample
 
 TOKEN_BUDGET = 4096
@@ -67,14 +71,17 @@ async def main() -> None:
         count = sum(buckets.get_bucket_id(length) == bucket for _, length in cache.items())
         print(f"bucket {bucket}: {low:>4} to {high:>4} tokens, {count:>3} samples")
 
-    sampler = TokenBudgetBatchSampler(cache.lengths, buckets, TOKEN_BUDGET, seed=42)
-    batches: list[BatchSpec] = []
+    sampler = TokenBudgetBatchSampler(cache, buckets, TOKEN_BUDGET, seed=42)
+    print(
+        f"\n{sampler.estimate_batches_per_epoch()} batches of at most {TOKEN_BUDGET} padded tokens:"
+    )
+    batches = []
+    # A plain `for` works as well; nothing here waits.
     async for batch in sampler.iter_epoch(epoch=0):
         batches.append(batch)
-    print(f"\n{len(batches)} batches of at most {TOKEN_BUDGET} padded tokens, the first of them:")
-    for batch in batches[:5]:
-        shape = f"{batch.batch_size:>2} x {batch.max_length:>4}"
-        print(f"  {shape} = {batch.padded_token_count} tokens, {batch.efficiency:.1%} useful")
+        if len(batches) <= 5:
+            shape = f"{batch.batch_size:>2} x {batch.max_length:>4}"
+            print(f"  {shape} = {batch.padded_token_count} tokens, {batch.efficiency:.1%} useful")
 
     loss_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     metrics = BatchMetrics.of(batches, loss_tokens=loss_tokens)

@@ -138,7 +138,8 @@ def _torn(line: bytes) -> bool:
         json.loads(line)
     except json.JSONDecodeError as error:
         # In a torn line nothing is wrong but that it ends too early.
-        return error.pos >= len(line) or not line.endswith(b"}")
+        early = error.pos >= len(line) or error.msg.startswith("Unterminated string")
+        return early or not line.endswith(b"}")
     except UnicodeDecodeError:
         return False
     return False

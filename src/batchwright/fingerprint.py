@@ -53,17 +53,21 @@ def digest(*values: Value) -> str:
     """SHA-256 of `values` in hexadecimal.
 
     >>> digest("plan", 1)[:16]
-    'c57366f53d85b9a1'
+    '98805f95c9293924'
     """
     return hashlib.sha256(canonical(values)).hexdigest()
 
 
 def digest_array(array: "NDArray[Any]") -> str:
     """SHA-256 of an array's type, shape and values, the same on either byte order."""
+    import numpy as np
+
     little = array.astype(array.dtype.newbyteorder("<"), copy=False)
     head = canonical([little.dtype.str, list(little.shape)])
     hasher = hashlib.sha256(head)
-    hasher.update(little.reshape(-1).view("u1").data if little.size else b"")
+    # Only values that stand in a row in memory can be seen as bytes.
+    flat = np.ascontiguousarray(little).reshape(-1)
+    hasher.update(flat.view("u1").data if flat.size else b"")
     return hasher.hexdigest()
 
 

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.collate import CollatedBatch, SampleReader, collate
-from batchwright.batching.manifest import MANIFEST, Kind
 from batchwright.batching.plan import BatchPlan, Pulled
 from batchwright.data.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
 from batchwright.files import atomic_folder
+from batchwright.folders import MANIFEST, Kind
 
 __all__ = ["BatchReader", "BatchWriter"]
 

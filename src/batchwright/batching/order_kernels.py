@@ -105,13 +105,19 @@ def draw_bins(
         inside = bins[row] - bin_starts[intervals[row]]
         for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
             base = entry_position[entry] + inside * entry_count[entry]
-            # Classes of a packed layout are the distinct lengths, so all of an entry are in one.
+            # Classes of a packed layout are the distinct lengths. An entry of an optimal packing
+            # may run on into shorter ones.
             which = np.searchsorted(class_offsets, base, side="right") - 1
             low = class_offsets[which]
             size = class_offsets[which + 1] - low
             class_key = mix(key, np.uint64(which))
-            for step in range(entry_count[entry]):
-                origin = low + permute(base + step - low, size, class_key)
+            for position in range(base, base + entry_count[entry]):
+                while position >= class_offsets[which + 1]:
+                    which += 1
+                    low = class_offsets[which]
+                    size = class_offsets[which + 1] - low
+                    class_key = mix(key, np.uint64(which))
+                origin = low + permute(position - low, size, class_key)
                 out_items[at] = items[origin]
                 if starts.size:
                     out_starts[at] = starts[origin]
@@ -226,12 +232,20 @@ def pack_costs(
     out = np.zeros(stop - first, np.int64)
     for index in range(first, stop):
         for slot in range(index * rows, min((index + 1) * rows, num_bins)):
-            interval = (
-                np.searchsorted(bin_starts, permute(slot, num_bins, bins_key), side="right") - 1
-            )
+            bin_ = permute(slot, num_bins, bins_key)
+            interval = np.searchsorted(bin_starts, bin_, side="right") - 1
+            inside = bin_ - bin_starts[interval]
             out[index - first] += linear * width
             for entry in range(entry_offsets[interval], entry_offsets[interval + 1]):
-                which = np.searchsorted(class_offsets, entry_position[entry], side="right") - 1
-                length = np.int64(distinct[which])
-                out[index - first] += quadratic * entry_count[entry] * length * length
+                position = entry_position[entry] + inside * entry_count[entry]
+                left = np.int64(entry_count[entry])
+                which = np.searchsorted(class_offsets, position, side="right") - 1
+                while left > 0:
+                    # As many as have this length; an optimal packing may go on with shorter ones.
+                    here = min(left, class_offsets[which + 1] - position)
+                    length = np.int64(distinct[which])
+                    out[index - first] += quadratic * here * length * length
+                    left -= here
+                    position += here
+                    which += 1
     return out

@@ -5,10 +5,7 @@ manifest carries its own checksum and one for each array. Opening checks the man
 file's size and the content of all arrays that steer the order; `verify_plan` checks the rest.
 """
 
-import hashlib
 import json
-import math
-import mmap
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,17 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
-from batchwright.batching.manifest import MANIFEST, Kind
 from batchwright.batching.orders import order_of
 from batchwright.batching.plan import VERSION, BatchPlan, Counts
 from batchwright.batching.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.errors import BatchwrightError
 from batchwright.files import atomic_folder
+from batchwright.folders import MANIFEST, Kind, array_bytes, write_array
 
 __all__ = ["check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
 
@@ -43,7 +39,7 @@ _READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped",
 def save_plan(plan: BatchPlan, path: Path) -> Path:
     """Write the plan as a folder, whole or not at all."""
     with atomic_folder(path, MANIFEST) as folder:
-        files = {name: _write(folder, name, array) for name, array in _arrays(plan).items()}
+        files = {name: write_array(folder, name, array) for name, array in _arrays(plan).items()}
         _write_manifest(folder, plan, files)
     return path
 
@@ -62,7 +58,7 @@ def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "co
             own.mkdir()
             for name, array in _arrays(plan).items():
                 if rank == 0:
-                    files[name] = _write(own, name, array)
+                    files[name] = write_array(own, name, array)
                 else:
                     _link(folder / "rank_0" / f"{name}.bin", own / f"{name}.bin")
             _write_manifest(own, shard, files)
@@ -74,7 +70,7 @@ def load_plan(path: Path) -> BatchPlan:
     manifest = PLAN.read(path)
     try:
         arrays = {
-            name: _open(path, name, entry, check=name not in _READ_LATER)
+            name: PLAN.open_array(path, name, entry, check=name not in _READ_LATER)
             for name, entry in manifest["files"].items()
         }
         config = BatchingConfig(**manifest["config"])
@@ -105,11 +101,11 @@ def check_files(path: Path) -> int:
     """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
     manifest = PLAN.read(path)
     for name, entry in manifest["files"].items():
-        _open(path, name, entry, check=True)
+        PLAN.open_array(path, name, entry, check=True)
     plan = load_plan(path)
     if plan.fingerprint != manifest["fingerprint"]:
         raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
-    return sum(_size(entry) for entry in manifest["files"].values())
+    return sum(array_bytes(entry) for entry in manifest["files"].values())
 
 
 def export_plan(plan: BatchPlan, path: Path) -> Path:
@@ -166,18 +162,6 @@ def _arrays(plan: BatchPlan) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def _write(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
-    little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    raw = little.reshape(-1).view("u1").data if little.size else b""
-    with (folder / f"{name}.bin").open("wb") as file:
-        file.write(raw)
-    return {
-        "dtype": little.dtype.str,
-        "shape": list(little.shape),
-        "sha256": hashlib.sha256(raw).hexdigest(),
-    }
-
-
 def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> None:
     PLAN.write(
         folder,
@@ -195,27 +179,6 @@ def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> Non
             "files": files,
         },
     )
-
-
-def _open(path: Path, name: str, entry: dict[str, Any], *, check: bool) -> NDArray[Any]:
-    file = path / f"{name}.bin"
-    size = _size(entry)
-    try:
-        with file.open("rb") as handle:
-            seen = os.fstat(handle.fileno()).st_size
-            if seen != size:
-                raise PLAN.damaged(path, f"{file.name} has {seen:,} bytes where {size:,} belong")
-            # An empty file cannot be mapped.
-            raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
-    except OSError as error:
-        raise PLAN.damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
-    if check and hashlib.sha256(raw).hexdigest() != entry["sha256"]:
-        raise PLAN.damaged(path, f"{file.name} does not have its checksum")
-    return np.frombuffer(raw, np.dtype(entry["dtype"])).reshape(entry["shape"])
-
-
-def _size(entry: dict[str, Any]) -> int:
-    return math.prod(entry["shape"]) * int(np.dtype(entry["dtype"]).itemsize)
 
 
 def _link(source: Path, target: Path) -> None:

@@ -89,7 +89,7 @@ class _Lines:
 
 def _parse(line: bytes) -> Row | BadRow:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ END = b'{"end":true'
 AGAIN = "run `batchwright data lengths build` again with the same output"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Entries:
     """Everything a cache holds: ids, lengths, content hashes (0 unknown) and row numbers.
 
@@ -52,7 +53,7 @@ class Entries:
     rows: NDArray[np.int64] | None
     tokenizer_hash: str
 
-    @property
+    @cached_property
     def dataset_hash(self) -> str:
         """One digest over the ids and the content of all rows, in order."""
         return digest("dataset", self.ids.digest(), digest_array(self.content))[:16]
@@ -91,8 +92,16 @@ def check_path(path: Path) -> None:
 
 
 def write_entries(path: Path, entries: Entries) -> None:
-    """Write a finished cache, whole or not at all, the same bytes for the same entries."""
+    """Write a finished cache, whole or not at all, the same bytes for the same entries.
+
+    No id stands twice in what is written; readers rely on that and on the checksum.
+    """
     check_path(path)
+    if (pair := entries.ids.first_duplicate()) is not None:
+        raise DuplicateId(
+            f"sample id {entries.ids[pair[0]]!r} stands twice, as entries {pair[0]} and {pair[1]} "
+            f"(from 0); every id must be there once"
+        )
     with writing(path) as temporary:
         if path.suffix == ".jsonl":
             _write_jsonl(temporary, entries)
@@ -110,11 +119,6 @@ def read_entries(path: Path) -> Entries:
     raw = existing(path, "length cache").read_bytes()
     entries = _read_jsonl(path, raw) if path.suffix == ".jsonl" else _read_safetensors(path, raw)
     checked_lengths(entries.lengths, entries.ids)
-    if (pair := entries.ids.first_duplicate()) is not None:
-        raise DuplicateId(
-            f"{path}: sample id {entries.ids[pair[0]]!r} stands twice, in lines {pair[0] + 2} "
-            f"and {pair[1] + 2}; every id must be there once"
-        )
     return entries
 
 
@@ -165,7 +169,7 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
     last = raw.rfind(b"\n", 0, len(raw) - 1) + 1
     if not raw.startswith(END, last) or not raw.endswith(b"\n"):
         raise BadFile(f"{path} was cut off: it has no end record; {AGAIN}: it resumes")
-    sha256 = hashlib.sha256(raw[:last]).hexdigest()
+    sha256 = hashlib.sha256(memoryview(raw)[:last]).hexdigest()
     if sha256.encode() not in raw[last:]:
         raise _damaged(path, "its bytes do not match its checksum")
     first = raw.find(b"\n") + 1
@@ -251,7 +255,7 @@ def _write_safetensors(path: Path, entries: Entries) -> None:
         "entries": len(entries.ids),
         "tokenizer_hash": entries.tokenizer_hash,
         "dataset_hash": entries.dataset_hash,
-        "sha256": _sum(arrays, entries),
+        "sha256": _sum(entries),
     }
     # One key, because the order of several is not the same in every run.
     save_file(arrays, path, {FORMAT: json.dumps(header, separators=(",", ":"))})
@@ -282,7 +286,7 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
         "format": FORMAT,
         "entries": len(entries.ids),
         "dataset_hash": entries.dataset_hash,
-        "sha256": _sum(arrays, entries),
+        "sha256": _sum(entries),
     }
     if again != header or not head.rstrip(b" ").endswith(b"}"):
         raise _damaged(path, "its bytes do not match its checksum")
@@ -301,9 +305,11 @@ def _from_tensors(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> En
     return Entries(ids, lengths, content, rows, str(header["tokenizer_hash"]))
 
 
-def _sum(arrays: dict[str, NDArray[Any]], entries: Entries) -> str:
-    sums = {name: digest_array(array) for name, array in arrays.items()}
-    return digest(FORMAT, VERSION, sums, entries.tokenizer_hash, entries.dataset_hash)
+def _sum(entries: Entries) -> str:
+    # Ids and content are in the data set's hash already, so each byte is hashed once.
+    rows = None if entries.rows is None else digest_array(entries.rows)
+    lengths = digest_array(entries.lengths)
+    return digest(FORMAT, VERSION, lengths, rows, entries.tokenizer_hash, entries.dataset_hash)
 
 
 def _damaged(path: Path, reason: str) -> BadFile:

@@ -221,6 +221,16 @@ class PlanCollate:
     `batch["microbatch"]` is a `MicrobatchKey`; take it out, and the rest is for the model. No
     label of a filler counts, so its mean loss is NaN: sum losses, and divide by the number of
     labels that count in the step over all ranks.
+
+    >>> from torch.utils.data import DataLoader
+    >>> from batchwright.batching import BatchingConfig, BatchPlanBuilder
+    >>> plan = BatchPlanBuilder({"a": 2, "b": 3}, BatchingConfig(layout="packed", token_budget=8,
+    ...     pack_max_length=8)).build()
+    >>> rows = [{"input_ids": [5, 6]}, {"input_ids": [7, 8, 9]}]
+    >>> (batch,) = DataLoader(PlanDataset(plan, rows), batch_sampler=PlanBatchSampler(plan),
+    ...     collate_fn=PlanCollate(plan))
+    >>> batch["input_ids"].tolist(), batch["cu_seq_lens_q"].tolist()
+    ([[7, 8, 9, 5, 6]], [0, 3, 5])
     """
 
     def __init__(

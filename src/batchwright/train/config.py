@@ -1,0 +1,168 @@
+"""The settings of a fine-tuning run. Light to import: the command's help is made from it."""
+
+import tomllib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from batchwright.errors import BadFile, ConfigError
+from batchwright.files import existing
+
+__all__ = ["SftConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftConfig:
+    """What to train, on what, and how."""
+
+    model: str
+    """tiny, smollm2, a transformers folder or a hub id."""
+    data: str
+    """JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or hf:NAME[:SPLIT]."""
+
+    batchplan: Path | None = None
+    """A plan built before; otherwise one is built from the flags below."""
+    layout: Literal["auto", "bucketed", "sorted", "packed"] = "auto"
+    """auto: packed with --pack, bucketed with --bucket-edges, else sorted."""
+    token_budget: int = 4096
+    """Padded tokens of one microbatch."""
+    bucket_edges: str | None = None
+    """Upper lengths of the buckets, as 128,256,512."""
+    pack: bool = False
+    """Join samples into full rows, kept apart by attention."""
+    pack_max_len: int = 2048
+    """Width of a packed row; longer samples follow --overflow."""
+    pack_mode: Literal[
+        "best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"
+    ] = "best_fit_decreasing"
+    """How rows are packed."""
+    overflow: Literal["error", "skip", "truncate", "split"] = "error"
+    """What becomes of a sample that is too long for a row."""
+    step_size: int = 0
+    """Microbatches of an optimizer step over all ranks; 0: --grad-accum times the ranks."""
+    grad_accum: int = 1
+    """Microbatches of a rank in one optimizer step."""
+
+    epochs: int = 1
+    """Passes over the data."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps; 0: no limit."""
+    lr: float = 1e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises from zero."""
+    weight_decay: float = 0.0
+    """Decay of matrices; biases and norms are left alone."""
+    clip: float = 1.0
+    """Largest gradient norm; 0: no clipping."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where the accelerator is made for it, else float32."""
+    activation_checkpointing: bool = False
+    """Compute activations twice instead of keeping them."""
+    lora_rank: int = 0
+    """Train low-rank adapters of this rank instead of the weights; 0: the weights."""
+    lora_alpha: float = 16.0
+    """Scale of the adapters."""
+    attention: Literal["auto", "flash", "segments", "sdpa", "flex"] = "auto"
+    """How packed samples are kept apart; auto takes the fastest that is here."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    fsdp: bool = False
+    """Shard weights over the ranks (FSDP2) instead of copying them (DDP)."""
+    seed: int = 42
+    """Of the plan's order and of dropout."""
+
+    eval_data: str | None = None
+    """Rows to evaluate on."""
+    eval_fraction: float = 0.0
+    """Share of the data held out by a hash of the id, where there is no --eval-data."""
+    eval_every: int = 0
+    """Steps between evaluations; 0: only at the end."""
+
+    run_dir: Path = Path("runs/sft")
+    """Where everything is written."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
+    keep: int = 2
+    """Checkpoints to keep; older ones are removed once a newer one is safe."""
+    track: tuple[str, ...] = ()
+    """tensorboard, wandb or mlflow, beside events.jsonl."""
+    tokenizer: str | None = None
+    """Default: the model's own."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """Stop at a row that cannot be read, or skip and count it."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "pack_max_len", "grad_accum", "epochs", "keep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
+        for name in ("step_size", "max_steps", "warmup_steps", "eval_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+        for name in ("weight_decay", "clip", "lora_rank"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+        if not self.lr > 0:
+            raise ConfigError(f"--lr {self.lr} is not above 0")
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"--eval-fraction {self.eval_fraction} is not from 0 to below 1")
+        if self.eval_fraction and (self.eval_data or self.batchplan):
+            raise ConfigError(
+                "--eval-fraction takes its samples from the data that a plan covers; "
+                "give either it, or --eval-data and --batchplan"
+            )
+        if self.pack and self.layout not in ("auto", "packed"):
+            raise ConfigError(f"--pack contradicts --layout {self.layout}; give one of them")
+        if self.batchplan and (self.step_size or self.grad_accum != 1):
+            raise ConfigError(
+                "the plan fixes the microbatches of a step; build it with --step-size instead"
+            )
+
+    @property
+    def chosen_layout(self) -> Literal["bucketed", "sorted", "packed"]:
+        if self.layout != "auto":
+            return self.layout
+        if self.pack:
+            return "packed"
+        return "bucketed" if self.bucket_edges else "sorted"
+
+    def to_toml(self) -> str:
+        """The settings as `config.toml`; what is None is left out."""
+        import json
+
+        lines = []
+        for name, value in asdict(self).items():
+            if value is None:
+                continue
+            if isinstance(value, Path):
+                value = str(value)
+            # JSON's strings, numbers, booleans and lists are TOML's as well.
+            lines.append(f"{name} = {json.dumps(value)}")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> "SftConfig":
+        """Read a `config.toml`."""
+        try:
+            found: dict[str, Any] = tomllib.loads(existing(path, "run configuration").read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadFile(f"{path} is not TOML: {error}") from None
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(found.keys() - known)
+        if unknown:
+            raise BadFile(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
+        for name in ("batchplan", "run_dir"):
+            if name in found:
+                found[name] = Path(found[name])
+        if "track" in found:
+            found["track"] = tuple(found["track"])
+        try:
+            return cls(**found)
+        except TypeError as error:
+            raise BadFile(f"{path} lacks settings: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
