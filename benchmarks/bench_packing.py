@@ -236,14 +236,6 @@ def hard_with_optimal(report: Report, n: int) -> float | None:
                 f"{bins / bound:.5f}",
                 efficiency,
             ],
-            [
-                "no packing can reach more than",
-                None,
-                "bound",
-                bound,
-                "1",
-                100 * default.tokens / (bound * CAPACITY),
-            ],
         ],
     )
     return efficiency

@@ -97,7 +97,7 @@ def test_ranks_share_every_step_evenly(layout: str, step_size: Any, mode: Any) -
             assert all(rank == index % world for index, rank in owner.items())
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(
     st.sampled_from(LAYOUTS),
     st.sampled_from(["world", 1, 4, 6, 8]),

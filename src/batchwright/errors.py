@@ -11,6 +11,7 @@
     ├── MissingFile        (FileNotFoundError)
     ├── CannotWrite        (OSError)      the disk is full, read-only or otherwise refuses
     ├── Mismatch           (ValueError)   two things that must agree do not: plan and lengths, ranks
+    ├── BadLoss            (ArithmeticError)  a loss is not a number, or no token carries one
     ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is asked of it
     └── MissingExtra       (ImportError)  an optional dependency is not installed
 
@@ -25,6 +26,7 @@ from types import ModuleType
 __all__ = [
     "BadFile",
     "BadLength",
+    "BadLoss",
     "BadRow",
     "BatchwrightError",
     "CannotWrite",
@@ -86,6 +88,10 @@ class CannotWrite(BatchwrightError, OSError):
 
 class Mismatch(BatchwrightError, ValueError):
     """Two things that must agree do not."""
+
+
+class BadLoss(BatchwrightError, ArithmeticError):
+    """A loss is not a finite number, or no token of a step carries one; training cannot go on."""
 
 
 class NoTokenizer(BatchwrightError, LookupError):

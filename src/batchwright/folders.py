@@ -96,5 +96,4 @@ def write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
 
 def array_bytes(entry: dict[str, Any]) -> int:
     """How many bytes the array of a manifest's entry has."""
-    itemsize: int = np.dtype(entry["dtype"]).itemsize
-    return math.prod(entry["shape"]) * itemsize
+    return int(math.prod(entry["shape"])) * int(np.dtype(entry["dtype"]).itemsize)

@@ -16,7 +16,7 @@ from batchwright.batching.microbatch import MicrobatchSpec
 from batchwright.batching.orders import Order
 from batchwright.batching.shards import Balance, CheckpointPosition, Shard, balance
 from batchwright.data.ids import Ids
-from batchwright.errors import ConfigError, UnknownSample
+from batchwright.errors import BadFile, ConfigError, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
 
 if TYPE_CHECKING:
@@ -266,7 +266,11 @@ class BatchPlan:
         if self._canonical is not None:
             number = np.empty(len(self.ids), np.int32)
             number[self._canonical] = np.arange(len(self.ids), dtype=np.int32)
-            arrays["items"] = number[arrays["items"]]
+            items = arrays["items"]
+            # Opening a plan does not read its items; this does.
+            if not 0 <= items.min() <= items.max() < len(self.ids):
+                raise BadFile("the plan names samples that are not there; build it again")
+            arrays["items"] = number[items]
         return merkle_root(f"{name}:{digest_array(arrays[name])}" for name in sorted(arrays))
 
     @cached_property

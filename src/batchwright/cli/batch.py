@@ -26,14 +26,15 @@ def generate(
     format: Format = "text",
 ) -> None:
     """Tokenise, pad or pack, and write every microbatch of the plan."""
-    from batchwright.batching import BatchPlan, BatchWriter
+    from batchwright.batching import BatchWriter
+    from batchwright.cli.shared import whole_plan
     from batchwright.data.reader import sample_reader
     from batchwright.data.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.errors import Mismatch
     from batchwright.report.text import bytes_
 
-    opened = BatchPlan.load(plan)
+    opened = whole_plan(plan)
     loaded = load_tokenizer(tokenizer)
     if opened.tokenizer_hash not in ("unknown", loaded.fingerprint):
         raise Mismatch(

@@ -28,9 +28,11 @@ def histogram(
 ) -> None:
     """Draw how long the samples are."""
     from batchwright.batching.analyze import compute_length_histogram
-    from batchwright.cli.shared import edges_of, load_lengths
+    from batchwright.cli.shared import at_least, edges_of, load_lengths
     from batchwright.report import text as pictures
 
+    at_least(1, width=width)
+    marks = edges_of(bucket_edges) if bucket_edges else None
     found = compute_length_histogram(load_lengths(cache), num_bins=bins)
     labels = [f"{b.min_length:,}-{b.max_length - 1:,}" for b in found.bins]
     lines = [
@@ -43,7 +45,7 @@ def histogram(
     if png is not None:
         from batchwright.report.figures import histogram_png
 
-        histogram_png(png, found, edges_of(bucket_edges) if bucket_edges else None)
+        histogram_png(png, found, marks)
         lines.append(f"drawn into {png}")
     show(found.to_dict(), "\n".join(lines), format)
 
@@ -62,9 +64,10 @@ def analyze(
     import json
 
     from batchwright.batching import BucketSpec, create_efficiency_report
-    from batchwright.cli.shared import edges_of, load_lengths
+    from batchwright.cli.shared import at_least, edges_of, load_lengths
     from batchwright.files import write_atomic
 
+    at_least(1, token_budget=token_budget)
     spec = BucketSpec(edges_of(bucket_edges), overflow_max)
     report = create_efficiency_report(load_lengths(cache), spec, token_budget)
     if output is not None:

@@ -145,12 +145,14 @@ def info(
     from itertools import islice
 
     from batchwright.batching import BatchPlan
-    from batchwright.cli.shared import sharded
+    from batchwright.cli.shared import at_least, sharded, whole_plan
     from batchwright.report.text import number, percent, table
 
-    opened = sharded(BatchPlan.load(plan), rank, world_size)
+    at_least(0, show_batches=show_batches)
+    opened = whole_plan(plan) if show_batches else BatchPlan.load(plan)
+    opened = sharded(opened, rank, world_size)
     facts = _facts(opened)
-    listed = [
+    listed: list[dict[str, Any]] = [
         {
             "index": batch.index,
             "bucket": batch.bucket_id,
@@ -191,8 +193,10 @@ def draw(
     from itertools import pairwise
 
     from batchwright.batching import BatchPlan
+    from batchwright.cli.shared import at_least
     from batchwright.report import text as pictures
 
+    at_least(1, rows=rows, width=width)
     opened = BatchPlan.load(plan)
     drawn: list[list[int]] = []
     widest = 0
@@ -219,10 +223,16 @@ def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> 
     from batchwright.batching import BatchPlan
     from batchwright.batching.planfiles import check_files
     from batchwright.cli.shared import load_lengths, load_sources
+    from batchwright.errors import ConfigError
     from batchwright.report.text import bytes_
 
     size = check_files(plan)
     opened = BatchPlan.load(plan)
+    if not opened.sources and len(lengths) > 1:
+        raise ConfigError(
+            f"{plan} was built from one length cache, {len(lengths)} are given; "
+            f"give the one it was built from"
+        )
     opened.verify(load_sources(lengths) if opened.sources else load_lengths(lengths[0]))
     text = (
         f"{plan} is whole ({bytes_(size)}) and follows from {', '.join(map(str, lengths))}: "
@@ -245,11 +255,11 @@ def shard(
     format: Format = "text",
 ) -> None:
     """Write one plan for each rank, `rank_0` and so on, with equal numbers of microbatches."""
-    from batchwright.batching import BatchPlan
     from batchwright.batching.planfiles import save_shards
+    from batchwright.cli.shared import whole_plan
     from batchwright.report.text import number, percent, table
 
-    opened = BatchPlan.load(plan)
+    opened = whole_plan(plan)
     ranks = []
     for rank in range(world_size) if world_size > 0 else [0]:
         part = opened.shard(rank, world_size, balance=balance)
@@ -320,10 +330,9 @@ def explain(
     """Say where a sample stands in every epoch, and why, or why it was left out."""
     from dataclasses import asdict
 
-    from batchwright.batching import BatchPlan
-    from batchwright.cli.shared import sharded
+    from batchwright.cli.shared import sharded, whole_plan
 
-    opened = sharded(BatchPlan.load(plan), rank, world_size)
+    opened = sharded(whole_plan(plan), rank, world_size)
     places = opened.explain(sample_id)
     lines = [f"{sample_id} in {plan} ({opened.config.layout})"]
     for place in places:
@@ -350,10 +359,10 @@ def export(
     format: Format = "text",
 ) -> None:
     """Write a plan as text: meta.json, and one JSON line for each microbatch of each epoch."""
-    from batchwright.batching import BatchPlan
     from batchwright.batching.planfiles import export_plan
+    from batchwright.cli.shared import whole_plan
 
-    opened = BatchPlan.load(plan)
+    opened = whole_plan(plan)
     count = sum(opened.num_microbatches(epoch) for epoch in range(opened.num_epochs))
     text = f"{count:,} microbatches of {opened.num_epochs} epochs"
     if not dry_run:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -23,6 +24,9 @@ PLAIN_EVERY_S = 30.0
 
 def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
     """Print one of the two forms of the same result."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Sample ids may hold characters that this terminal has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     print(json.dumps(data, indent=2, default=_plain) if format == "json" else text)
 
 

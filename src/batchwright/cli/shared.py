@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from batchwright.batching import BatchPlan
     from batchwright.data.lengths import Lengths
 
-__all__ = ["edges_of", "load_lengths", "load_sources", "sharded"]
+__all__ = ["at_least", "edges_of", "load_lengths", "load_sources", "sharded", "whole_plan"]
 
 
 def load_lengths(path: Path) -> "Lengths":
@@ -39,6 +39,23 @@ def edges_of(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"bucket edges {text!r} are not numbers with commas between; write 128,256,512"
         ) from None
+
+
+def at_least(least: int, **given: int | None) -> None:
+    """Refuse a number that is too small, by the name of its flag."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is not possible; give {least} or more")
+
+
+def whole_plan(path: Path) -> "BatchPlan":
+    """A plan of which every byte was checked, so that nothing made from it spreads damage."""
+    from batchwright.batching import BatchPlan
+    from batchwright.batching.planfiles import check_files
+
+    check_files(path)
+    return BatchPlan.load(path)
 
 
 def sharded(plan: "BatchPlan", rank: int | None, world_size: int | None) -> "BatchPlan":

@@ -17,10 +17,8 @@ sampler alone cannot know what was trained on. Therefore every batch brings the 
 once it is done. torchdata's `StatefulDataLoader` counts for itself: save its own `state_dict`.
 """
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -106,9 +104,7 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
 
     def __len__(self) -> int:
         """Batches of this rank in the whole current epoch, wherever in it the sampler stands."""
-        steps, tail = divmod(self._plan.num_microbatches(self.epoch), self._plan.step_microbatches)
-        ranks = self._shard.world_size
-        return steps * -(-self._plan.step_microbatches // ranks) + -(-tail // ranks)
+        return len(self._plan.epoch(self.epoch))
 
     def __iter__(self) -> Iterator[list[MicrobatchKey]]:
         self._done = start = self._start
@@ -128,7 +124,7 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
         After the last microbatch of an epoch that is its end: what is left is an empty iteration.
         """
         return {
-            "plan": self._fingerprint,
+            "plan": self._plan.whole_fingerprint,
             **self._done._asdict(),
             "world_size": self._shard.world_size,
             "balance": self._shard.balance,
@@ -148,10 +144,10 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
                 f"this is no state of a PlanBatchSampler: {state!r:.200}; give what "
                 f"batch['microbatch'].state or state_dict() gave"
             ) from None
-        if plan != self._fingerprint:
+        if plan != self._plan.whole_fingerprint:
             raise Mismatch(
-                f"the state belongs to plan {plan[:16]}, this is {self._fingerprint[:16]}; "
-                f"open the plan it was made with"
+                f"the state belongs to plan {plan[:16]}, "
+                f"this is {self._plan.whole_fingerprint[:16]}; open the plan it was made with"
             )
         own = (self._shard.world_size, self._shard.balance)
         if start.offset and ranks != own:
@@ -164,11 +160,6 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
     @property
     def _shard(self) -> Shard:
         return self._plan.shard_of or Shard()
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        # A shard's own fingerprint names its rank; a state must fit all of them.
-        return dataclasses.replace(self._plan, shard_of=None).fingerprint
 
 
 Loaded = tuple[MicrobatchKey, MicrobatchSpec, dict[int, Sample]]

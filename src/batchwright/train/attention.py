@@ -109,10 +109,8 @@ def _attend_by_segment(
     groups = getattr(module, "num_key_value_groups", 1)
     window = kwargs.get("sliding_window")
     outputs = []
-    parts = zip(
-        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-    )
-    for q, k, v in parts:
+    parts = [torch.split(tensor, lengths, 2) for tensor in (query, key, value)]
+    for q, k, v in zip(*parts, strict=True):
         tokens = q.shape[2]
         mask = None
         if window is not None and tokens > window:

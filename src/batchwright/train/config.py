@@ -15,9 +15,9 @@ __all__ = ["SftConfig"]
 class SftConfig:
     """What to train, on what, and how."""
 
-    model: str
+    model: str = ""
     """tiny, smollm2, a transformers folder or a hub id."""
-    data: str
+    data: str = ""
     """JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or hf:NAME[:SPLIT]."""
 
     batchplan: Path | None = None
@@ -32,9 +32,9 @@ class SftConfig:
     """Join samples into full rows, kept apart by attention."""
     pack_max_len: int = 2048
     """Width of a packed row; longer samples follow --overflow."""
-    pack_mode: Literal[
-        "best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"
-    ] = "best_fit_decreasing"
+    pack_mode: Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"] = (
+        "best_fit_decreasing"
+    )
     """How rows are packed."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
     """What becomes of a sample that is too long for a row."""
@@ -47,6 +47,8 @@ class SftConfig:
     """Passes over the data."""
     max_steps: int = 0
     """Stop after this many optimizer steps; 0: no limit."""
+    stop_after: int = 0
+    """Save and stop after this many steps of this call, to be resumed; 0: run to the end."""
     lr: float = 1e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -95,10 +97,20 @@ class SftConfig:
     """Stop at a row that cannot be read, or skip and count it."""
 
     def __post_init__(self) -> None:
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise ConfigError(f"no --{name}; name one, or go on with a run by --resume RUN")
         for name in ("token_budget", "pack_max_len", "grad_accum", "epochs", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
-        for name in ("step_size", "max_steps", "warmup_steps", "eval_every", "save_every"):
+        for name in (
+            "step_size",
+            "max_steps",
+            "warmup_steps",
+            "eval_every",
+            "save_every",
+            "stop_after",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
         for name in ("weight_decay", "clip", "lora_rank"):

