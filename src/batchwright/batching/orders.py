@@ -50,6 +50,9 @@ class Order(Protocol):
 
     kind: str
 
+    @property
+    def longest(self) -> int: ...
+
     def arrays(self) -> Arrays: ...
 
     def size(self, epoch: int) -> int:
@@ -126,6 +129,10 @@ class VirtualOrder:
 
     def arrays(self) -> Arrays:
         return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def longest(self) -> int:
+        return int(self.distinct[0])
 
     @property
     def rows_per_batch(self) -> int:
@@ -316,6 +323,10 @@ class MaterialisedOrder:
 
     def arrays(self) -> Arrays:
         return {name: getattr(self, name) for name in self._names}
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max())
 
     def size(self, epoch: int) -> int:
         if not 0 <= epoch < len(self.epoch_batches) - 1:

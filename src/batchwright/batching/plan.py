@@ -250,6 +250,11 @@ class BatchPlan:
         """Tokens of an epoch that belong to samples, over all ranks."""
         return self.order.useful_tokens(self._checked(epoch))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest piece that is planned."""
+        return self.order.longest
+
     @cached_property
     def efficiency(self) -> float:
         """Useful tokens over padded tokens in epoch 0; 1 - efficiency is the ullage."""

@@ -11,6 +11,9 @@ from batchwright import __version__
 from batchwright.cli.data import data
 from batchwright.cli.demo import demo
 from batchwright.cli.doctor import doctor
+from batchwright.cli.models import models
+from batchwright.cli.pack import pack
+from batchwright.cli.train import train
 from batchwright.errors import BatchwrightError
 
 __all__ = ["app", "main"]
@@ -25,7 +28,8 @@ app = App(
     help_format="plaintext",
     version=__version__,
 )
-app.command(data)
+for part in (data, train, pack, models):
+    app.command(part)
 app.command(demo)
 app.command(doctor)
 app.register_install_completion_command(

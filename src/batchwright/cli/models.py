@@ -1,7 +1,7 @@
 """`batchwright models`: the models that come without a hub."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -39,7 +39,7 @@ def list_(*, format: Format = "text") -> None:
     from batchwright.models import known
     from batchwright.report.text import bytes_, table
 
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "name": model.name,
             "what": model.what,
@@ -50,20 +50,27 @@ def list_(*, format: Format = "text") -> None:
         }
         for model in known()
     ]
+    found.append(
+        {
+            "name": "tiny",
+            "what": "random Llama over bytes, for demos and tests; built in",
+            "license": None,
+            "size_bytes": None,
+            "present": True,
+            "path": None,
+        }
+    )
     rows = [
-        [
-            model.name,
-            bytes_(model.size_bytes),
-            model.license,
-            f"not here; run: batchwright models get {model.name}"
-            if model.path is None
-            else _short(model.path),
-            model.what,
-        ]
-        for model in known()
+        [one["name"], bytes_(one["size_bytes"]), one["license"] or "-", _where(one), one["what"]]
+        for one in found
     ]
-    rows.append(["tiny", "-", "-", "built in", "random Llama over bytes, for demos and tests"])
     show(found, table(["model", "size", "license", "where", "what"], rows), format)
+
+
+def _where(one: dict[str, Any]) -> str:
+    if not one["present"]:
+        return f"not here; run: batchwright models get {one['name']}"
+    return _short(Path(one["path"])) if one["path"] else "-"
 
 
 def _short(path: Path) -> str:

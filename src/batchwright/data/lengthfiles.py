@@ -55,8 +55,10 @@ class Entries:
 
     @cached_property
     def dataset_hash(self) -> str:
-        """One digest over the ids and the content of all rows, in order."""
-        return digest("dataset", self.ids.digest(), digest_array(self.content))[:16]
+        """One digest over the ids and the content of all rows, whatever order they stand in."""
+        keys = self.ids.keys()
+        order = np.lexsort((self.content, keys))
+        return digest("dataset", digest_array(keys[order]), digest_array(self.content[order]))[:16]
 
 
 def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:

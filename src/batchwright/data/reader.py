@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from batchwright.data.ids import Ids
-from batchwright.data.sample import Sample, encode_row
+from batchwright.data.sample import Sample, encode_row, row_id
 from batchwright.data.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, Mismatch
@@ -25,8 +25,9 @@ def sample_reader(
     def read(item: int) -> Sample:
         part, row = places(item)
         source = sources[part]
+        found = source[row]
         try:
-            return encode_row(source[row], tokenizer, ids[item])
+            return encode_row(found, tokenizer, ids[item])
         except BadRow as error:
             raise BadRow(f"{source.where(row)}: {error}") from None
 
@@ -74,6 +75,10 @@ def _row_ids(source: Source, first: int) -> Sequence[str]:
     """The id of every row: its own, or its number."""
     found = []
     for item, row in source.chunk(0, len(source)).rows():
-        own = None if isinstance(row, BadRow) else row.get("id", row.get("sample_id"))
-        found.append(str(first + item) if own is None else str(own))
+        name = str(first + item)
+        try:
+            found.append(name if isinstance(row, BadRow) else row_id(row, name))
+        except BadRow:
+            # It was no sample when lengths were measured either; nothing asks for its number.
+            found.append(name)
     return found

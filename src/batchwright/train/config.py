@@ -97,9 +97,6 @@ class SftConfig:
     """Stop at a row that cannot be read, or skip and count it."""
 
     def __post_init__(self) -> None:
-        for name in ("model", "data"):
-            if not getattr(self, name):
-                raise ConfigError(f"no --{name}; name one, or go on with a run by --resume RUN")
         for name in ("token_budget", "pack_max_len", "grad_accum", "epochs", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
@@ -131,6 +128,13 @@ class SftConfig:
             raise ConfigError(
                 "the plan fixes the microbatches of a step; build it with --step-size instead"
             )
+
+    def named(self) -> "SftConfig":
+        """Itself, if it says what to train and on what."""
+        for name in ("model", "data"):
+            if not getattr(self, name):
+                raise ConfigError(f"no --{name}; name one, or go on with a run by --resume RUN")
+        return self
 
     @property
     def chosen_layout(self) -> Literal["bucketed", "sorted", "packed"]:

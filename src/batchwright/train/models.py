@@ -1,6 +1,7 @@
 """Models by name, with their tokenizers: `tiny`, `smollm2`, a transformers folder, a hub id."""
 
 import contextlib
+import io
 import json
 import logging
 import re
@@ -73,17 +74,19 @@ def load_model(
 
     >>> model, tokenizer, info = load_model("tiny")
     >>> info.parameters, info.context, info.vocabulary, tokenizer.name
-    (1024128, 8192, 320, 'bytes')
+    (1025152, 8192, 320, 'bytes')
     """
     place = _device(device)
+    if not dtype.is_floating_point:
+        raise ConfigError(f"a model cannot be trained in {dtype}; use float32 or bfloat16")
     if str(name) == "tiny":
-        model, tokenizer = _tiny(), load_tokenizer("bytes")
+        model, tokenizer = _tiny(dtype), load_tokenizer("bytes")
     else:
         folder = _folder(name)
         # The tokenizer first: it is quick, and without it the weights are of no use.
         tokenizer = _tokenizer(name, folder)
         model = _from_folder(folder, dtype)
-    model = model.to(device=place, dtype=dtype)
+    model = model.to(place)
     info = _info(str(name), model)
     if tokenizer.vocab_size > info.vocabulary:
         raise Mismatch(
@@ -132,7 +135,7 @@ def _device(device: str | torch.device) -> torch.device:
     return found
 
 
-def _tiny() -> Any:
+def _tiny(dtype: torch.dtype) -> Any:
     """A Llama whose every weight follows from the weight's name.
 
     A uniform number minus a half, times one constant, is rounded once, so the weights are the
@@ -161,6 +164,10 @@ def _tiny() -> Any:
                 continue
             generator = torch.Generator().manual_seed(rng.key(0, f"tiny {name}"))
             weight.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * spread)
+    # Not model.to(dtype): the angles of the rotary embedding must stay exact.
+    for weight in model.parameters():
+        weight.data = weight.data.to(dtype)
+    model.config.dtype = dtype
     return model.eval()
 
 
@@ -228,7 +235,8 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
 def _tokenizer(name: str | Path, folder: Path) -> Tokenizer:
     inside = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
     # A hub id whose tokenizer is not in the cache beside the weights is looked up by its name.
-    return load_tokenizer(folder if inside or Path(name).is_dir() else name)
+    # Absolute, so that a folder without one is not taken for the name of something on the hub.
+    return load_tokenizer(folder.absolute() if inside or Path(name).is_dir() else name)
 
 
 def _from_hub(name: str) -> Path:
@@ -254,9 +262,8 @@ def _from_hub(name: str) -> Path:
 
 
 def _ways() -> str:
-    return (
-        f"name a folder that holds config.json and weights, or {', '.join(models.REGISTRY)}, tiny"
-    )
+    names = ", ".join([*models.REGISTRY, "tiny"])
+    return f"name a folder that holds config.json and weights, or one of {names}"
 
 
 def _converted(known: models.Model) -> Path:
@@ -272,7 +279,7 @@ def _converted(known: models.Model) -> Path:
     source = models.get(known.name)
     with models.locked(known.folder):
         if _made(folder) != made:
-            log.info("making %s trainable, once; this takes about a minute", known.name)
+            log.warning("making %s trainable; this takes a minute, once", known.name)
             with atomic_folder(folder, MARKER) as temporary:
                 _convert(source, temporary)
                 (temporary / MARKER).write_text(json.dumps(made))
@@ -291,7 +298,8 @@ def _convert(source: Path, folder: Path) -> None:
     transformers = need("transformers", extra="train")
     pre = need("tokenizers", extra="train").pre_tokenizers
     place: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
-    with _silent():
+    # One of the loader's bars heeds no setting.
+    with _silent(), contextlib.redirect_stderr(io.StringIO()):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **place)
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.parent, dtype=torch.float32, **place

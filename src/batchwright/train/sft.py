@@ -88,6 +88,7 @@ def train_sft(
     Ctrl-C once ends the step and saves; a second one stops at once. `progress` is told steps
     done, steps in all and the loss.
     """
+    config = config.named()
     world = World.detect()
     device = ranks.device_of(config.device, world)
     with ranks.joined(world, device), _interrupts() as interrupted:
@@ -193,7 +194,7 @@ def train_sft(
                 with ranks.syncing(model, number == len(ready)), _autocast(device, dtype):
                     part = microbatch_loss(model, batch, device, backend, keeps)
                     # Gradients are averaged over the ranks, and the sum is what is wanted.
-                    (part * (world.size / counted)).backward()
+                    torch.autograd.backward(part * (world.size / counted))
                 loss_sum += part.detach()
             norm = ranks.clip(model, config.clip)
             totals = [
@@ -469,7 +470,11 @@ def _export(model: Any, config: SftConfig, main: bool) -> None:
     """The trained model as transformers saves it, for everything that reads such folders."""
     if not main or config.fsdp:
         return
-    with atomic_folder(config.run_dir / "model", "config.json") as folder:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    marker = "adapter_config.json" if config.lora_rank else "config.json"
+    with atomic_folder(config.run_dir / "model", marker) as folder:
         model.save_pretrained(folder)
 
 

@@ -17,7 +17,7 @@ _PARTS = ("numpy", "numba", "torch", "transformers", "tokenizers", "safetensors"
 
 def write_stamp(run_dir: Path, *, seed: int, world: World) -> None:
     """Versions, commit, machine, seed and ranks; no host name and no path."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for part in _PARTS:
         try:
             versions[part] = version(part)

@@ -1,0 +1,144 @@
+"""`batchwright train`: the loops that use the engines."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import ConfigError
+from batchwright.train.config import SftConfig
+
+if TYPE_CHECKING:
+    from batchwright.train.sft import SftResult
+
+__all__ = ["train"]
+
+train = App(name="train", help="Train on a batch plan.")
+
+CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
+"""What a resumed run may change; everything else would make it another run."""
+
+
+@train.command
+def sft(
+    *,
+    config: Annotated[SftConfig | None, Parameter(name="*")] = None,
+    resume: Annotated[
+        Path | None, Parameter(help="Go on with the run in this folder, as it was configured.")
+    ] = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Predict steps, tokens and memory; train nothing.")
+    ] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Fine-tune a model on rows, over a batch plan, with exact resume."""
+    if resume is not None:
+        config = _resumed(resume, config)
+    config = (config or SftConfig()).named()
+    if dry_run:
+        _predict(config, format)
+        return
+    from batchwright.integrations.trackers import open_trackers
+    from batchwright.train.sft import train_sft
+
+    trackers = open_trackers(config.track, config.run_dir)
+    with _bars(quiet) as (preparing, progress):
+        result = train_sft(
+            config,
+            resume=resume is not None,
+            trackers=trackers,
+            progress=progress,
+            preparing=preparing,
+        )
+    from batchwright.world import World
+
+    if World.detect().rank == 0:
+        show(_facts(result), _table(result), format)
+
+
+def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
+    """The run's own settings, with those that a resumed run may change."""
+    saved = dataclasses.replace(SftConfig.load(run / "config.toml"), run_dir=run)
+    if given is None:
+        return saved
+    blank = SftConfig()
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(SftConfig):
+        value = getattr(given, field.name)
+        if value not in (getattr(blank, field.name), getattr(saved, field.name)):
+            changed[field.name] = value
+    fixed = sorted(changed.keys() - set(CHANGEABLE))
+    if fixed:
+        raise ConfigError(
+            f"a resumed run keeps its {', '.join(fixed)}; what may change is "
+            f"{', '.join(CHANGEABLE)}"
+        )
+    return dataclasses.replace(saved, **changed)
+
+
+@contextmanager
+def _bars(
+    quiet: bool,
+) -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int, float], None] | None]]:
+    """Progress of tokenising and of training; the loss stands beside the bar."""
+    with progress_bar("tokenising", quiet) as preparing, progress_bar("training", quiet) as steps:
+        if steps is None:
+            yield None, None
+        else:
+            yield preparing, lambda done, total, loss: steps(done, total)
+
+
+def _predict(config: SftConfig, format: str) -> None:
+    from batchwright.report.text import bytes_, number, percent, table
+    from batchwright.train.predict import predict
+
+    found = predict(config)
+    rows = [
+        ["steps", number(found.steps)],
+        ["microbatches an epoch", number(found.microbatches)],
+        ["useful tokens", number(found.useful_tokens)],
+        ["padded tokens", number(found.padded_tokens)],
+        ["ullage", percent(found.ullage)],
+        ["parameters", number(found.parameters)],
+        ["trained", number(found.trained)],
+        ["memory, about", bytes_(found.memory_bytes)],
+    ]
+    text = table(["predicted", ""], rows) + "\nnothing trained, nothing written (--dry-run)"
+    show(dataclasses.asdict(found), text, format)
+
+
+def _facts(result: "SftResult") -> dict[str, Any]:
+    facts = dataclasses.asdict(result)
+    return {**facts, "run_dir": str(result.run_dir), "ullage": result.ullage}
+
+
+def _table(result: "SftResult") -> str:
+    from batchwright.report.text import number, percent, seconds, table
+
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    rate = result.useful_tokens / result.seconds if result.seconds else None
+    rows = [
+        ["steps", number(result.step)],
+        ["first loss", loss(result.first_loss)],
+        ["last loss", loss(result.last_loss)],
+        ["held-out loss", loss(result.eval_loss)],
+        ["useful tokens", number(result.useful_tokens)],
+        ["ullage", percent(result.ullage)],
+        ["useful tokens a second", number(None if rate is None else round(rate))],
+        ["waited for data", seconds(result.data_wait_s)],
+        ["time", seconds(result.seconds)],
+        ["attention", result.backend],
+    ]
+    end = (
+        f"done: {result.run_dir}/model"
+        if result.finished
+        else f"stopped and saved; go on with: batchwright train sft --resume {result.run_dir}"
+    )
+    return table(["run", str(result.run_dir)], rows) + "\n" + end

@@ -1,0 +1,88 @@
+"""Experiment trackers by name: TensorBoard, Weights & Biases, MLflow."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchwright.errors import ConfigError, need
+
+__all__ = ["TRACKERS", "MlflowTracker", "TensorBoardTracker", "WandbTracker", "open_trackers"]
+
+
+class TensorBoardTracker:
+    """Writes `tensorboard/` into the run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        need("tensorboard", extra="track")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        lines = "\n".join(f"    {name} = {value}" for name, value in config.items())
+        self._writer.add_text("config", lines)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A Weights & Biases run named after the run directory; `WANDB_MODE=offline` keeps it here."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._wandb = need("wandb", extra="track")
+        self._run_dir = run_dir
+        self._run: Any = None
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._run = self._wandb.init(
+            project="batchwright",
+            name=self._run_dir.name,
+            dir=str(self._run_dir),
+            config=dict(config),
+            resume="allow",
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """An MLflow run; `MLFLOW_TRACKING_URI` says where, else a folder in the run directory."""
+
+    def __init__(self, run_dir: Path) -> None:
+        import os
+
+        self._mlflow = need("mlflow", extra="track")
+        self._run_dir = run_dir
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            self._mlflow.set_tracking_uri((run_dir / "mlruns").resolve().as_uri())
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        self._mlflow.set_experiment("batchwright")
+        self._mlflow.start_run(run_name=self._run_dir.name)
+        self._mlflow.log_params(dict(config))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._mlflow.log_metrics(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
+
+
+def open_trackers(names: Sequence[str], run_dir: Path) -> list[Any]:
+    """The trackers of these names, for a run in `run_dir`; only rank 0 should ask."""
+    unknown = [name for name in names if name not in TRACKERS]
+    if unknown:
+        raise ConfigError(f"--track {unknown[0]} is not one of {', '.join(TRACKERS)}")
+    return [TRACKERS[name](run_dir) for name in names]

@@ -1,0 +1,166 @@
+"""What the tests of the command share: two ways to run it, and a folder with files to read."""
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+COMMAND = Path(sys.executable).parent / "batchwright"
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+
+DOCUMENT = """
+data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl
+data lengths stats -c lengths.jsonl
+data batchplan build -l lengths.jsonl -e 3 -b 4096 -o batch_plan/
+data batchplan info -p batch_plan/
+data batchplan verify -p batch_plan/ -l lengths.jsonl
+data batchplan shard -p batch_plan/ -w 4 -o shards/
+data batching histogram -c lengths.jsonl --bins 20
+data batching histogram -c lengths.jsonl --bins 15
+data batching analyze -c lengths.jsonl --bucket-edges 128,256,512
+data batching suggest -c lengths.jsonl --num-buckets 4 --goal waste
+data batch generate -p batch_plan/ -d train.jsonl -t gpt2 -o batches/
+"""
+"""The data commands of the user's document, with its flags, in its order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A user of no ranks and no network, with an empty home."""
+    home = tmp_path_factory.mktemp("home")
+    given = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return {**given, "HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="session")
+def run(environ: dict[str, str]) -> Run:
+    """The installed command as a process of its own, typed as one line in `folder`."""
+
+    def run(line: str, folder: Path, env: Mapping[str, str] | None = None, **more: Any) -> Outcome:
+        done = subprocess.run(
+            [COMMAND, *line.split()],
+            cwd=folder,
+            env={**environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=120,
+            **more,
+        )
+        return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+    return run
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> Run:
+    """The command inside this process, through its entry point: for many cases quickly."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(line: str, folder: Path) -> Outcome:
+        from batchwright.cli.app import main
+
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr(sys, "argv", ["batchwright", *line.split()])
+        with (
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            warnings.catch_warnings(),
+        ):
+            # Its words come from sys.argv, as installed; cyclopts takes that for a mistake here.
+            warnings.filterwarnings("ignore", "Cyclopts application invoked without tokens")
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code or 0
+        assert isinstance(code, int)
+        return Outcome(code, out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory, run: Run) -> tuple[Path, dict[str, Outcome]]:
+    """A folder where every command of the document was typed, and how each one ended.
+
+    It is made once, even when tests run in several processes. To read only: see `copy`.
+    """
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, record = root / "workshop", root / "workshop.json"
+    with (root / "workshop.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            folder.mkdir()
+            write_rows(folder / "train.jsonl")
+            outcomes = {line: run(line, folder) for line in DOCUMENT.strip().splitlines()}
+            record.write_text(json.dumps({k: (o.code, o.out, o.err) for k, o in outcomes.items()}))
+    return folder, {k: Outcome(*o) for k, o in json.loads(record.read_text()).items()}
+
+
+@pytest.fixture
+def copy(workshop: tuple[Path, dict[str, Outcome]], tmp_path: Path) -> Path:
+    """The files of the workshop, to spoil."""
+    return shutil.copytree(workshop[0], tmp_path / "copy")
+
+
+def write_rows(path: Path) -> None:
+    """Sixty rows of four shapes, 10 to 400 tokens long."""
+    draw = random.Random(3)
+    words = ["the", "quick", "brown", "otters", "count", "tokens", "while", "dogs", "jump"]
+    with path.open("w") as file:
+        for number in range(60):
+            size = min(round(draw.lognormvariate(3.5, 1.0)) + 3, 390)
+            text = " ".join(draw.choices(words, k=size))
+            shapes: list[dict[str, str]] = [
+                {"text": text},
+                {"prompt": text, "completion": " yes indeed"},
+                {"instruction": text, "output": "so it is"},
+                {"question": text, "answer": "fine"},
+            ]
+            file.write(json.dumps({"id": f"row-{number:02d}", **shapes[number % 4]}) + "\n")
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    """Every file below a folder with its content, every folder with None."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.fixture
+def contents() -> Callable[[Path], dict[str, bytes | None]]:
+    """What stands in a folder, so that before and after can be compared."""
+    return listing
