@@ -97,8 +97,8 @@ def test_collation_equals_token_by_token(
     plan = BatchPlanBuilder(np.array(lengths), config).build()
     samples = samples_of(lengths)
     for batch in plan.iter_epoch(1):
-        check(collate(batch, samples.__getitem__, pad_id=PAD, limit=30), batch, samples)
-        filler = collate(batch.as_filler(), samples.__getitem__, pad_id=PAD, limit=30)
+        check(collate(batch, samples.__getitem__, pad_id=PAD), batch, samples)
+        filler = collate(batch.as_filler(), samples.__getitem__, pad_id=PAD)
         check(filler, batch.as_filler(), samples)
         assert filler.num_loss_tokens == 0
 
@@ -110,22 +110,20 @@ def one(overflow: str, length: int) -> MicrobatchSpec:
 
 
 def test_samples_of_other_lengths_are_refused() -> None:
-    for length, seen, limit in [
-        (5, 4, 10),
-        (5, 6, 10),
-        (5, 0, 10),
-        (10, 9, 10),
-        (10, 11, None),
+    for overflow, length, seen in [
+        ("truncate", 5, 4),
+        ("truncate", 5, 6),
+        ("truncate", 5, 0),
+        ("truncate", 10, 9),
+        ("error", 10, 11),
+        ("skip", 10, 11),
+        # The second piece of a split sample that became shorter.
+        ("split", 25, 19),
     ]:
         with pytest.raises(Mismatch, match="'a'") as caught:
-            collate(one("truncate", length), lambda _, n=seen: samples_of([n])[0], limit=limit)  # type: ignore[misc]
+            collate(one(overflow, length), lambda _, n=seen: samples_of([n])[0])  # type: ignore[misc]
         assert "\n" not in str(caught.value)
-    assert collate(one("truncate", 25), lambda _: samples_of([25])[0], limit=10).token_count == 10
-    with pytest.raises(Mismatch):
-        collate(one("truncate", 25), lambda _: samples_of([25])[0])
-    # The second piece of a split sample that became shorter.
-    with pytest.raises(Mismatch):
-        collate(one("split", 25), lambda _: samples_of([19])[0], limit=10)
+    assert collate(one("truncate", 25), lambda _: samples_of([25])[0]).token_count == 10
 
 
 def test_a_mask_of_another_length_is_refused() -> None:

@@ -27,6 +27,7 @@ from batchwright.errors import (
 from batchwright.events import Event, EventLog, read_events, tail_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
+from batchwright.folders import Kind
 from batchwright.world import World
 
 
@@ -283,7 +284,8 @@ def test_the_old_folder_comes_back_when_the_new_one_cannot_take_its_place(
 
 
 def test_ranks_come_from_torchrun_then_slurm_then_nothing() -> None:
-    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0"}
     torchrun = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
     assert World.detect({**slurm, "SLURM_NTASKS_PER_NODE": "4"}) == World(5, 8, 1, 4, "SLURM")
@@ -291,6 +293,8 @@ def test_ranks_come_from_torchrun_then_slurm_then_nothing() -> None:
     assert World.detect({}) == World(0, 1, 0, 1, "single process")
     # Inside an allocation but not started by srun: no rank, so a process alone.
     assert World.detect({"SLURM_NTASKS": "8"}).size == 1
+    # The batch script itself is one process; only what srun starts has ranks.
+    assert World.detect(batch).size == 1
 
 
 @pytest.mark.parametrize(
@@ -306,7 +310,7 @@ def test_ranks_come_from_torchrun_then_slurm_then_nothing() -> None:
         {"RANK": "0", "WORLD_SIZE": "0"},
         {"RANK": "0", "WORLD_SIZE": "-3"},
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"},
-        {"SLURM_PROCID": "9", "SLURM_NTASKS": "8"},
+        {"SLURM_PROCID": "9", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"},
     ],
 )
 def test_ranks_that_make_no_sense_are_one_sentence(environ: dict[str, str]) -> None:
@@ -446,3 +450,26 @@ for n in range(10**9):
 
     assert numbers == list(range(len(numbers)))
     assert len(numbers) > acknowledged[-1]
+
+
+def test_numpy_numbers_become_plain_ones_in_the_run_log(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("step", loss=np.float32(0.5), step=np.int64(3), nan=np.float64("nan"), ok=True)
+    (event,) = read_events(tmp_path / "events.jsonl")
+
+    assert event.fields == {"loss": 0.5, "step": 3, "nan": None, "ok": True}
+
+
+def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+    mine = Kind("batchwright.mine", 1, "thing", "make it again")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"format": "somebody.elses"}')
+
+    with pytest.raises(ConfigError, match="not ours to replace"), mine.replacing(tmp_path / "web"):
+        pass
+    for _ in range(2):
+        with mine.replacing(tmp_path / "own") as folder:
+            mine.write(folder, {"a": 1})
+
+    assert mine.read(tmp_path / "own")["a"] == 1
+    assert [path.name for path in (tmp_path / "web").iterdir()] == ["manifest.json"]

@@ -19,7 +19,13 @@ from batchwright.batching import (
 )
 from batchwright.batching.plan import COST_LINEAR, COST_QUADRATIC
 from batchwright.data.lengths import Lengths
-from batchwright.errors import ConfigError, DuplicateId, OversizedSample, UnknownSample
+from batchwright.errors import (
+    ConfigError,
+    DuplicateId,
+    Mismatch,
+    OversizedSample,
+    UnknownSample,
+)
 
 LAYOUTS = ("bucketed", "sorted", "packed")
 Piece = tuple[str, int, int]
@@ -457,7 +463,7 @@ def test_batches_and_epochs_that_are_not_there_are_refused() -> None:
         {"token_budget": 100, "align": 128},
         {"token_budget": 100, "align": 128, "layout": "sorted"},
         {"layout": "packed", "pack_max_length": 5000},
-        {"layout": "packed", "pack_mode": "first_fit"},
+        {"layout": "packed", "pack_mode": "next_fit"},
         {"layout": "sorted", "drop_last": True},
         {"layout": "sorted", "min_length": 4000},
         {"layout": "stacked"},
@@ -665,3 +671,53 @@ def test_nobody_can_change_a_plan_through_a_batch() -> None:
             if array.flags.writeable:
                 array[:] = 7
         assert by_id(plan) == before
+
+
+@pytest.mark.parametrize("mode", ["first_fit", "best_fit", "greedy"])
+@pytest.mark.parametrize("overflow", ["skip", "truncate", "split"])
+def test_packing_by_arrival_covers_every_piece_and_shuffles_every_epoch(
+    mode: str, overflow: str
+) -> None:
+    rng = np.random.default_rng(7)
+    lengths = {f"s{i}": int(n) for i, n in enumerate(rng.integers(1, 90, 300))}
+    config = BatchingConfig(
+        layout="packed", token_budget=256, pack_max_length=64, pack_mode=mode, overflow=overflow
+    )
+    plan = BatchPlanBuilder(lengths, config).build(num_epochs=2)
+    backwards = BatchPlanBuilder(dict(reversed(lengths.items())), config).build(num_epochs=2)
+
+    expected = Counter()
+    for name, length in lengths.items():
+        if length <= 64 or overflow != "skip":
+            expected[name] += length if overflow == "split" else min(length, 64)
+    for epoch in (0, 1):
+        seen: Counter[str] = Counter()
+        for batch in plan.iter_epoch(epoch):
+            assert batch.padded_tokens <= 256
+            assert max(np.add.reduceat(batch.lengths, batch.row_offsets[:-1])) <= 64
+            for name, length in zip(batch.samples, batch.lengths.tolist(), strict=True):
+                seen[name] += length
+        assert seen == expected
+    assert [b.samples for b in plan.iter_epoch(0)] != [b.samples for b in plan.iter_epoch(1)]
+    assert backwards.fingerprint == plan.fingerprint
+
+
+def test_defaults_give_way_to_a_small_budget_but_what_was_given_does_not() -> None:
+    small = BatchingConfig(token_budget=200)
+    packed = BatchingConfig(layout="packed", token_budget=1000)
+
+    assert (small.bucket_edges, packed.pack_max_length) == ((128,), 1000)
+    with pytest.raises(ConfigError, match="512"):
+        BatchingConfig(token_budget=200, bucket_edges=(128, 512))
+
+
+def test_a_position_inside_a_step_or_behind_the_plan_is_refused() -> None:
+    config = BatchingConfig(token_budget=64, bucket_edges=(16,), overflow_max=32, step_size=4)
+    plan = BatchPlanBuilder({f"s{i}": 1 + i % 30 for i in range(90)}, config).build(num_epochs=2)
+
+    assert [step.first for step in plan.iter_steps(0, 4, epochs=1)][:2] == [4, 8]
+    with pytest.raises(Mismatch, match="inside a step of 4"):
+        next(plan.iter_steps(0, 3))
+    with pytest.raises(UnknownSample, match="2 epochs"):
+        next(plan.iter_steps(3, 0))
+    assert list(plan.iter_steps(2, 0)) == []

@@ -342,4 +342,4 @@ def test_the_files_of_a_plan_never_change(tmp_path: Path) -> None:
     for name, raw in sorted(contents(path).items()):
         seal.update(f"{name}:{len(raw)}:".encode() + raw)
 
-    assert seal.hexdigest() == ("c7880231178240188dc8b67d5e1abae87597d3419bb476bc6c4aba4220a83c21")
+    assert seal.hexdigest() == ("386a0e53b5da0d2d74c89f11254aab2b2b9b9134d608c705adbc4fe7dfdcbbd1")

@@ -6,6 +6,8 @@ the next writer closes.
 """
 
 import json
+import math
+import numbers
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -154,8 +156,13 @@ def _ends_torn(path: Path) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if value - value == 0 else None
+    if isinstance(value, bool) or value is None:
+        return value
+    # Numpy's numbers are integral and real too, but JSON does not know them.
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

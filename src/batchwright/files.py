@@ -45,17 +45,18 @@ def writing(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def atomic_folder(path: Path, marker: str) -> Iterator[Path]:
+def atomic_folder(path: Path, marker: str, says: str = "") -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well.
 
-    An existing folder is replaced only if it is empty or holds `marker`, the file by which we
-    know it as ours: a mistyped output path must not delete somebody's data.
+    An existing folder is replaced only if it is empty or holds `marker`, a file with the words
+    `says` in it by which we know it as ours: a mistyped output path must not delete
+    somebody's data.
     """
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file, and a folder is to be written there; name another")
-    if path.is_dir() and any(path.iterdir()) and not (path / marker).is_file():
+    if path.is_dir() and any(path.iterdir()) and not _says(path / marker, says):
         raise ConfigError(
-            f"{path} holds files but no {marker}, so it is not ours to replace; "
+            f"{path} holds files but no {marker} of the same kind, so it is not ours to replace; "
             f"name another folder or empty it"
         )
     temporary: Path | None = None
@@ -106,6 +107,13 @@ def fsync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _says(marker: Path, words: str) -> bool:
+    try:
+        return words.encode() in marker.read_bytes()
+    except OSError:
+        return False
 
 
 def _settle(path: Path) -> None:

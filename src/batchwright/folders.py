@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.errors import BadFile, BatchwrightError
-from batchwright.files import existing
+from batchwright.files import atomic_folder, existing
 from batchwright.fingerprint import digest
 
 __all__ = ["MANIFEST", "Kind", "array_bytes", "write_array"]
@@ -32,6 +33,10 @@ class Kind:
         self.version = version
         self.what = what
         self._again = again
+
+    def replacing(self, path: Path, inside: str = "") -> AbstractContextManager[Path]:
+        """A temporary folder that takes the place of `path`, if that is of this kind or empty."""
+        return atomic_folder(path, inside + MANIFEST, f'"format": "{self.format}"')
 
     def write(self, folder: Path, fields: dict[str, Any]) -> None:
         sealed = {"format": self.format, "version": self.version, **fields}

@@ -45,6 +45,9 @@ class World:
         """Rank and size from torchrun's variables, else SLURM's, else a world of one."""
         environ = os.environ if environ is None else environ
         for name, rank, size, local_rank, local_size in _LAUNCHERS:
+            if name == "SLURM" and "SLURM_STEP_ID" not in environ:
+                # A batch script that srun did not start is one process, whatever it asked for.
+                continue
             if rank in environ and size in environ:
                 r, s = _number(environ, rank), _number(environ, size)
                 return cls(

@@ -21,6 +21,7 @@ from batchwright.batching.batchfiles import BatchReader, BatchWriter
 from batchwright.batching.buckets import BucketSpec, BucketStats
 from batchwright.batching.builder import BatchPlanBuilder
 from batchwright.batching.collate import CollatedBatch, collate
+from batchwright.batching.compare import LayoutRow, compare_layouts
 from batchwright.batching.config import BatchingConfig, BatchingMode, PadPolicy
 from batchwright.batching.metrics import BatchMetrics, BatchShapeHistogram
 from batchwright.batching.microbatch import MicrobatchSpec
@@ -81,6 +82,7 @@ __all__ = [
     "DistributedConfig",
     "EfficiencyReport",
     "EpochPlan",
+    "LayoutRow",
     "LengthCache",
     "LengthEntry",
     "LengthHistogram",
@@ -102,6 +104,7 @@ __all__ = [
     "analyze_bucket_efficiency",
     "balance",
     "collate",
+    "compare_layouts",
     "compute_batch_fingerprint",
     "compute_length_histogram",
     "create_efficiency_report",

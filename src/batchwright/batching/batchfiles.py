@@ -12,8 +12,7 @@ from batchwright.batching.collate import CollatedBatch, SampleReader, collate
 from batchwright.batching.plan import BatchPlan, Pulled
 from batchwright.data.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
-from batchwright.files import atomic_folder
-from batchwright.folders import MANIFEST, Kind
+from batchwright.folders import Kind
 
 __all__ = ["BatchReader", "BatchWriter"]
 
@@ -54,7 +53,7 @@ class BatchWriter:
         """Write every epoch of the plan, whole or not at all."""
         sizes = [len(self.plan.epoch(epoch)) for epoch in range(self.plan.num_epochs)]
         done = 0
-        with atomic_folder(self.output_dir, MANIFEST) as folder:
+        with BATCHES.replacing(self.output_dir) as folder:
             files: dict[str, str] = {}
             for epoch in range(self.plan.num_epochs):
                 (folder / f"epoch_{epoch}").mkdir()
@@ -81,9 +80,7 @@ class BatchWriter:
     def _groups(self, epoch: int) -> Iterator[list[CollatedBatch]]:
         group: list[CollatedBatch] = []
         for batch in self.plan.iter_epoch(epoch):
-            config = self.plan.config
-            limit = config.limit if config.overflow in ("truncate", "split") else None
-            group.append(collate(batch, self._read, pad_id=self._pad_id, limit=limit))
+            group.append(collate(batch, self._read, pad_id=self._pad_id))
             if len(group) == self._per_file:
                 yield group
                 group = []

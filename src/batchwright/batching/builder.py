@@ -19,16 +19,19 @@ from batchwright.batching.canonical import canonical_order
 from batchwright.batching.config import BatchingConfig, PadPolicy
 from batchwright.batching.optimal import pack_optimal
 from batchwright.batching.orders import MaterialisedOrder, Order, Rows, VirtualOrder
-from batchwright.batching.packing import PackingMode, pack_histogram
+from batchwright.batching.packing import PackingMode, pack_histogram, pack_lengths
 from batchwright.batching.plan import BatchPlan, Counts
 from batchwright.data.ids import Ids
-from batchwright.data.lengths import Lengths
+from batchwright.data.lengths import LengthCache, Lengths
 from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.permutation import permutation
 
 __all__ = ["BatchPlanBuilder", "LengthSource"]
 
-LengthSource = Mapping[str, int] | Lengths | NDArray[np.integer]
+LengthSource = Mapping[str, int] | LengthCache | Lengths | NDArray[np.integer]
+
+LONGEST_PLANNED = 2**26
+"""Plans count every length up to the longest, so that one must stay within memory."""
 
 SORT_SLACK = 128
 """In the sorted layout lengths within 1/128 of each other count as equal: batches lose under one
@@ -74,8 +77,9 @@ class BatchPlanBuilder:
         pieces = cut_pieces(self.lengths.values, self.config)
         everything = canonical_order(self.lengths.ids)
         order: Order
-        if self.difficulty is None and not self.sources:
-            order = virtual_order(pieces, everything, self.config)
+        note = ""
+        if self.difficulty is None and not self.sources and not _by_arrival(self.config):
+            order, note = virtual_order(pieces, everything, self.config)
         else:
             epochs = [self._epoch(pieces, everything, epoch) for epoch in range(num_epochs)]
             if not all(epochs):
@@ -95,6 +99,7 @@ class BatchPlanBuilder:
             tokenizer_hash=self.lengths.tokenizer_hash,
             sources=self.sources,
             difficulty=self.difficulty,
+            note=note,
         )
 
     def _epoch(
@@ -111,8 +116,10 @@ class BatchPlanBuilder:
                 update={"seed": rng.key(self.config.seed, "plan/stage", number)}
             )
             part = pieces.of_items(stage)
-            if part.items.size:
-                order = virtual_order(part, None, config)
+            if part.items.size and _by_arrival(config):
+                listed += _packed_by_arrival(part, config, epoch)
+            elif part.items.size:
+                order, _ = virtual_order(part, None, config)
                 listed += [order.rows(epoch, index) for index in range(order.size(epoch))]
         return listed
 
@@ -175,6 +182,11 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
     over = np.flatnonzero(lengths > limit)
     short = np.flatnonzero(lengths < config.min_length)
     longest = int(lengths.max())
+    if min(longest, limit) > LONGEST_PLANNED:
+        raise ConfigError(
+            f"pieces of {min(longest, limit):,} tokens are too long to plan; at most "
+            f"{LONGEST_PLANNED:,} are possible, lower {_what_limits(config)}"
+        )
     total = int(lengths.sum(dtype=np.int64))
     if over.size and config.overflow == "error":
         raise OversizedSample(
@@ -223,8 +235,8 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
 
 def virtual_order(
     pieces: Pieces, canonical: NDArray[np.int32] | None, config: BatchingConfig
-) -> VirtualOrder:
-    """Sort longest first, then draw the shapes of the layout."""
+) -> tuple[VirtualOrder, str]:
+    """Sort longest first, then draw the shapes of the layout; a note if packing has one."""
     if canonical is not None:
         pieces = pieces.of_items(canonical)
     hist = kernels.histogram(pieces.lengths, int(pieces.lengths.max()))
@@ -237,12 +249,12 @@ def virtual_order(
     classes = distinct_offsets
     batch_start, batch_size = no_longs, no_ints
     patterns = (no_longs, no_longs, no_longs, no_ints)
+    note = ""
     if config.layout == "packed":
-        packed = (
-            pack_optimal(hist, config.pack_max_length, config.pack_max_segments).patterns
-            if config.pack_mode is PackingMode.OPTIMAL
-            else pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
-        )
+        packed = pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
+        if config.pack_mode is PackingMode.OPTIMAL:
+            best = pack_optimal(hist, config.pack_max_length, config.pack_max_segments)
+            packed, note = best.patterns, f"{best.method}: {best.note}"
         patterns = (
             packed.bin_starts,
             packed.entry_offsets,
@@ -255,7 +267,7 @@ def virtual_order(
         batch_start, batch_size = starts[:-1], np.diff(starts).astype(np.int32)
     else:
         classes, batch_start, batch_size = _buckets(distinct, distinct_offsets, config)
-    return VirtualOrder(
+    order = VirtualOrder(
         config,
         by_length if whole else pieces.items[by_length],
         pieces.starts[by_length] if pieces.starts.size else no_ints,
@@ -266,6 +278,38 @@ def virtual_order(
         batch_size,
         *patterns,
     )
+    return order, note
+
+
+def _by_arrival(config: BatchingConfig) -> bool:
+    """Whether rows depend on the order in which samples come, so that no pattern repeats."""
+    sorted_first = (PackingMode.BEST_FIT_DECREASING, PackingMode.OPTIMAL)
+    return config.layout == "packed" and config.pack_mode not in sorted_first
+
+
+def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> list[Rows]:
+    """Pack samples as they come in this epoch's shuffle, and shuffle the rows."""
+    key = np.uint64(rng.key(config.seed, "plan/arrival", epoch))
+    arrival = permutation(pieces.items.size, key)
+    lengths = pieces.lengths[arrival]
+    packing = pack_lengths(
+        lengths, config.pack_max_length, config.pack_mode, config.pack_max_segments
+    )
+    key = np.uint64(rng.key(config.seed, "plan/bins", epoch))
+    bins = permutation(packing.num_bins, key)
+    width = config.get_pad_length(-1, config.pack_max_length)
+    rows = config.token_budget // width
+    starts = pieces.starts if pieces.starts.size else np.zeros_like(pieces.items)
+    listed = []
+    for first in range(0, packing.num_bins, rows):
+        parts = [
+            packing.items[packing.offsets[b] : packing.offsets[b + 1]]
+            for b in bins[first : first + rows]
+        ]
+        at = arrival[np.concatenate(parts)]
+        offsets = _offsets(np.array([len(part) for part in parts])).astype(np.int32)
+        listed.append(Rows(-1, width, pieces.items[at], starts[at], pieces.lengths[at], offsets))
+    return listed
 
 
 def _near_lengths(

@@ -66,19 +66,17 @@ class CollatedBatch:
         return int((self.labels != IGNORE).sum())
 
 
-def collate(
-    batch: MicrobatchSpec, read: SampleReader, *, pad_id: int = 0, limit: int | None = None
-) -> CollatedBatch:
+def collate(batch: MicrobatchSpec, read: SampleReader, *, pad_id: int = 0) -> CollatedBatch:
     """Lay the samples of `batch` into a matrix.
 
-    `limit` is the plan's longest piece: a sample may be longer than its planned length only if
-    the plan cut it there. Anything else means the plan was made for other tokens, and is refused.
+    A sample may be longer than its planned length only if the plan cut it there. Anything else
+    means the plan was made for other tokens, and is refused.
     """
     samples = [read(int(item)) for item in batch.items]
     pieces = list(zip(samples, batch.starts.tolist(), batch.lengths.tolist(), strict=True))
     for segment, (sample, start, length) in enumerate(pieces):
         size = len(sample.input_ids)
-        if size != start + length and not (size > start + length and length == limit):
+        if size != start + length and not (size > start + length and length == batch.cut_at):
             raise Mismatch(
                 f"sample {batch.ids[int(batch.items[segment])]!r} has {size:,} tokens where the "
                 f"plan expects {start + length:,}; use the data and the tokenizer it was built with"

@@ -77,7 +77,8 @@ class BatchingConfig(BaseModel):
     pack_max_length: int = Field(2048, gt=0, lt=2**31)
     """Width of a packed row (layout packed)."""
     pack_mode: PackingMode = PackingMode.BEST_FIT_DECREASING
-    """How rows are packed: best_fit_decreasing, or optimal to try column generation as well."""
+    """How rows are packed. Modes that take samples as they come shuffle them anew every epoch, and
+    their plans are written out; the others are virtual."""
     pack_max_segments: int | None = Field(None, gt=0)
     """Most samples in one packed row; None is no limit."""
     seed: int = 42
@@ -116,7 +117,15 @@ class BatchingConfig(BaseModel):
         if not isinstance(data, dict):
             return data
         mode = BatchingMode(data.get("mode", BatchingMode.THROUGHPUT))
-        return {**_MODE_DEFAULTS[mode], **data}
+        fitting: dict[str, Any] = {}
+        budget = data.get("token_budget")
+        if isinstance(budget, int):
+            # Only what was given can contradict a small budget; defaults give way to it.
+            edges = cls.model_fields["bucket_edges"].default
+            widest = cls.model_fields["pack_max_length"].default
+            fitting["bucket_edges"] = tuple(edge for edge in edges if edge < budget)
+            fitting["pack_max_length"] = max(1, min(widest, budget))
+        return {**_MODE_DEFAULTS[mode], **fitting, **data}
 
     @model_validator(mode="after")
     def _consistent(self) -> "BatchingConfig":
@@ -140,17 +149,11 @@ class BatchingConfig(BaseModel):
                     f"token_budget={self.token_budget:,}; raise the budget or drop the edge"
                 )
             _ = self.bucket_spec
-        if self.layout == "packed":
-            if self._fit(self.pack_max_length) > self.token_budget:
-                raise ConfigError(
-                    f"pack_max_length={self.pack_max_length:,} is wider than "
-                    f"token_budget={self.token_budget:,}; raise the budget or narrow the rows"
-                )
-            if self.pack_mode not in (PackingMode.BEST_FIT_DECREASING, PackingMode.OPTIMAL):
-                raise ConfigError(
-                    f"pack_mode={self.pack_mode.value} depends on the order of arrival, and a plan "
-                    f"must not; use best_fit_decreasing or optimal"
-                )
+        if self.layout == "packed" and self._fit(self.pack_max_length) > self.token_budget:
+            raise ConfigError(
+                f"pack_max_length={self.pack_max_length:,} is wider than "
+                f"token_budget={self.token_budget:,}; raise the budget or narrow the rows"
+            )
         return self
 
     @property

@@ -32,6 +32,8 @@ class MicrobatchSpec:
     lengths: NDArray[np.int32]
     row_offsets: NDArray[np.int32]
     ids: Ids = field(repr=False)
+    cut_at: int | None = None
+    """Pieces of this length may be cut from a longer sample; None: every sample is whole."""
     weight: float = 1.0
     """0 for a filler that evens out the ranks: run it, but count none of its loss."""
 

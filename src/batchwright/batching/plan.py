@@ -16,7 +16,7 @@ from batchwright.batching.microbatch import MicrobatchSpec
 from batchwright.batching.orders import Order
 from batchwright.batching.shards import Balance, CheckpointPosition, Shard, balance
 from batchwright.data.ids import Ids
-from batchwright.errors import BadFile, ConfigError, UnknownSample
+from batchwright.errors import BadFile, ConfigError, Mismatch, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ class BatchPlan:
     sources: tuple[tuple[str, int, float], ...] = ()
     """Name, size and weight of each source of a mixture."""
     difficulty: NDArray[np.float64] | None = None
+    note: str = ""
+    """What is to be known of how it was made: how far `optimal` packing came."""
     shard_of: Shard | None = None
 
     @classmethod
@@ -163,7 +165,8 @@ class BatchPlan:
         count = self.num_microbatches(epoch)
         if not 0 <= index < count:
             raise UnknownSample(f"epoch {epoch} has the microbatches 0 to {count - 1}, not {index}")
-        return MicrobatchSpec(epoch, index, *self.order.rows(epoch, index), ids=self.ids)
+        rows = self.order.rows(epoch, index)
+        return MicrobatchSpec(epoch, index, *rows, ids=self.ids, cut_at=self._cut_at)
 
     def epoch(self, epoch: int) -> EpochPlan:
         return EpochPlan(self, self._checked(epoch))
@@ -187,6 +190,8 @@ class BatchPlan:
         divide evenly, ranks that have none left get a filler of weight 0.
         """
         last = self.num_epochs if epochs is None else epoch + epochs
+        if epoch > last:
+            raise UnknownSample(f"the plan has {last} epochs, so it cannot go on at {epoch}")
         while epoch < last:
             count = self.num_microbatches(epoch)
             if not 0 <= microbatch_idx <= count:
@@ -194,10 +199,25 @@ class BatchPlan:
                     f"epoch {epoch} has {count} microbatches, so it cannot go on at "
                     f"{microbatch_idx}"
                 )
+            fixed = self.config.step_size != "world"
+            if fixed and microbatch_idx < count and microbatch_idx % self.step_microbatches:
+                raise Mismatch(
+                    f"microbatch {microbatch_idx} is inside a step of {self.step_microbatches}; "
+                    f"go on at the beginning of a step"
+                )
             for first in range(microbatch_idx, count, self.step_microbatches):
                 stop = min(first + self.step_microbatches, count)
                 yield Step(epoch, first, stop, self._share(epoch, first, stop))
             epoch, microbatch_idx = epoch + 1, 0
+
+    def steps_from(self, position: CheckpointPosition) -> Iterator[Step]:
+        """The steps that are left after `position`; `Mismatch` if it belongs to another plan."""
+        if position.plan and position.plan != self.whole_fingerprint:
+            raise Mismatch(
+                f"the checkpoint belongs to plan {position.plan[:16]}, "
+                f"this is {self.whole_fingerprint[:16]}; open the plan it was made with"
+            )
+        return self.iter_steps(position.epoch, position.microbatch_idx)
 
     @property
     def step_microbatches(self) -> int:
@@ -309,6 +329,10 @@ class BatchPlan:
         whole.__dict__["order_root"] = self.order_root
         whole.__dict__["_canonical"] = self._canonical
         return whole.fingerprint
+
+    @cached_property
+    def _cut_at(self) -> int | None:
+        return self.config.limit if self.config.overflow in ("truncate", "split") else None
 
     @cached_property
     def _canonical(self) -> NDArray[np.int32] | None:

@@ -22,7 +22,7 @@ from batchwright.batching.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.errors import BatchwrightError
 from batchwright.files import atomic_folder
-from batchwright.folders import MANIFEST, Kind, array_bytes, write_array
+from batchwright.folders import Kind, array_bytes, write_array
 
 __all__ = ["check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
 
@@ -38,7 +38,7 @@ _READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped",
 
 def save_plan(plan: BatchPlan, path: Path) -> Path:
     """Write the plan as a folder, whole or not at all."""
-    with atomic_folder(path, MANIFEST) as folder:
+    with PLAN.replacing(path) as folder:
         files = {name: write_array(folder, name, array) for name, array in _arrays(plan).items()}
         _write_manifest(folder, plan, files)
     return path
@@ -50,7 +50,7 @@ def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "co
     The arrays are the same for all ranks and are linked, not copied, where the disk can.
     """
     plan.shard(0, world_size, balance=balance)  # refuses a wrong world before anything is touched
-    with atomic_folder(path, "rank_0/" + MANIFEST) as folder:
+    with PLAN.replacing(path, "rank_0/") as folder:
         files: dict[str, Any] = {}
         for rank in range(world_size):
             shard = plan.shard(rank, world_size, balance=balance)
@@ -89,6 +89,7 @@ def load_plan(path: Path) -> BatchPlan:
             dataset_hash=manifest["dataset_hash"],
             tokenizer_hash=manifest["tokenizer_hash"],
             sources=tuple((n, s, w) for n, s, w in manifest["sources"]),
+            note=manifest["note"],
             shard_of=Shard(**shard) if shard else None,
         )
     except (KeyError, TypeError, ValueError) as error:
@@ -110,7 +111,7 @@ def check_files(path: Path) -> int:
 
 def export_plan(plan: BatchPlan, path: Path) -> Path:
     """The plan as text: `meta.json` and one `epoch_<n>.jsonl` for each epoch."""
-    with atomic_folder(path, "meta.json") as folder:
+    with atomic_folder(path, "meta.json", '"tokenizer_hash"') as folder:
         meta = {
             "fingerprint": plan.fingerprint,
             "dataset_hash": plan.dataset_hash,
@@ -175,6 +176,7 @@ def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> Non
             "config": plan.config.model_dump(mode="json"),
             "counts": asdict(plan.counts),
             "sources": [list(source) for source in plan.sources],
+            "note": plan.note,
             "shard": asdict(plan.shard_of) if plan.shard_of else None,
             "files": files,
         },

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadFile, ConfigError, Mismatch
+from batchwright.errors import BadFile, ConfigError
 from batchwright.files import existing, write_atomic
 from batchwright.jit import kernel
 from batchwright.world import World
@@ -121,12 +121,7 @@ def iter_from_checkpoint(
     plan: "BatchPlan", position: CheckpointPosition
 ) -> Iterator["MicrobatchSpec"]:
     """What is left after `position`, on however many ranks `plan` is sharded."""
-    if position.plan and position.plan != plan.whole_fingerprint:
-        raise Mismatch(
-            f"the checkpoint belongs to plan {position.plan[:16]}, "
-            f"this is {plan.whole_fingerprint[:16]}; open the plan it was made with"
-        )
-    return iter(plan.iter_from(position.epoch, position.microbatch_idx))
+    return (batch for step in plan.steps_from(position) for batch in step.microbatches)
 
 
 class _Bucketed(Protocol):
@@ -164,7 +159,7 @@ def balance(costs: NDArray[np.int64] | Sequence[int], world_size: int) -> NDArra
     Deterministic: ties go to the lower index.
 
     >>> balance([9, 1, 1, 9], 2).tolist()
-    [0, 1, 0, 1]
+    [0, 0, 1, 1]
     """
     values = np.ascontiguousarray(costs, np.int64)
     return _swap(values, _largest_first(values, world_size), world_size)

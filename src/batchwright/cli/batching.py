@@ -120,8 +120,9 @@ def suggest(
         lines.append(f"left out: {found.over_long:,} samples longer than {max_length:,}")
     if found.regret is not None:
         lines.append(
-            f"your edges: {percent(found.current_efficiency)} useful, "
-            f"{100 * found.regret:.1f} points below the best of their number"
+            f"your edges, with a last bucket up to the longest sample: "
+            f"{percent(found.current_efficiency)} useful, {100 * found.regret:.1f} points below "
+            f"the best edges for as many buckets"
         )
     spec = found.spec()
     edges = ",".join(map(str, spec.edges)) or str(spec.overflow_max)

@@ -50,7 +50,7 @@ def build(
     min_length: Annotated[int, Parameter(help="Shorter samples are skipped.")] = 1,
     pack_max_len: Annotated[int, Parameter(help="Width of a packed row.")] = 2048,
     pack_mode: Annotated[
-        Literal["best_fit_decreasing", "optimal"],
+        Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"],
         Parameter(help="How rows are packed; optimal also tries column generation."),
     ] = "best_fit_decreasing",
     pack_max_segments: Annotated[int | None, Parameter(help="Most samples in one row.")] = None,
@@ -473,6 +473,8 @@ def _counted(plan: "BatchPlan") -> list[str]:
         lines.append(f"split {counts.split:,} samples into pieces of {plan.config.limit:,} tokens")
     if counts.tokens_left_out:
         lines.append(f"left out {counts.tokens_left_out:,} of {counts.tokens:,} tokens")
+    if plan.note:
+        lines.append(f"packing: {plan.note}")
     if plan.config.drop_last:
         dropped = counts.planned_tokens - plan.useful_tokens(0)
         lines.append(f"drop_last leaves out {dropped:,} tokens of epoch 0")
@@ -499,6 +501,7 @@ def _facts(plan: "BatchPlan") -> dict[str, Any]:
         "dataset_hash": plan.dataset_hash,
         "tokenizer_hash": plan.tokenizer_hash,
         "sources": [list(source) for source in plan.sources],
+        "note": plan.note,
         "shard": asdict(plan.shard_of) if plan.shard_of else None,
     }
 

@@ -8,6 +8,7 @@ from batchwright.data.lengths import (
     Lengths,
     build_lengths,
 )
+from batchwright.data.reader import sample_reader
 from batchwright.data.sample import Row, Sample, content_hash, encode_row, encode_rows
 from batchwright.data.source import Chunk, OnBadRow, Skipped, Source, good_rows, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
@@ -32,4 +33,5 @@ __all__ = [
     "good_rows",
     "load_tokenizer",
     "open_source",
+    "sample_reader",
 ]

@@ -15,8 +15,7 @@ from batchwright.data.sample import Sample, content_hash, encode_rows
 from batchwright.data.source import OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadFile, DuplicateId
-from batchwright.files import atomic_folder
-from batchwright.folders import MANIFEST, Kind, write_array
+from batchwright.folders import Kind, write_array
 
 __all__ = ["TokenStore"]
 
@@ -72,7 +71,7 @@ class TokenStore:
         lengths: list[int] = []
         content: list[int] = []
         skipped = Skipped()
-        with atomic_folder(path, MANIFEST) as folder:
+        with STORE.replacing(path) as folder:
             tokens, mask = _Growing(folder, "tokens", "<i4"), _Growing(folder, "mask", "u1")
             with tokens, mask:
                 for start in range(0, len(source), CHUNK_ROWS):

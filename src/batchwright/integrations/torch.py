@@ -236,11 +236,10 @@ class PlanCollate:
             format = "flat" if plan.config.layout == "packed" else "rows"
         self._lay = _flat if format == "flat" else _rows
         self._pad_id = pad_id
-        self._limit = plan.config.limit
 
     def __call__(self, loaded: list[Loaded]) -> dict[str, Any]:
         ((key, batch, samples),) = loaded
-        collated = collate(batch, samples.__getitem__, pad_id=self._pad_id, limit=self._limit)
+        collated = collate(batch, samples.__getitem__, pad_id=self._pad_id)
         return {**self._lay(collated), "microbatch": key}
 
 

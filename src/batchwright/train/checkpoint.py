@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from batchwright.batching.shards import CheckpointPosition
 from batchwright.errors import BadFile, BatchwrightError, Mismatch, MissingFile
-from batchwright.files import atomic_folder
-from batchwright.folders import MANIFEST, Kind
+from batchwright.folders import Kind
 
 __all__ = ["Checkpoint", "latest", "load_into", "save"]
 
@@ -53,7 +52,7 @@ def save(
     if not write:
         return
     path = folder / f"step_{position.global_step:08d}"
-    with atomic_folder(path, MANIFEST) as temporary:
+    with CHECKPOINT.replacing(path) as temporary:
         save_file(weights, temporary / "model.safetensors")
         save_file(states, temporary / "optimizer.safetensors")
         files = {name: _sha256(temporary / name) for name in _FILES}

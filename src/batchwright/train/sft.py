@@ -328,9 +328,7 @@ def learning_rate(config: SftConfig, step: int, total: int) -> float:
 
 
 def _batches(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
-    config = data.plan.config
-    limit = config.limit if config.overflow in ("truncate", "split") else None
-    return [collate(b, data.read, pad_id=pad_id, limit=limit) for b in step.microbatches]
+    return [collate(batch, data.read, pad_id=pad_id) for batch in step.microbatches]
 
 
 def _ahead(

@@ -1,0 +1,142 @@
+"""What the package offers by name: no more, no less, and at no cost to those who do not ask."""
+
+import ast
+import importlib
+import inspect
+import pickle
+import pkgutil
+import re
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import batchwright
+from batchwright import batching, errors
+
+DOCUMENT_NAMES = """
+BucketSpec BucketStats TokenBudgetBatchSampler BatchSpec BatchMetrics BatchShapeHistogram
+BatchingConfig BatchingMode PadPolicy BatchPlan BatchPlanBuilder EpochPlan MicrobatchSpec
+PackingConfig PackingMode PackedSequence PackingMetrics pack_sequences
+create_segment_attention_mask compute_batch_fingerprint verify_batch_fingerprint LengthCache
+LengthEntry BatchWriter BatchReader CollatedBatch DistributedConfig shard_batch_plan
+interleave_microbatches CheckpointPosition compute_length_histogram analyze_bucket_efficiency
+suggest_bucket_edges create_efficiency_report
+"""
+ROOT = Path(str(files(batchwright)))
+MODULES = [
+    batchwright.__name__,
+    *(found.name for found in pkgutil.walk_packages([str(ROOT)], "batchwright.")),
+]
+HEAVY = ("torch", "transformers", "datasets", "matplotlib", "scipy.optimize", "pandas", "aiohttp")
+CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+
+
+def source(module: str) -> ast.Module:
+    folder = ROOT.joinpath(*module.split(".")[1:])
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    return ast.parse(path.read_text())
+
+
+def declared(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return None
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Public classes and functions of a module; commands are reached by their words instead."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, kinds)
+        and not node.name.startswith("_")
+        and not any(
+            re.search(r"\.(command|default)\b", ast.unparse(d)) for d in node.decorator_list
+        )
+    }
+
+
+def reexported(tree: ast.Module) -> set[str]:
+    return {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("batchwright.")
+        for alias in node.names
+    }
+
+
+@pytest.mark.parametrize("name", DOCUMENT_NAMES.split())
+def test_names_of_the_document_come_from_batching(name) -> None:
+    assert name in batching.__all__
+    assert getattr(batching, name).__name__ == name
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_holds_what_a_module_defines_and_offers_nothing_that_is_not_there(module) -> None:
+    tree = source(module)
+    names = declared(tree)
+    if names is None:
+        assert not defined(tree), "a module that defines something says so in __all__"
+        return
+    assert len(names) == len(set(names))
+    assert defined(tree) <= set(names)
+    package = ROOT.joinpath(*module.split(".")[1:]).is_dir()
+    if package:
+        assert reexported(tree) <= set(names)
+    loaded = importlib.import_module(module)
+    for name in names:
+        assert hasattr(loaded, name)
+
+
+@pytest.mark.parametrize("module", ["batchwright", "batchwright.data", "batchwright.batching"])
+def test_importing_an_engine_imports_nothing_heavy(module) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    loaded = set(done.stdout.split())
+
+    assert module in loaded
+    assert not loaded & set(HEAVY)
+    if module == "batchwright":
+        assert "numpy" not in loaded
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert files(batchwright).joinpath("py.typed").is_file()
+
+
+@pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
+def test_every_error_stands_in_the_drawn_tree_with_its_parents(error) -> None:
+    drawn = re.findall(r"^    (?:[├└]── )?(\w+)(?: +\((\w+)\))?", errors.__doc__ or "", re.M)
+    parents = dict(drawn)
+
+    assert error.__name__ in errors.__all__
+    assert error.__name__ in parents
+    assert issubclass(error, errors.BatchwrightError)
+    if error is not errors.BatchwrightError:
+        assert error.__mro__[1] is errors.BatchwrightError
+        assert [parent.__name__ for parent in error.__bases__[1:]] == [parents[error.__name__]]
+        assert error.__bases__[1].__module__ == "builtins"
+
+
+def test_the_drawn_tree_names_no_error_that_is_not_there() -> None:
+    drawn = re.findall(r"^    (?:[├└]── )?(\w+)", errors.__doc__ or "", re.M)
+
+    assert sorted(drawn) == sorted(error.__name__ for error in CLASSES)
+
+
+@pytest.mark.parametrize("error", CLASSES, ids=lambda error: error.__name__)
+def test_errors_survive_the_trip_between_processes(error) -> None:
+    sent = error("the disk is full; free some space")
+    received = pickle.loads(pickle.dumps(sent))
+
+    assert type(received) is error
+    assert str(received) == str(sent) == "the disk is full; free some space"
+    assert received.args == sent.args
