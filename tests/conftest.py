@@ -54,10 +54,17 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture(scope="session")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A user of no ranks and no network, with an empty home."""
+    """A user of no ranks and no network, with an empty home that takes temporary files as well."""
     home = tmp_path_factory.mktemp("home")
+    (home / "tmp").mkdir()
     given = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    return {**given, "HOME": str(home), "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1"}
+    return {
+        **given,
+        "HOME": str(home),
+        "TMPDIR": str(home / "tmp"),
+        "HF_HOME": str(home / "hf"),
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 @pytest.fixture(scope="session")

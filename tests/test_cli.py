@@ -240,7 +240,7 @@ WRITING = {
 @pytest.fixture
 def speak(request, line):
     """A process for what the document did not already run as one, else a call."""
-    words = {"draw", "diff", "explain", "export", "doctor", "generate"}
+    words = {"draw", "diff", "explain", "export", "generate"}
     return request.getfixturevalue("run" if words & set(line.split()) else "call")
 
 
@@ -357,8 +357,8 @@ def test_a_report_is_saved_as_json(copy, call) -> None:
     assert json.loads((copy / "report.json").read_text()) == outcome.data
 
 
-def test_debug_shows_the_traceback_and_its_absence_hides_it(folder, run) -> None:
-    plain = run("data batchplan info -p nowhere", folder)
+def test_debug_shows_the_traceback_and_its_absence_hides_it(folder, run, call) -> None:
+    plain = call("data batchplan info -p nowhere", folder)
     told = run("data batchplan info -p nowhere --debug", folder)
 
     assert (plain.code, told.code) == (1, 1)
@@ -457,7 +457,6 @@ def test_the_demo_ends_with_commands_to_type_next(demo, folder, call) -> None:
     [
         "data batching histogram -c lengths.jsonl",
         "data batchplan draw -p batch_plan",
-        "data batching analyze -c lengths.jsonl",
         "--help",
     ],
 )

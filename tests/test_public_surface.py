@@ -31,7 +31,11 @@ MODULES = [
     *(found.name for found in pkgutil.walk_packages([str(ROOT)], "batchwright.")),
 ]
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "scipy.optimize", "pandas", "aiohttp")
-CLASSES = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [
+    value
+    for _, value in inspect.getmembers(errors, inspect.isclass)
+    if value.__module__ == errors.__name__
+]
 
 
 def source(module: str) -> ast.Module:

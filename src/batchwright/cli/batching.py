@@ -119,10 +119,11 @@ def suggest(
     if found.over_long:
         lines.append(f"left out: {found.over_long:,} samples longer than {max_length:,}")
     if found.regret is not None:
+        given = edges_of(current) if current else ()
+        added = f" and a last bucket up to {found.edges[-1]:,}" * (given[-1] < found.edges[-1])
         lines.append(
-            f"your edges, with a last bucket up to the longest sample: "
-            f"{percent(found.current_efficiency)} useful, {100 * found.regret:.1f} points below "
-            f"the best edges for as many buckets"
+            f"your edges{added}: {percent(found.current_efficiency)} useful, "
+            f"{100 * found.regret:.1f} points below the best edges for as many buckets"
         )
     spec = found.spec()
     edges = ",".join(map(str, spec.edges)) or str(spec.overflow_max)

@@ -65,13 +65,37 @@ def demo(
     )
     _run("The first batches of rank 0.", f"data batchplan info -p {out}/shards/rank_0 -n 4")
     _run("Where is one sample, in every epoch?", f"data batchplan explain demo-0007 -p {plan}")
+    _train(out, data)
     print(
         f"\nPictures: {out}/packing.png, {out}/lengths.png\n"
         f"\nNext, with your own data:\n"
         f"  batchwright data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl\n"
         f"  batchwright data batchplan build -l lengths.jsonl --layout packed --dry-run\n"
-        f"  batchwright data batchplan build -l lengths.jsonl --layout packed -o batch_plan/"
+        f"  batchwright data batchplan build -l lengths.jsonl --layout packed -o batch_plan/\n"
+        f"  batchwright train sft --model MODEL --data train.jsonl --batchplan batch_plan/"
     )
+
+
+def _train(out: Path, data: Path) -> None:
+    """A dozen steps of a small random model, on padded batches and on packed ones."""
+    import shutil
+    from importlib.util import find_spec
+
+    if not (find_spec("torch") and find_spec("transformers")):
+        print("\nTraining needs torch: pip install 'batchwright[train]'")
+        return
+    limits = "--token-budget 2048 --overflow truncate --lr 3e-3 --warmup-steps 2 --max-steps 12"
+    for name, words in (
+        ("padded", "--bucket-edges 128,256,512,1024"),
+        ("packed", "--pack --pack-max-len 2048"),
+    ):
+        run = out / f"run_{name}"
+        if (run / "config.toml").is_file():
+            shutil.rmtree(run)
+        _run(
+            f"Train a small random model on {name} batches: the loss falls, ullage is the waste.",
+            f"train sft --model tiny --data {data} {words} {limits} --run-dir {run} --quiet",
+        )
 
 
 def _run(why: str, words: str) -> None:

@@ -63,7 +63,9 @@ def sft(
 
 def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
     """The run's own settings, with those that a resumed run may change."""
-    saved = dataclasses.replace(SftConfig.load(run / "config.toml"), run_dir=run)
+    # To stop after some steps was meant for the call that said so.
+    loaded = SftConfig.load(run / "config.toml")
+    saved = dataclasses.replace(loaded, run_dir=run, stop_after=0)
     if given is None:
         return saved
     blank = SftConfig()

@@ -21,6 +21,8 @@ __all__ = ["TokenStore"]
 
 STORE = Kind("batchwright.tokens", 1, "token store", "delete it and train again")
 CHUNK_ROWS = 1024
+LARGE = ("tokens", "mask")
+"""Only their size is checked when a store is opened: to read all of them would take too long."""
 
 
 class TokenStore:
@@ -34,7 +36,7 @@ class TokenStore:
         fields = STORE.read(path)
         try:
             arrays = {
-                name: STORE.open_array(path, name, entry, check=name == "offsets")
+                name: STORE.open_array(path, name, entry, check=name not in LARGE)
                 for name, entry in fields["files"].items()
             }
             self._tokens: NDArray[np.int32] = arrays["tokens"]

@@ -4,11 +4,13 @@ Tokens of a microbatch stand end to end in one row, without padding. Which backe
 samples apart is named in the run log; `pack verify` proves it on the model at hand.
 """
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from batchwright.errors import ConfigError
 
@@ -16,13 +18,16 @@ __all__ = ["Backend", "choose_backend", "packed_inputs", "use_backend"]
 
 Backend = Literal["flash", "segments", "sdpa", "flex"]
 
-_SEGMENTS = "batchwright_segments"
 _IMPLEMENTATIONS: dict[str, str] = {
     "flash": "flash_attention_2",
-    "segments": _SEGMENTS,
-    "sdpa": "sdpa",
-    "flex": "flex_attention",
+    "segments": "batchwright_segments",
+    # Not by their own names: transformers has opinions on which models may use those.
+    "sdpa": "batchwright_masked",
+    "flex": "batchwright_blocks",
 }
+
+_masks: Any = WeakTensorKeyDictionary()
+"""Masks by the bounds they were built from, as long as those are in use."""
 
 
 def choose_backend(asked: str, device: torch.device, *, training: bool = True) -> Backend:
@@ -49,42 +54,37 @@ def choose_backend(asked: str, device: torch.device, *, training: bool = True) -
 
 
 def use_backend(model: Any, backend: Backend) -> None:
-    """Tell a transformers model to attend by `backend`."""
+    """Tell a transformers model to attend by `backend`, or say why it cannot."""
     from transformers import AttentionInterface
 
-    if backend == "segments":
-        AttentionInterface.register(_SEGMENTS, _attend_by_segment)
-    model.set_attn_implementation(_IMPLEMENTATIONS[backend])
+    AttentionInterface.register(_IMPLEMENTATIONS["segments"], _attend_by_segment)
+    AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _attend_by_mask)
+    AttentionInterface.register(_IMPLEMENTATIONS["flex"], _attend_by_blocks)
+    wanted = _IMPLEMENTATIONS[backend]
+    # A model whose attention is written by hand only warns, and goes on as before.
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(wanted)
+    if model.config.get_text_config()._attn_implementation != wanted:
+        raise ConfigError(
+            f"{type(model).__name__} has an attention of its own, which cannot keep packed "
+            f"samples apart; train it without --pack"
+        )
 
 
-def packed_inputs(
-    cu_seqlens: torch.Tensor, position_ids: torch.Tensor, backend: Backend
-) -> dict[str, Any]:
+def packed_inputs(cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
     """What the model is given beside its tokens so that samples stay apart.
 
     `cu_seqlens` are the bounds of the samples in the row, `position_ids` count from 0 in each.
     """
-    inputs: dict[str, Any] = {"position_ids": position_ids, "use_cache": False}
-    if backend in ("flash", "segments"):
-        longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-        inputs |= {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
-        inputs |= {"max_length_q": longest, "max_length_k": longest}
-        return inputs
-    total = int(cu_seqlens[-1])
-    places = torch.arange(total, device=cu_seqlens.device)
-    sample = torch.bucketize(places, cu_seqlens[1:].contiguous(), right=True)
-    if backend == "sdpa":
-        mask = (sample[:, None] == sample[None, :]) & (places[:, None] >= places[None, :])
-        inputs["attention_mask"] = mask[None, None]
-        return inputs
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def same_sample(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (sample[query] == sample[key]) & (query >= key)
-
-    device = str(cu_seqlens.device)
-    inputs["attention_mask"] = create_block_mask(same_sample, None, None, total, total, device)
-    return inputs
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return {
+        "position_ids": position_ids,
+        "use_cache": False,
+        "cu_seq_lens_q": cu_seqlens,
+        "cu_seq_lens_k": cu_seqlens,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def _attend_by_segment(
@@ -98,35 +98,123 @@ def _attend_by_segment(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each sample; query, key and value are [1, heads, tokens, width]."""
-    for refused in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(refused) is not None:
-            raise ConfigError(
-                f"this model's attention uses {refused}, which the segments backend lacks; "
-                f"use --attention flex or sdpa"
-            )
+    _refuse_extras("segments", kwargs)
     bounds = kwargs.get("cu_seq_lens_q")
     lengths = [query.shape[2]] if bounds is None else torch.diff(bounds).tolist()
-    groups = getattr(module, "num_key_value_groups", 1)
     window = kwargs.get("sliding_window")
-    outputs = []
     parts = [torch.split(tensor, lengths, 2) for tensor in (query, key, value)]
+    outputs = []
     for q, k, v in zip(*parts, strict=True):
         tokens = q.shape[2]
         mask = None
         if window is not None and tokens > window:
             places = torch.arange(tokens, device=q.device)
-            ahead = places[:, None] - places[None, :]
-            mask = (ahead >= 0) & (ahead < window)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                dropout_p=dropout,
-                scale=scaling,
-                is_causal=mask is None,
-                enable_gqa=groups > 1,
-            )
-        )
+            mask = _sees(places[:, None], places[None, :], window)
+        outputs.append(_fused(module, q, k, v, mask, dropout, scaling))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _attend_by_mask(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention over the whole row under a dense mask of the samples."""
+    _refuse_extras("sdpa", kwargs)
+    window = kwargs.get("sliding_window")
+
+    def dense(sample: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(sample), device=sample.device)
+        seen: torch.Tensor = _sees(places[:, None], places[None, :], window)
+        return seen & (sample[:, None] == sample[None, :])
+
+    mask = _once_a_row("sdpa", window, query, kwargs.get("cu_seq_lens_q"), dense)
+    out = _fused(module, query, key, value, mask, dropout, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_by_blocks(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FlexAttention over the whole row, which skips blocks that hold no pair of one sample."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    from transformers.integrations.flex_attention import flex_attention_forward
+
+    window = kwargs.get("sliding_window")
+
+    def sparse(sample: torch.Tensor) -> Any:
+        def same_sample(batch: Any, head: Any, q: Any, k: Any) -> Any:
+            return (sample[q] == sample[k]) & _sees(q, k, window)
+
+        tokens = len(sample)
+        return create_block_mask(same_sample, None, None, tokens, tokens, str(sample.device))
+
+    blocks = _once_a_row("flex", window, query, kwargs.get("cu_seq_lens_q"), sparse)
+    out: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
+        module, query, key, value, blocks, **kwargs
+    )
+    return out
+
+
+def _fused(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=dropout,
+        scale=scaling,
+        is_causal=mask is None,
+        enable_gqa=getattr(module, "num_key_value_groups", 1) > 1,
+    )
+
+
+def _once_a_row(
+    backend: str,
+    window: int | None,
+    query: torch.Tensor,
+    bounds: torch.Tensor | None,
+    make: Callable[[torch.Tensor], Any],
+) -> Any:
+    """The mask that `make` builds from each place's sample; all layers of a row share it."""
+    places = torch.arange(query.shape[2], device=query.device)
+    if bounds is None:
+        return make(torch.zeros_like(places))
+    known = _masks.setdefault(bounds, {})
+    if (backend, window) not in known:
+        sample = torch.bucketize(places, bounds[1:].contiguous(), right=True)
+        known[backend, window] = make(sample)
+    return known[backend, window]
+
+
+def _sees(query: Any, key: Any, window: int | None) -> Any:
+    """Whether a token looks at another: at itself and back, as far as the window reaches."""
+    ahead = query - key
+    return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
+
+
+def _refuse_extras(backend: str, kwargs: dict[str, Any]) -> None:
+    for refused in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(refused) is not None:
+            raise ConfigError(
+                f"this model's attention uses {refused}, which the {backend} backend lacks; "
+                f"use --attention flex or flash, or train it without --pack"
+            )

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -14,7 +15,7 @@ from batchwright.batching.shards import CheckpointPosition
 from batchwright.errors import BadFile, BatchwrightError, Mismatch, MissingFile
 from batchwright.folders import Kind
 
-__all__ = ["Checkpoint", "latest", "load_into", "save"]
+__all__ = ["Checkpoint", "latest", "load_into", "save", "whole"]
 
 CHECKPOINT = Kind("batchwright.checkpoint", 1, "checkpoint", "resume from an older one")
 
@@ -44,21 +45,23 @@ def save(
     All ranks must call it, because sharded tensors are gathered; only the rank with `write`
     touches the disk. Weights that do not train are not written: they are the model's own.
     """
-    weights = {name: _whole(p) for name, p in _trained(model)}
+    weights = {name: whole(p) for name, p in _trained(model)}
     states: dict[str, torch.Tensor] = {}
     for name, parameter in _trained(model):
         for key, value in optimizer.state[parameter].items():
-            states[f"{name}|{key}"] = _whole(torch.as_tensor(value))
+            states[f"{name}|{key}"] = whole(torch.as_tensor(value))
     if not write:
         return
     path = folder / f"step_{position.global_step:08d}"
     with CHECKPOINT.replacing(path) as temporary:
-        save_file(weights, temporary / "model.safetensors")
-        save_file(states, temporary / "optimizer.safetensors")
+        _write(weights, temporary / "model.safetensors")
+        _write(states, temporary / "optimizer.safetensors")
         files = {name: _sha256(temporary / name) for name in _FILES}
         CHECKPOINT.write(temporary, {"position": asdict(position), "files": files})
-    for old in _found(folder)[keep:]:
-        shutil.rmtree(old)
+    # A newer one can only be damaged, or this run would have gone on from there.
+    older = [found for found in _found(folder) if found.name < path.name]
+    for old in older[keep - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def latest(folder: Path) -> Checkpoint:
@@ -112,6 +115,13 @@ def load_into(
             }
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU; if it is sharded, gathered from all ranks, which must all ask."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().contiguous()
+
+
 _FILES = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -119,10 +129,12 @@ def _trained(model: torch.nn.Module) -> Iterable[tuple[str, torch.nn.Parameter]]
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor.detach().cpu().contiguous()
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        # What the disk says, as every other writer would pass it on.
+        raise OSError(str(error)) from None
 
 
 def _like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

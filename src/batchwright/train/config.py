@@ -1,5 +1,6 @@
 """The settings of a fine-tuning run. Light to import: the command's help is made from it."""
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -110,11 +111,11 @@ class SftConfig:
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
-        for name in ("weight_decay", "clip", "lora_rank"):
-            if not getattr(self, name) >= 0:
+        for name in ("weight_decay", "clip", "lora_rank", "lora_alpha"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
-        if not self.lr > 0:
-            raise ConfigError(f"--lr {self.lr} is not above 0")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr {self.lr} is not a number above 0")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"--eval-fraction {self.eval_fraction} is not from 0 to below 1")
         if self.eval_fraction and (self.eval_data or self.batchplan):
@@ -154,15 +155,17 @@ class SftConfig:
                 continue
             if isinstance(value, Path):
                 value = str(value)
-            # JSON's strings, numbers, booleans and lists are TOML's as well.
-            lines.append(f"{name} = {json.dumps(value)}")
+            # JSON's strings, finite numbers, booleans and lists are TOML's as well.
+            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
         return "\n".join(lines) + "\n"
 
     @classmethod
     def load(cls, path: Path) -> "SftConfig":
         """Read a `config.toml`."""
         try:
-            found: dict[str, Any] = tomllib.loads(existing(path, "run configuration").read_text())
+            found: dict[str, Any] = tomllib.loads(
+                existing(path, "run configuration").read_text("utf-8")
+            )
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
         known = {field.name for field in fields(cls)}

@@ -1,5 +1,6 @@
 """Rows to a plan and tokens in the run directory, once; every rank then maps the same files."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,9 @@ def prepare(
 ) -> None:
     """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run."""
     run = config.run_dir
+    for left in ("eval_plan", "eval_tokens"):
+        # Of an attempt that was refused; this one may hold out nothing.
+        shutil.rmtree(run / left, ignore_errors=True)
     store = _store(config, config.data, run / "tokens", tokenizer, progress)
     if config.batchplan is not None:
         plan = BatchPlan.load(config.batchplan)

@@ -16,8 +16,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,15 +27,16 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.batching import CheckpointPosition, Step, collate
+from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
 from batchwright.batching.collate import IGNORE, CollatedBatch
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need
 from batchwright.events import EventLog
 from batchwright.files import atomic_folder, write_atomic
 from batchwright.train import checkpoint as checkpoints
 from batchwright.train import ranks
-from batchwright.train.attention import Backend, choose_backend, packed_inputs, use_backend
+from batchwright.train.attention import choose_backend, packed_inputs, use_backend
 from batchwright.train.config import SftConfig
+from batchwright.train.isolation import refuse_leaks
 from batchwright.train.models import context_length, load_model
 from batchwright.train.prepare import Prepared, open_prepared, prepare
 from batchwright.train.stamp import write_stamp
@@ -91,7 +92,8 @@ def train_sft(
     config = config.named()
     world = World.detect()
     device = ranks.device_of(config.device, world)
-    with ranks.joined(world, device), _interrupts() as interrupted:
+    backend = choose_backend(config.attention, device)
+    with ranks.joined(world, device), ExitStack() as open_things:
         main = world.rank == 0
         model, tokenizer, _ = load_model(config.model, device=device, dtype=torch.float32)
         if config.tokenizer is not None:
@@ -99,17 +101,22 @@ def train_sft(
 
             tokenizer = load_tokenizer(config.tokenizer)
         if main and not resume:
-            _new_run(config)
+            _is_new(config)
             prepare(config, tokenizer, world.size, preparing)
-            write_stamp(config.run_dir, seed=config.seed, world=world)
         ranks.wait(world)
 
         train = _opened(config.run_dir)
         held_out = open_prepared(config.run_dir, "eval_")
         plan = train.plan.shard(world.rank, world.size)
-        _fits_model(train, model, tokenizer.vocab_size)
-        backend = choose_backend(config.attention, device)
-        use_backend(model, backend)
+        for data in (train, held_out) if held_out else (train,):
+            _fits_model(data, model, tokenizer.vocab_size)
+        dtype = _dtype(config, device)
+        attention = "causal rows"
+        if plan.config.layout == "packed":
+            attention = backend
+            use_backend(model, backend)
+            with _autocast(device, dtype):
+                refuse_leaks(model.eval(), backend, device)
         keeps = _takes_logits_to_keep(model)
         if config.lora_rank:
             model = _with_adapters(model, config)
@@ -118,8 +125,10 @@ def train_sft(
         bare = model
         model = ranks.spread(model, world, device, fsdp=config.fsdp)
         optimizer = _optimizer(model, config)
-        total = sum(plan.num_steps(epoch) for epoch in range(config.epochs))
-        total = min(total, config.max_steps) if config.max_steps else total
+        if main and not resume:
+            # Last of all: what was refused up to here can be started anew in the same place.
+            write_stamp(config.run_dir, seed=config.seed, world=world)
+            write_atomic(config.run_dir / "config.toml", config.to_toml().encode())
 
         at = CheckpointPosition(plan=plan.whole_fingerprint)
         if resume:
@@ -131,9 +140,12 @@ def train_sft(
                 )
             checkpoints.load_into(found, bare, optimizer)
             at = found.position
+        total = at.global_step + _steps_left(plan, at, config.epochs)
+        total = min(total, config.max_steps) if config.max_steps else total
 
         log = EventLog(config.run_dir / "events.jsonl") if main else None
         if log:
+            open_things.callback(log.close)
             log.write(
                 "resume" if resume else "start",
                 step=at.global_step,
@@ -141,14 +153,14 @@ def train_sft(
                 plan=plan.whole_fingerprint,
                 world=world.size,
                 device=str(device),
-                attention=backend if plan.config.layout == "packed" else "causal rows",
+                attention=attention,
                 skipped_rows=train.skipped,
                 passed_over=list(found.passed_over) if resume else [],
             )
         for tracker in trackers if main else ():
             tracker.start({k: str(v) for k, v in vars(config).items()})
+            open_things.callback(tracker.finish)
 
-        dtype = _dtype(config, device)
         step = began_at = at.global_step
         first_loss = loss = None
         useful = padded = 0
@@ -163,7 +175,7 @@ def train_sft(
             if held_out is None:
                 return None
             model.eval()
-            value = _evaluate(model, held_out, world, device, backend, keeps, dtype)
+            value = _evaluate(model, held_out, world, device, keeps, dtype)
             model.train()
             if log:
                 log.write("eval", step=step, loss=value)
@@ -172,6 +184,7 @@ def train_sft(
             return value
 
         model.train()
+        interrupted = open_things.enter_context(_interrupts())
         steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=config.epochs - at.epoch)
         for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
             if step == total:
@@ -183,16 +196,20 @@ def train_sft(
             count = sum(batch.num_loss_tokens for batch in ready)
             (counted,) = ranks.summed([float(count)], world, device)
             if not counted:
+                save(at)
+                if log:
+                    log.write("stop", step=step, why="no loss tokens", samples=_names(ready))
                 raise BadLoss(
                     f"step {step + 1}: none of its tokens carries loss, samples "
-                    f"{_names(ready)}; check the loss masks of these rows"
+                    f"{_names(ready)}; the state before it is saved, check the loss masks of "
+                    f"these rows"
                 )
             _set_rate(optimizer, learning_rate(config, step, total))
             _seed(config.seed, step, world.rank)
             loss_sum = torch.zeros((), device=device, dtype=torch.float64)
             for number, batch in enumerate(ready, start=1):
                 with ranks.syncing(model, number == len(ready)), _autocast(device, dtype):
-                    part = microbatch_loss(model, batch, device, backend, keeps)
+                    part = microbatch_loss(model, batch, device, keeps)
                     # Gradients are averaged over the ranks, and the sum is what is wanted.
                     torch.autograd.backward(part * (world.size / counted))
                 loss_sum += part.detach()
@@ -207,10 +224,9 @@ def train_sft(
             loss = summed / counted
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 # The weights are still those of the last good step: worth keeping.
-                save(replace(at, global_step=step))
+                save(at)
                 if log:
                     log.write("stop", step=step, why="loss is not finite", samples=_names(ready))
-                    log.close()
                 raise BadLoss(
                     f"step {step + 1}: the loss is {loss} and the gradient norm {norm} on samples "
                     f"{_names(ready)}; the state before it is saved, lower --lr or drop them"
@@ -266,14 +282,11 @@ def train_sft(
             padded_tokens=padded,
             seconds=time.perf_counter() - began,
             data_wait_s=waited,
-            backend=backend,
+            backend=attention,
         )
         if log:
             why = "done" if finished else "stopped"
             log.write("stop", step=step, why=why, loss=loss, ullage=result.ullage)
-            log.close()
-        for tracker in trackers if main else ():
-            tracker.finish()
         return result
 
 
@@ -281,13 +294,12 @@ def microbatch_loss(
     model: Any,
     batch: CollatedBatch,
     device: torch.device,
-    backend: Backend,
     keeps: bool = True,
 ) -> torch.Tensor:
     """The sum of the loss over the tokens of `batch` that carry it.
 
-    Packed samples go through the model end to end in one row, kept apart by `backend`. Padded
-    rows need no mask: padding stands behind its sample, where causal attention never looks.
+    Packed samples go through the model end to end in one row, kept apart by the backend that
+    `use_backend` gave it. Padded rows need no mask: padding stands behind its sample, where causal attention never looks.
     Logits are made only where some label asks for them (`keeps`), which is most of the memory.
     """
     ids, labels = _tensor(batch.input_ids, device), _tensor(batch.labels, device)
@@ -297,7 +309,7 @@ def microbatch_loss(
         ids, labels = ids[real][None], labels[real][None]
         bounds = torch.from_numpy(batch.cu_seqlens).to(device)
         positions = _tensor(batch.position_ids, device)[real][None]
-        inputs = packed_inputs(bounds, positions, backend)
+        inputs = packed_inputs(bounds, positions)
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     wanted = (targets != IGNORE).any(0).nonzero()[:, 0]
     if not len(wanted):
@@ -349,7 +361,6 @@ def _evaluate(
     data: Prepared,
     world: World,
     device: torch.device,
-    backend: Backend,
     keeps: bool,
     dtype: torch.dtype,
 ) -> float:
@@ -363,7 +374,7 @@ def _evaluate(
         for step in ready.iter_steps(epochs=1):
             for batch in _batches(step, data, 0):
                 with _autocast(device, dtype):
-                    loss += float(microbatch_loss(model, batch, device, backend, keeps))
+                    loss += float(microbatch_loss(model, batch, device, keeps))
                 count += batch.num_loss_tokens
     loss, count = ranks.summed([loss, count], world, device)
     if not count:
@@ -371,13 +382,20 @@ def _evaluate(
     return loss / count
 
 
-def _new_run(config: SftConfig) -> None:
+def _is_new(config: SftConfig) -> None:
     if (config.run_dir / "config.toml").exists():
         raise ConfigError(
             f"{config.run_dir} holds a run already; go on with --resume {config.run_dir} "
             f"or give another --run-dir"
         )
-    write_atomic(config.run_dir / "config.toml", config.to_toml().encode())
+
+
+def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
+    """Steps from a position on; with another number of ranks, a step may take more or fewer."""
+    if at.epoch >= epochs:
+        return 0
+    this = -(-(plan.num_microbatches(at.epoch) - at.microbatch_idx) // plan.step_microbatches)
+    return this + sum(plan.num_steps(epoch) for epoch in range(at.epoch + 1, epochs))
 
 
 def _opened(run: Path) -> Prepared:
@@ -466,14 +484,16 @@ def _names(batches: Sequence[CollatedBatch]) -> str:
 
 def _export(model: Any, config: SftConfig, main: bool) -> None:
     """The trained model as transformers saves it, for everything that reads such folders."""
-    if not main or config.fsdp:
+    # All ranks: sharded weights are gathered.
+    weights = {name: checkpoints.whole(value) for name, value in model.state_dict().items()}
+    if not main:
         return
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     marker = "adapter_config.json" if config.lora_rank else "config.json"
     with atomic_folder(config.run_dir / "model", marker) as folder:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=weights)
 
 
 @contextmanager

@@ -1,0 +1,29 @@
+"""The README's tree is the tree."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_tree_has_every_file_with_the_first_line_of_its_docstring() -> None:
+    block = re.search(r"<!-- tree -->\n```text\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
+    assert block
+    listed = {}
+    folder = ""
+    for line in block.group(1).splitlines()[1:]:
+        name, _, says = line.strip().partition("  ")
+        if name.endswith("/"):
+            folder, name = name, f"{name}__init__.py"
+        elif line.startswith("    "):
+            name = folder + name
+        listed[name] = says.strip()
+    found = {}
+    package = ROOT / "src" / "batchwright"
+    for path in package.rglob("*.py"):
+        doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+        found[str(path.relative_to(package))] = doc.partition("\n")[0]
+    del found["__init__.py"]
+
+    assert listed == found
