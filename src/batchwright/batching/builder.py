@@ -23,6 +23,7 @@ from batchwright.batching.packing import PackingMode, pack_histogram, pack_lengt
 from batchwright.batching.plan import BatchPlan, Counts
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
+from batchwright.data.reader import mixture_hash
 from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.permutation import permutation
 
@@ -376,8 +377,6 @@ def _joined(
             f"the sources were measured with {len(tokenizers)} different tokenizers; "
             f"measure them with one"
         )
-    from batchwright.fingerprint import digest
-
     ids = Ids.of(f"{name}/{id}" for name, part in parts.items() for id in part.ids)
     twice = ids.first_duplicate()
     if twice is not None:
@@ -388,7 +387,7 @@ def _joined(
     lengths = Lengths(
         values=np.concatenate([part.values for part in parts.values()]),
         ids=ids,
-        dataset_hash=digest("mixture", [[n, parts[n].dataset_hash] for n in sorted(parts)])[:16],
+        dataset_hash=mixture_hash({name: part.dataset_hash for name, part in parts.items()}),
         tokenizer_hash=tokenizers.pop(),
     )
     return lengths, tuple((name, len(part), float(weights[name])) for name, part in parts.items())

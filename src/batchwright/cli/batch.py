@@ -28,7 +28,7 @@ def generate(
     """Tokenise, pad or pack, and write every microbatch of the plan."""
     from batchwright.batching import BatchWriter
     from batchwright.cli.shared import whole_plan
-    from batchwright.data.reader import sample_reader
+    from batchwright.data.reader import rows_hash, sample_reader
     from batchwright.data.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.errors import Mismatch
@@ -42,7 +42,16 @@ def generate(
             f"{loaded.fingerprint}; give the tokenizer it was built with"
         )
     names = [name for name, _, _ in opened.sources]
-    read = sample_reader([open_source(spec) for spec in dataset], loaded, opened.ids, names)
+    # Without names the data sets are read one after another, as they were measured.
+    sources = [open_source(spec) for spec in dataset] if names else [open_source(dataset)]
+    if opened.dataset_hash != "unknown":
+        seen = rows_hash(sources, opened.ids, names)
+        if seen != opened.dataset_hash:
+            raise Mismatch(
+                f"the plan was made for data {opened.dataset_hash}, these rows are {seen}: some "
+                f"have changed; measure and plan again, or give the data it was built from"
+            )
+    read = sample_reader(sources, loaded, opened.ids, names)
     epochs = range(opened.num_epochs)
     count = sum(len(opened.epoch(epoch)) for epoch in epochs)
     tokens = sum(opened.padded_tokens(epoch) for epoch in epochs)

@@ -56,9 +56,14 @@ class Entries:
     @cached_property
     def dataset_hash(self) -> str:
         """One digest over the ids and the content of all rows, whatever order they stand in."""
-        keys = self.ids.keys()
-        order = np.lexsort((self.content, keys))
-        return digest("dataset", digest_array(keys[order]), digest_array(self.content[order]))[:16]
+        return dataset_hash(self.ids, self.content)
+
+
+def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
+    """Identity of a data set: which rows it has, by id and content, not in which order."""
+    keys = ids.keys()
+    order = np.lexsort((content, keys))
+    return digest("dataset", digest_array(keys[order]), digest_array(content[order]))[:16]
 
 
 def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:

@@ -1,14 +1,18 @@
 """From the number of a sample in a plan to its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from batchwright.data.ids import Ids
-from batchwright.data.sample import Sample, encode_row, row_id
+from batchwright.data.lengthfiles import dataset_hash
+from batchwright.data.sample import Sample, content_hash, encode_row, row_id
 from batchwright.data.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, Mismatch
+from batchwright.fingerprint import digest
 
-__all__ = ["find_rows", "sample_reader"]
+__all__ = ["find_rows", "mixture_hash", "rows_hash", "sample_reader"]
 
 
 def sample_reader(
@@ -69,6 +73,30 @@ def find_rows(
         return rows[name]
 
     return place
+
+
+def rows_hash(sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()) -> str:
+    """The `dataset_hash` of the rows with these ids, as they are now.
+
+    Equal to that of the lengths if no row has changed since; rows that were added or moved do
+    not matter.
+    """
+    place = find_rows(sources, ids, names)
+    places = [place(item) for item in range(len(ids))]
+    content = np.array([content_hash(sources[part][row]) for part, row in places], np.uint64)
+    if not names:
+        return dataset_hash(ids, content)
+    parts = {}
+    for number, name in enumerate(names):
+        items = [item for item, (part, _) in enumerate(places) if part == number]
+        own = Ids.of(id.removeprefix(f"{name}/") for id in ids.take(items))
+        parts[name] = dataset_hash(own, content[items])
+    return mixture_hash(parts)
+
+
+def mixture_hash(parts: Mapping[str, str]) -> str:
+    """Identity of several named data sets together, in whatever order they are named."""
+    return digest("mixture", [[name, parts[name]] for name in sorted(parts)])[:16]
 
 
 def _row_ids(source: Source, first: int) -> Sequence[str]:

@@ -14,11 +14,13 @@ class TensorBoardTracker:
 
     def __init__(self, run_dir: Path) -> None:
         need("tensorboard", extra="track")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+        self._run_dir = run_dir
+        self._writer: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._run_dir / "tensorboard"))
         lines = "\n".join(f"    {name} = {value}" for name, value in config.items())
         self._writer.add_text("config", lines)
 
@@ -81,7 +83,7 @@ TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": 
 
 
 def open_trackers(names: Sequence[str], run_dir: Path) -> list[Any]:
-    """The trackers of these names, for a run in `run_dir`; only rank 0 should ask."""
+    """The trackers of these names, for a run in `run_dir`; they write nothing before `start`."""
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
         raise ConfigError(f"--track {unknown[0]} is not one of {', '.join(TRACKERS)}")

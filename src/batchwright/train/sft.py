@@ -299,8 +299,9 @@ def microbatch_loss(
     """The sum of the loss over the tokens of `batch` that carry it.
 
     Packed samples go through the model end to end in one row, kept apart by the backend that
-    `use_backend` gave it. Padded rows need no mask: padding stands behind its sample, where causal attention never looks.
-    Logits are made only where some label asks for them (`keeps`), which is most of the memory.
+    `use_backend` gave it. Padded rows need no mask: padding stands behind its sample, where
+    causal attention never looks. Logits are made only where some label asks for them (`keeps`),
+    which is most of the memory.
     """
     ids, labels = _tensor(batch.input_ids, device), _tensor(batch.labels, device)
     inputs: dict[str, Any] = {"use_cache": False}
