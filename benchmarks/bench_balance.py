@@ -82,7 +82,7 @@ def compare(
                 report.not_measured(way.name, got.reason)
                 break
             ratios.append(got.summary["ratio"])
-            seconds.append(got.seconds)
+            seconds.append(got.busy or got.seconds)
         else:
             rows.append([way.name, np.mean(ratios), max(ratios), 1000 * np.median(seconds)])
             if way.name.startswith("batchwright"):

@@ -105,7 +105,7 @@ def compare(report: Report, name: str, capacity: int, k: int) -> dict[str, float
             rows.append([got.name, None, got.reason])
             continue
         found[way.name] = got.summary["efficiency"]
-        milliseconds = None if way.name.startswith("fixed") else 1000 * got.seconds
+        milliseconds = None if way.name.startswith("fixed") else 1000 * got.busy
         rows.append([got.name, got.summary["efficiency"], milliseconds])
     distinct = np.count_nonzero(hist)
     report.table(

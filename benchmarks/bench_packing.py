@@ -9,7 +9,9 @@ Timed for each contender is one call from its own input form to its own output f
     TRL dataset    datasets.Dataset with int8 tokens -> packed Dataset, default windows of 1,000
     naive          list of ints -> list of lists, the textbook loop
 
-Only TRL's last line moves tokens; all others decide which sample goes where.
+Only TRL's last line moves tokens; all others decide which sample goes where. Ratios are of `busy`
+seconds (see common.Measured), so that a call of a minute does not suffer from other people's work
+where a call of a millisecond escapes it.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +29,10 @@ from peers import lightbinpack, trl_binning, trl_dataset
 Lengths = NDArray[np.int32]
 OURS = "batchwright"
 TRL = "TRL bfd, binning only"
-COLUMNS = ("", "seconds", "x ours", "bins", "bins / L2", "efficiency %", "bytes/sample", "first s")
+COLUMNS = (
+    *("", "seconds", "busy s", "x ours", "bins", "bins / L2", "efficiency %", "bytes/sample"),
+    "first s",
+)
 NAIVE_MOST = 10_000
 
 
@@ -166,18 +171,19 @@ def compare(report: Report, name: str, n: int, earlier: dict[str, float]) -> dic
         found[contender.name] = got
         if got.seconds is not None:
             earlier[contender.name] = got.seconds / n
-    base = found[OURS].seconds or float("nan")
+    base = found[OURS].busy or float("nan")
     rows: list[list[Any]] = []
     for got in found.values():
-        if got.seconds is None or got.extra_bytes is None:
-            rows.append([got.name, got.reason, *[None] * 6])
+        if got.seconds is None or got.busy is None or got.extra_bytes is None:
+            rows.append([got.name, got.reason, *[None] * 7])
             continue
         bins = got.summary["bins"]
         rows.append(
             [
                 got.name,
                 got.seconds,
-                got.seconds / base,
+                got.busy,
+                got.busy / base,
                 bins,
                 f"{bins / bound:.5f}",
                 100 * useful / (bins * CAPACITY),

@@ -238,20 +238,22 @@ def peers(report: Report, sizes: list[int]) -> None:
             if way.name in report.missing:
                 continue
             if way.name.startswith("lhotse") and n > 100_000:
-                rows.append([way.name, "not run, it takes seconds for 100,000", *[None] * 3])
+                rows.append([way.name, "not run, it takes seconds for 100,000", *[None] * 4])
                 continue
             got = measure(way, lengths, small, limit_s=report.args.limit, runs=5)
             if got.seconds is None:
                 report.not_measured(way.name, got.reason)
                 continue
             if not rows:
-                base = got.seconds
+                base = got.busy or base
             summary = got.summary
-            ratio = got.seconds / base
-            rows.append([way.name, got.seconds, ratio, summary["batches"], summary["efficiency"]])
+            ratio = (got.busy or base) / base
+            rows.append(
+                [way.name, got.seconds, got.busy, ratio, summary["batches"], summary["efficiency"]]
+            )
         report.table(
             f"lognormal, {n:,} samples: the batches of one epoch",
-            ("", "seconds", "x ours", "batches", "efficiency %"),
+            ("", "seconds", "busy s", "x ours", "batches", "efficiency %"),
             rows,
         )
 

@@ -9,6 +9,7 @@ shared machine noise only ever adds.
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -98,6 +99,9 @@ class Measured:
     seconds: float | None = None
     first_seconds: float | None = None
     """The warm-up call on a small input: compilation, or loading of compiled code."""
+    busy: float | None = None
+    """The least of elapsed and processor seconds over all calls: what one call needs when nobody
+    else wants the cores. Ratios of pure computing are taken from these."""
     calls: tuple[float, ...] = ()
     """Seconds of every full call, in order; `seconds` is the least of them."""
     extra_bytes: int | None = None
@@ -153,11 +157,13 @@ def measure(
         child.join()
     if reason:
         return Measured(contender.name, reason=reason)
+    calls = tuple(elapsed for elapsed, _ in got["calls"])
     return Measured(
         contender.name,
-        seconds=min(got["calls"]),
+        seconds=min(calls),
+        busy=min(min(pair) for pair in got["calls"]),
         first_seconds=got["ready"],
-        calls=tuple(got["calls"]),
+        calls=calls,
         extra_bytes=got["extra"],
         summary=got["done"],
     )
@@ -173,20 +179,20 @@ def _child(
         first = time.perf_counter() - start
         call = contender.prepare(given)
         del warm_up
-        gc.collect()
+        _give_back()
         pipe.send(("ready", first))
         before = _resident()
         _forget_peak()
         begun = time.perf_counter()
         for number in range(runs):
             result = None
-            start = time.perf_counter()
+            start, worked = time.perf_counter(), time.process_time()
             result = call()
-            seconds = time.perf_counter() - start
+            pair = time.perf_counter() - start, time.process_time() - worked
             if number == 0:
                 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
                 pipe.send(("extra", max(0, peak - before)))
-            pipe.send(("call", seconds))
+            pipe.send(("call", pair))
             if time.perf_counter() - begun > patience_s:
                 break
         pipe.send(("done", dict(contender.summary(given, result))))
@@ -197,6 +203,13 @@ def _child(
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def _give_back() -> None:
+    """Return free memory to the system: a call that fits into it would seem to need none."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _forget_peak() -> None:

@@ -78,7 +78,7 @@ def run(environ: dict[str, str]) -> Run:
             env={**environ, **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=120,
+            timeout=300,
             **more,
         )
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())

@@ -33,6 +33,11 @@ from batchwright.integrations.hf import PlanTrainer, PlanTrainerMixin
 from batchwright.train.attention import use_backend
 from batchwright.train.sft import microbatch_loss
 
+# From Python 3.12 on, fork warns wherever a native library has started a thread, as torch has.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+
 VOCABULARY = 60
 SAMPLES = 22
 
@@ -297,6 +302,17 @@ def test_a_checkpoint_of_another_plan_or_of_none_is_refused(tmp_path):
         none.train(**resume)
 
 
+def test_steps_of_another_size_are_no_place_to_go_on_from(tmp_path):
+    settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    planned(tmp_path, build(), **settings).train()
+    noted = tmp_path / "checkpoint-1" / "trainer_state.json"
+    # As two ranks would have written it: a step of this plan is one microbatch a rank.
+    noted.write_text(noted.read_text().replace('"step_microbatches": 1', '"step_microbatches": 2'))
+
+    with pytest.raises(Mismatch, match="counts steps of 2 microbatches, here they have 1"):
+        planned(tmp_path, build(), **settings).train(str(noted.parent))
+
+
 def test_evaluation_and_generation_have_the_attention_the_model_came_with(tmp_path):
     tokenizer = tokenizer_of()
     tokenizer.padding_side = "left"
@@ -315,14 +331,12 @@ def test_evaluation_and_generation_have_the_attention_the_model_came_with(tmp_pa
     assert trainer.model.generate(**prompt, max_new_tokens=3, min_new_tokens=3).shape == (1, 5)
 
 
-def test_the_log_counts_samples_not_batches(tmp_path):
-    trainer = planned(tmp_path, build(), num_train_epochs=2)
+@pytest.mark.parametrize("length", [{"num_train_epochs": 2}, {"max_steps": 2}])
+def test_the_throughput_in_the_log_is_that_of_samples(length, tmp_path):
+    speed = planned(tmp_path, one_step("packed"), **length).train().metrics
 
-    speed = trainer.train().metrics
-
-    assert speed["train_samples_per_second"] * speed["train_runtime"] == pytest.approx(
-        2 * SAMPLES, rel=0.02
-    )
+    seen = speed["train_samples_per_second"] * speed["train_runtime"]
+    assert seen == pytest.approx(2 * SAMPLES, rel=0.02)
 
 
 def test_steps_that_are_not_those_of_the_plan_are_refused(tmp_path):
@@ -429,6 +443,10 @@ def as_one_of_two_ranks(folder: Path) -> None:
         read=sample_of,
     )
     losses = curve(trainer)
+    with pytest.raises(ConfigError, match="leave it True"):
+        planned(
+            folder, trainer.plan, gradient_accumulation_steps=2, average_tokens_across_devices=False
+        )
     report = {"seen": seen, "batches": batches, "curve": losses}
     (folder / f"{trainer.args.process_index}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()

@@ -22,15 +22,29 @@ def get(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Fetch a model's file once. Run it again to continue after an interruption."""
+    """Fetch a model once and make a trainable copy. Run it again after an interruption."""
+    from importlib.util import find_spec
+
     from batchwright.models import find, get
     from batchwright.report.text import bytes_
 
     model = find(name)
     with progress_bar(f"fetching {name} (bytes)", quiet) as progress:
         path = get(name, verify=verify, progress=progress)
+    trainable = None
+    if all(find_spec(part) for part in ("torch", "transformers", "gguf", "accelerate")):
+        from batchwright.train.models import tokenizer_for
+
+        tokenizer_for(name)
+        trainable = str(model.folder / "transformers")
     text = f"{name}: {bytes_(model.size_bytes)}, {model.license} -> {_short(path)}"
-    show({"name": name, "path": str(path), "size_bytes": model.size_bytes}, text, format)
+    text += "\n" + (
+        f"trainable copy -> {_short(Path(trainable))}"
+        if trainable
+        else "to train it: pip install 'batchwright[train]' and run this again"
+    )
+    facts = {"name": name, "path": str(path), "size_bytes": model.size_bytes}
+    show({**facts, "trainable": trainable}, text, format)
 
 
 @models.command(name="list")

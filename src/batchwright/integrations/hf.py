@@ -120,10 +120,14 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
         return batches, count
 
     def num_examples(self, dataloader: "DataLoader[Any]") -> int:
-        """Samples that are planned; the throughput in the log follows from it."""
+        """Samples of an epoch; the throughput in the log follows from it."""
         if isinstance(dataloader, _PlanLoader):
             return len(self.plan.ids) - len(self.plan.skipped)
         return int(super().num_examples(dataloader))
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of a step on average; with `max_steps` the throughput follows from this."""
+        return round((len(self.plan.ids) - len(self.plan.skipped)) / self.plan.num_steps())
 
 
 class PlanTrainer(PlanTrainerMixin, Trainer):  # type: ignore[misc]

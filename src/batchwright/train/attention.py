@@ -4,7 +4,9 @@ Tokens of a microbatch stand end to end in one row, without padding. Which backe
 samples apart is named in the run log; `pack verify` proves it on the model at hand.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -160,10 +162,19 @@ def _attend_by_blocks(
         return create_block_mask(same_sample, None, None, tokens, tokens, str(sample.device))
 
     blocks = _once_a_row("flex", window, query, kwargs.get("cu_seq_lens_q"), sparse)
-    out: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
-        module, query, key, value, blocks, **kwargs
-    )
+    with _uncompiled() if query.device.type == "cpu" else nullcontext():
+        out: tuple[torch.Tensor, torch.Tensor | None] = flex_attention_forward(
+            module, query, key, value, blocks, **kwargs
+        )
     return out
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """FlexAttention as plain torch: on the CPU it only proves something, and needs no compiler."""
+    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        yield
 
 
 def _fused(

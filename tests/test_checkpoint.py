@@ -1,0 +1,223 @@
+"""A checkpoint is whole or passed over, holds no pickle, and the last good one stays."""
+
+import json
+import random
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchwright.batching import CheckpointPosition
+from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile
+from batchwright.train import checkpoint
+
+torch.set_num_threads(1)
+
+PLAN = "f" * 64
+
+
+def trained(steps: int, *, width: int = 4) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A small model after some steps, with one weight that does not train."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Linear(width, 2))
+    model[1].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(5, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def at(step: int) -> CheckpointPosition:
+    return CheckpointPosition(epoch=1, microbatch_idx=2 * step, global_step=step, plan=PLAN)
+
+
+def save(folder: Path, step: int, *, keep: int = 10) -> None:
+    checkpoint.save(folder, *trained(step), at(step), keep=keep)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_what_was_saved_comes_back_to_the_bit_and_goes_on_the_same(
+    tmp_path: Path, steps: int
+) -> None:
+    save(tmp_path, steps)
+    found = checkpoint.latest(tmp_path)
+    model, optimizer = trained(7)  # somewhere else entirely
+    # The weight that does not train is not in the file; it is the model's own.
+    checkpoint.load_into(found, model, optimizer)
+    expected, expected_optimizer = trained(steps)
+
+    assert found.position == at(steps)
+    assert found.step == steps
+    assert found.passed_over == ()
+    for name, weight in weights(expected).items():
+        assert torch.equal(weight, weights(model)[name])
+    if steps:
+        for one, other in ((model, optimizer), (expected, expected_optimizer)):
+            torch.manual_seed(99)
+            one(torch.randn(5, 3)).square().sum().backward()
+            other.step()
+        for name, weight in weights(expected).items():
+            assert torch.equal(weight, weights(model)[name])
+
+
+def test_files_are_safetensors_and_json_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    folder = tmp_path / "step_00000003"
+
+    assert names(folder) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["format"] == "batchwright.checkpoint"
+    assert manifest["position"] == {
+        "epoch": 1,
+        "microbatch_idx": 6,
+        "global_step": 3,
+        "plan": PLAN,
+    }
+    assert load_file(folder / "model.safetensors").keys() == {"0.weight", "0.bias", "1.weight"}
+    moments = load_file(folder / "optimizer.safetensors")
+    assert {name.rpartition("|")[2] for name in moments} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_the_newest_are_kept_and_older_ones_go(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        save(tmp_path, step, keep=2)
+
+    assert names(tmp_path) == ["step_00000006", "step_00000008"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 2, keep=1)
+    save(tmp_path, 2, keep=1)
+
+    assert names(tmp_path) == ["step_00000002"]
+    assert checkpoint.latest(tmp_path).step == 2
+
+
+def spoil(folder: Path, how: str) -> None:
+    model, manifest = folder / "model.safetensors", folder / "manifest.json"
+    if how == "cut":
+        model.write_bytes(model.read_bytes()[:-7])
+    elif how == "flipped":
+        raw = bytearray((folder / "optimizer.safetensors").read_bytes())
+        raw[-1] ^= 1
+        (folder / "optimizer.safetensors").write_bytes(bytes(raw))
+    elif how == "no manifest":
+        manifest.unlink()
+    elif how == "torn manifest":
+        manifest.write_bytes(manifest.read_bytes()[:40])
+    elif how == "no weights":
+        model.unlink()
+    elif how == "empty":
+        for file in folder.iterdir():
+            file.unlink()
+    elif how == "other step":
+        manifest.write_text(manifest.read_text().replace('"global_step": 4', '"global_step": 5'))
+
+
+DAMAGES = ["cut", "flipped", "no manifest", "torn manifest", "no weights", "empty", "other step"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, how: str) -> None:
+    save(tmp_path, 2)
+    save(tmp_path, 4)
+    spoil(tmp_path / "step_00000004", how)
+    found = checkpoint.latest(tmp_path)
+
+    assert found.step == 2
+    (reason,) = found.passed_over
+    assert reason.startswith("step_00000004: ")
+    assert "\n" not in reason
+
+
+def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    draw = random.Random(0)
+    for file in sorted((tmp_path / "step_00000002").iterdir()):
+        raw = file.read_bytes()
+        for place in draw.sample(range(len(raw) - 1), 25):
+            bit = 1 << draw.randrange(8)
+            file.write_bytes(raw[:place] + bytes([raw[place] ^ bit]) + raw[place + 1 :])
+            with pytest.raises(BadFile, match=r"no checkpoint in .* is whole"):
+                checkpoint.latest(tmp_path)
+        file.write_bytes(raw)
+
+    assert checkpoint.latest(tmp_path).step == 2
+
+
+def test_a_good_one_survives_behind_a_damaged_newer_one(tmp_path: Path) -> None:
+    """After a resume from an older checkpoint, the damaged newer one must not push it out."""
+    save(tmp_path, 2, keep=1)
+    save(tmp_path, 6, keep=9)
+    spoil(tmp_path / "step_00000006", "cut")
+    save(tmp_path, 4, keep=1)
+
+    assert checkpoint.latest(tmp_path).step == 4
+    assert names(tmp_path) == ["step_00000004", "step_00000006"]
+
+
+def test_leftovers_of_a_killed_save_are_not_taken_for_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (tmp_path / ".step_00000004.x1y2").mkdir()
+    (tmp_path / "step_notes.txt").write_text("mine")
+
+    assert checkpoint.latest(tmp_path).step == 2
+
+
+def test_no_checkpoint_at_all_is_one_sentence(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(MissingFile, match="no checkpoint in"):
+            checkpoint.latest(folder)
+
+
+@pytest.mark.parametrize("limit", [1_000, 30_000])
+def test_a_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path: Path, limit: int) -> None:
+    save(tmp_path, 2)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The weights have 16 KB, the optimizer's state twice as much.
+    large: Any = trained(1, width=1_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CannotWrite, match="File too large") as caught:
+            checkpoint.save(tmp_path, *large, at(4), keep=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == ["step_00000002"]
+    assert checkpoint.latest(tmp_path).step == 2
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    found = checkpoint.latest(tmp_path)
+    torch.manual_seed(5)
+    wider, optimizer = trained(0, width=5)
+    with pytest.raises(Mismatch, match=r"another model: 0\.weight is \(4, 3\), not \(5, 3\)"):
+        checkpoint.load_into(found, wider, optimizer)
+    deeper = torch.nn.Sequential(*wider, torch.nn.Linear(2, 2))
+    with pytest.raises(Mismatch, match="another model: 2 weights differ"):
+        checkpoint.load_into(found, deeper, optimizer)
+
+
+def test_a_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "step_00000002").mkdir()
+    (tmp_path / "step_00000002" / "notes.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match="not ours"):
+        save(tmp_path, 2)
+    assert names(tmp_path / "step_00000002") == ["notes.txt"]
