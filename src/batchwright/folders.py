@@ -64,9 +64,19 @@ class Kind:
         return sealed
 
     def open_array(
-        self, path: Path, name: str, entry: dict[str, Any], *, check: bool
+        self,
+        path: Path,
+        name: str,
+        entry: dict[str, Any],
+        *,
+        check: bool,
+        scattered: bool = False,
     ) -> NDArray[Any]:
-        """Map an array of the folder; its size is checked always, its content if asked."""
+        """Map an array of the folder; its size is checked always, its content if asked.
+
+        One that is `scattered` is read in small pieces from anywhere, so the system is told not
+        to read ahead: that can be megabytes for every piece.
+        """
         file = path / f"{name}.bin"
         size = array_bytes(entry)
         try:
@@ -76,6 +86,8 @@ class Kind:
                     raise self.damaged(path, f"{file.name} has {seen:,} bytes, not {size:,}")
                 # An empty file cannot be mapped.
                 raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+            if scattered and isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+                raw.madvise(mmap.MADV_RANDOM)
         except OSError as error:
             raise self.damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
         if check and hashlib.sha256(raw).hexdigest() != entry["sha256"]:

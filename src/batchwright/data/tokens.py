@@ -36,7 +36,9 @@ class TokenStore:
         fields = STORE.read(path)
         try:
             arrays = {
-                name: STORE.open_array(path, name, entry, check=name not in LARGE)
+                name: STORE.open_array(
+                    path, name, entry, check=name not in LARGE, scattered=name in LARGE
+                )
                 for name, entry in fields["files"].items()
             }
             self._tokens: NDArray[np.int32] = arrays["tokens"]

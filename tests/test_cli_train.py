@@ -1,0 +1,378 @@
+"""`batchwright train sft` and `pack verify` as they are typed."""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from batchwright.events import read_events
+from batchwright.train.config import SftConfig
+
+torch.set_num_threads(1)
+
+COMMAND = Path(sys.executable).parent / "batchwright"
+WORDS = ("the", "quick", "otter", "counts", "tokens", "while", "it", "dives")
+ONE_CORE = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def write_rows(path: Path, count: int = 24, seed: int = 0) -> None:
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for number in range(count):
+            prompt = " ".join(draw.choices(WORDS, k=draw.randint(1, 9)))
+            row = {"id": f"s{number:02d}", "prompt": prompt, "completion": f" {draw.choice(WORDS)}"}
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_rows(tmp_path / "train.jsonl")
+    return tmp_path
+
+
+def losses(run: Path) -> list[float]:
+    """The loss in the last record of each step."""
+    found = {
+        event.fields["step"]: event.fields["loss"]
+        for event in read_events(run / "events.jsonl")
+        if event.kind == "step"
+    }
+    return [found[step] for step in sorted(found)]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = load_file(run / "model" / "model.safetensors")
+    return found
+
+
+def refused(outcome: Any, *words: str) -> str:
+    """One sentence on stderr, exit code 1, nothing on stdout."""
+    assert outcome.code == 1, outcome
+    lines = [line for line in outcome.err.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, outcome.err
+    assert "internal error" not in lines[0]
+    assert "Traceback" not in outcome.err
+    for word in words:
+        assert word in lines[0]
+    return lines[0]
+
+
+def test_the_documents_plan_is_followed(folder: Path, call: Callable[..., Any]) -> None:
+    assert call("data lengths build -d train.jsonl -t bytes -o lengths.jsonl", folder).code == 0
+    assert (
+        call("data batchplan build -l lengths.jsonl -e 2 -b 256 -o batch_plan/", folder).code == 0
+    )
+    line = "train sft --model tiny --data train.jsonl --batchplan batch_plan/"
+    outcome = call(f"{line} --format json", folder)
+    info = call("data batchplan info -p batch_plan/ --format json", folder).data
+
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["finished"]
+    assert outcome.data["run_dir"] == "runs/sft"
+    assert outcome.data["step"] == len(losses(folder / "runs/sft"))
+    assert "fingerprint" not in info or info["fingerprint"]
+
+
+def test_the_documents_buckets_are_used(folder: Path, call: Callable[..., Any]) -> None:
+    line = (
+        "train sft --model tiny --data train.jsonl --bucket-edges 128,256,512 --token-budget 4096"
+    )
+    outcome = call(line, folder)
+
+    assert outcome.code == 0, outcome.err
+    assert SftConfig.load(folder / "runs/sft/config.toml").chosen_layout == "bucketed"
+    assert "causal rows" in outcome.out
+
+
+def test_the_documents_packing_is_used(folder: Path, call: Callable[..., Any]) -> None:
+    line = "train sft --model tiny --data train.jsonl --pack --pack-max-len 2048"
+    outcome = call(line, folder)
+
+    assert outcome.code == 0, outcome.err
+    for word in ("steps", "first loss", "last loss", "useful tokens", "ullage", "segments"):
+        assert word in outcome.out
+    assert re.search(r"^ullage +\d+(\.\d+)?%$", outcome.out, re.MULTILINE)
+    assert "done: runs/sft/model" in outcome.out
+
+
+@pytest.mark.parametrize("mode", ["greedy", "first_fit", "best_fit"])
+def test_the_documents_pack_modes_are_used(
+    folder: Path, call: Callable[..., Any], mode: str
+) -> None:
+    line = f"train sft --model tiny --data train.jsonl --pack --pack-max-len 256 --pack-mode {mode}"
+    outcome = call(line, folder)
+
+    assert outcome.code == 0, outcome.err
+    assert SftConfig.load(folder / "runs/sft/config.toml").pack_mode == mode
+
+
+def test_a_dry_run_predicts_the_steps_and_writes_nothing(
+    folder: Path, call: Callable[..., Any], contents: Callable[[Path], Any]
+) -> None:
+    line = "train sft --model tiny --data train.jsonl --token-budget 256 --epochs 2"
+    before = contents(folder)
+    outcome = call(f"{line} --dry-run", folder)
+    data = call(f"{line} --dry-run --format json", folder).data
+
+    assert outcome.code == 0
+    assert "nothing written" in outcome.out
+    assert "memory" in outcome.out
+    assert contents(folder) == before
+    assert call(f"{line} --format json", folder).data["step"] == data["steps"]
+
+
+LINE = (
+    "train sft --model tiny --data train.jsonl --pack --pack-max-len 64 --token-budget 64 "
+    "--epochs 5 --lr 1e-3 --save-every 3 --quiet"
+)
+
+
+def start(folder: Path, environ: dict[str, str], line: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [COMMAND, *line.split()],
+        cwd=folder,
+        env={**environ, **ONE_CORE},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def until(process: "subprocess.Popen[str]", run: Path, steps: int) -> None:
+    """Wait for a number of records of steps in the log."""
+    log = run / "events.jsonl"
+    end = time.monotonic() + 100
+    while not (log.exists() and log.read_bytes().count(b'"kind":"step"') >= steps):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_ctrl_c_saves_and_kill_9_loses_little_and_the_end_is_the_same_to_the_bit(
+    folder: Path, environ: dict[str, str], call: Callable[..., Any]
+) -> None:
+    whole, run = folder / "whole", folder / "run"
+    assert call(f"{LINE} --run-dir {whole}", folder).code == 0
+
+    process = start(folder, environ, f"{LINE} --run-dir run")
+    until(process, run, 4)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert "stopped and saved; go on with: batchwright train sft --resume run" in out
+    stopped = len(losses(run))
+    assert 4 <= stopped < len(losses(whole))
+    newest = max((run / "checkpoints").iterdir())
+    assert newest.name == f"step_{stopped:08d}"
+
+    process = start(folder, environ, "train sft --resume run --quiet")
+    until(process, run, stopped + 5)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=100)
+    reached = len(losses(run))
+    assert stopped + 5 <= reached < len(losses(whole))
+    saved = max(int(p.name[5:]) for p in (run / "checkpoints").glob("step_*"))
+    assert reached - 3 <= saved <= reached
+
+    outcome = call("train sft --resume run --format json", folder)
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["finished"]
+    resumed = [e.fields["step"] for e in read_events(run / "events.jsonl") if e.kind == "resume"]
+    assert resumed == [stopped, saved]
+    assert losses(run) == losses(whole)
+    one, other = weights(run), weights(whole)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert len(list((run / "checkpoints").iterdir())) == 2
+
+
+def test_stop_after_is_meant_for_one_call_only(folder: Path, call: Callable[..., Any]) -> None:
+    assert "stopped and saved" in call(f"{LINE} --run-dir run --stop-after 2", folder).out
+    outcome = call("train sft --resume run --stop-after 3 --format json", folder)
+    assert (outcome.data["step"], outcome.data["finished"]) == (5, False)
+    outcome = call("train sft --resume run --format json", folder)
+
+    assert outcome.data["finished"]
+
+
+def test_a_resumed_run_may_change_its_length_but_not_what_it_is(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    assert call(f"{LINE} --run-dir run --max-steps 2", folder).code == 0
+    for change in (
+        "--lr 0.5",
+        "--model smollm2",
+        "--seed 9",
+        "--data other.jsonl",
+        "--pack-max-len 9",
+    ):
+        name = change.split()[0][2:].replace("-", "_")
+        refused(call(f"train sft --resume run {change}", folder), f"keeps its {name}")
+    outcome = call("train sft --resume run --max-steps 4 --format json", folder)
+
+    assert outcome.data["step"] == 4
+    assert len(losses(folder / "run")) == 4
+
+
+def test_a_run_can_be_moved_and_resumed_there(folder: Path, call: Callable[..., Any]) -> None:
+    assert call(f"{LINE} --run-dir run --stop-after 2", folder).code == 0
+    (folder / "run").rename(folder / "moved")
+    # The data is not needed any more: tokens and plan are in the run.
+    (folder / "train.jsonl").unlink()
+    outcome = call("train sft --resume moved --format json", folder)
+
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["run_dir"] == "moved"
+    assert (folder / "moved" / "model" / "config.json").is_file()
+
+
+def full_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+
+def test_a_full_disk_at_save_is_one_sentence_and_the_older_checkpoint_is_good(
+    folder: Path, run: Callable[..., Any], call: Callable[..., Any]
+) -> None:
+    assert call(f"{LINE} --run-dir whole", folder).code == 0
+    assert call(f"{LINE} --run-dir run --stop-after 4", folder).code == 0
+    outcome = run("train sft --resume run --quiet", folder, env=ONE_CORE, preexec_fn=full_disk)
+
+    refused(outcome, "cannot write", "step_00000006", "File too large")
+    kept = sorted(p.name for p in (folder / "run" / "checkpoints").iterdir())
+    assert kept == ["step_00000003", "step_00000004"]
+    assert call("train sft --resume run", folder).code == 0
+    assert losses(folder / "run") == losses(folder / "whole")
+
+
+BAD: dict[str, tuple[str, tuple[str, ...]]] = {
+    "no model": ("--data train.jsonl", ("no --model",)),
+    "no data": ("--model tiny", ("no --data",)),
+    "unknown model": ("--model nobody/nothing --data train.jsonl", ("nobody/nothing",)),
+    "missing data": ("--model tiny --data none.jsonl", ("no data at none.jsonl",)),
+    "no CUDA": ("--model tiny --data train.jsonl --device cuda", ("no CUDA device",)),
+    "flash": ("--model tiny --data train.jsonl --attention flash", ("flash", "CUDA")),
+    "flex": ("--model tiny --data train.jsonl --attention flex", ("CPU",)),
+    "edges": ("--model tiny --data train.jsonl --bucket-edges 1,b", ("'1,b'",)),
+    "missing plan": ("--model tiny --data train.jsonl --batchplan none", ("none",)),
+    "too long": ("--model tiny --data train.jsonl --token-budget 8", ("8",)),
+    "fsdp alone": ("--model tiny --data train.jsonl --fsdp", ("torchrun",)),
+    "no run": ("--resume nowhere", ("nowhere",)),
+    "tracker": ("--model tiny --data train.jsonl --track nobody", ("nobody", "tensorboard")),
+    "rate": ("--model tiny --data train.jsonl --lr nan", ("--lr nan",)),
+    "negative": ("--model tiny --data train.jsonl --keep 0", ("--keep 0",)),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_starts_no_run(
+    folder: Path, call: Callable[..., Any], case: str
+) -> None:
+    arguments, words = BAD[case]
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    refused(call(f"train sft {arguments}", folder), *words)
+
+    assert not (folder / "runs/sft/config.toml").exists()
+
+
+def test_wrong_usage_has_another_exit_code(folder: Path, call: Callable[..., Any]) -> None:
+    outcome = call("train sft --model tiny --data train.jsonl --layout zigzag", folder)
+
+    assert outcome.code == 2
+    assert outcome.err.startswith("error:")
+
+
+def test_a_plan_for_other_data_is_refused_with_both_fingerprints(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    write_rows(folder / "other.jsonl", seed=1)
+    for name in ("train", "other"):
+        call(f"data lengths build -d {name}.jsonl -t bytes -o {name}.lengths.jsonl", folder)
+    call("data batchplan build -l other.lengths.jsonl -b 256 -o plan", folder)
+    outcome = call("train sft --model tiny --data train.jsonl --batchplan plan", folder)
+    hashes = [
+        json.loads((folder / f"{name}.lengths.jsonl").read_text().splitlines()[-1])["dataset_hash"]
+        for name in ("train", "other")
+    ]
+
+    refused(outcome, *hashes)
+
+
+def test_a_plan_for_another_tokenizer_is_refused_with_both_fingerprints(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    call("data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl", folder)
+    call("data batchplan build -l lengths.jsonl -b 256 -o plan", folder)
+    outcome = call("train sft --model tiny --data train.jsonl --batchplan plan", folder)
+    head = json.loads((folder / "lengths.jsonl").read_text().splitlines()[0])
+    sentence = refused(outcome, head["tokenizer_hash"])
+
+    assert len(set(re.findall(r"\b[0-9a-f]{16}\b", sentence))) == 2
+
+
+def test_a_run_where_one_is_already_is_refused(folder: Path, call: Callable[..., Any]) -> None:
+    assert call(f"{LINE} --run-dir run --max-steps 1", folder).code == 0
+
+    refused(call(f"{LINE} --run-dir run", folder), "holds a run already", "--resume run")
+
+
+def test_a_loss_that_is_not_a_number_ends_with_one_sentence(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    line = "train sft --model tiny --data train.jsonl --token-budget 64 --lr 1e30 --quiet"
+    sentence = refused(call(line, folder), "the state before it is saved", "samples s")
+    *_, stop = read_events(folder / "runs/sft/events.jsonl")
+
+    assert stop.fields["why"] == "loss is not finite"
+    assert stop.fields["samples"] in sentence
+    assert (folder / f"runs/sft/checkpoints/step_{stop.fields['step']:08d}").is_dir()
+
+
+def test_verify_shows_the_proof_and_its_backend(folder: Path, run: Callable[..., Any]) -> None:
+    outcome = run("pack verify --model tiny", folder, env=ONE_CORE)
+
+    assert outcome.code == 0, outcome.err
+    assert "tiny with segments attention on" in outcome.out
+    assert len(re.findall(r"^sample \d +\S+ +0$", outcome.out, re.MULTILINE)) == 5
+    assert "no other sample moved at all" in outcome.out
+
+
+def test_verify_gives_its_numbers_as_json(folder: Path, call: Callable[..., Any]) -> None:
+    line = "pack verify --model tiny --attention sdpa --segments 3 --tokens 40 --format json"
+    data = call(line, folder).data
+
+    assert data["backend"] == "sdpa"
+    assert sum(data["lengths"]) == 40
+    assert data["others"] == [0.0, 0.0, 0.0]
+    assert all(moved > 0 for moved in data["own"])
+    assert 0 < data["against_alone"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("--attention flash", "CUDA"),
+        ("--segments 1", "cannot be tested"),
+        ("--tokens 99999", "context of 8192"),
+    ],
+)
+def test_verify_refuses_in_one_sentence(
+    folder: Path, call: Callable[..., Any], arguments: str, word: str
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    refused(call(f"pack verify --model tiny {arguments}", folder), word)
