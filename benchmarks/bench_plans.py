@@ -130,6 +130,7 @@ def plan_row(
         "build": built.seconds,
         "first open": 1000 * opened.calls[0],
         "batch": batch.summary["median"],
+        "p99": batch.summary["p99"],
         "efficiency": built.summary["efficiency"],
     }
     numbers["row"] = [
@@ -291,12 +292,12 @@ def main() -> None:
     parser.add_argument("--huge", action="store_true", help="100M samples as well, 12 GB of memory")
     args = parser.parse_args()
     report = Report("plans", args)
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[tuple[int, str], dict[str, Any]] = {}
     for n in [100_000] if args.quick else [1_000_000, 10_000_000]:
         label = f"{n:,} samples, row numbers as ids"
-        found[n] = plans(report, n, label, lengths_of("lognormal", n))
+        found[n, "rows"] = plans(report, n, label, lengths_of("lognormal", n))
     n = 100_000 if args.quick else 1_000_000
-    plans(report, n, f"{n:,} samples, strings as ids", named(n))
+    found[n, "strings"] = plans(report, n, f"{n:,} samples, strings as ids", named(n))
     from_dict(report, n)
     if args.huge and free_memory() > 12e9:
         label = f"{HUGE:,} samples, row numbers as ids"
@@ -305,11 +306,12 @@ def main() -> None:
         report.not_measured("100M samples", "ask with --huge, with 12 GB of memory free")
     peers(report, [100_000] if args.quick else [100_000, 1_000_000, 10_000_000])
 
-    for n, layouts in found.items():
+    for (n, ids), layouts in found.items():
         for layout, numbers in layouts.items():
-            name = f"{layout}, {n:,}"
+            name = f"{layout}, {n:,}, ids {ids}"
             report.target(f"{name}: first open, ms", numbers["first open"], most=5.0)
             report.target(f"{name}: any batch, median us", numbers["batch"], most=100.0)
+            report.target(f"{name}: any batch, p99 us", numbers["p99"], most=100.0)
             if n == 10_000_000:
                 report.target(f"{name}: build, s", numbers["build"], most=1.0)
             if layout == "sorted":

@@ -1,33 +1,32 @@
 """Resume deep inside an epoch: seconds and bytes from opening the run to the batches of a step.
 
 A run of a million samples (100,000 with --quick) stands before step 10,000 (1,000). Each way
-starts in a process that has done nothing yet, so that loading compiled code counts, with the
-files of the run dropped from the system's cache; the second call in the same process is shown
-beside it. What is timed, all from the opening of plan and tokens:
+runs in a process that has planned nothing yet, so that loading compiled code counts, and with
+the files of the run dropped from the system's cache. The same once more in the same process
+stands beside it. What is timed, from the opening of plan and tokens:
 
     batchwright           plan, its fingerprint against the checkpoint's, batches of the step
-    batchwright, named    the same where samples have names of their own instead of row numbers
-    train_sft             all of it with `tiny`: model, checkpoint, plan, until the batches of the
-                          first step are there; and until that step is done. Imports are not in it
+    train_sft             the real thing with `tiny`: model, checkpoint, plan, until the batches
+                          of the first step are there, and until it is done; imports excluded
     plans replayed        the steps before are planned and thrown away, nothing of them is read
     batches replayed      the steps before are planned, read and laid out, as loaders do that
                           know no position
     accelerate            skip_first_batches over torch's DataLoader with as many rows in a batch
                           on average: the sampler is replayed, skipped rows are not read
 
-Bytes are those of the token files that are in the system's cache afterwards. The system reads
-ahead, so they are many times what a batch asked for.
+The first two also where samples have names of their own instead of row numbers. Bytes read are
+those of the token files that are in the system's cache afterwards, whole pages of 4 KiB.
 """
 
 import ctypes
 import mmap
+import multiprocessing
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,17 @@ from batchwright.train.config import SftConfig
 from batchwright.train.models import load_model, tokenizer_for
 from batchwright.train.prepare import Prepared, batching_config, open_prepared
 from batchwright.train.sft import train_sft
-from common import SEED, Contender, Measured, Report, arguments, measure
+from common import SEED, Contender, Report, arguments, measure
 
 READ = ("tokens", "mask")
+BYTES_PER_TOKEN = 5
+PARTS = (
+    "start numba",
+    "open plan and tokens",
+    "check fingerprint and checkpoint",
+    "find step",
+    "lay out",
+)
 NAMED = ", named"
 
 
@@ -65,9 +72,9 @@ class Run:
         return self.config.run_dir
 
 
-def make_run(folder: Path, n: int, step: int, *, named: bool) -> Run:
-    """Tokens, plan and a checkpoint, as `train_sft` leaves them; texts are random bytes."""
-    config = SftConfig(model="tiny", data="unused", layout="packed", run_dir=folder, stop_after=1)
+def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
+    """Tokens, plan and a checkpoint, as `train_sft` leaves them; texts are random letters."""
+    folder = config.run_dir
     random = stream(SEED, "benchmark/resume", n)
     lengths = np.clip(random.lognormal(np.log(80), 0.6, n), 4, 512).astype(np.int32)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
@@ -94,7 +101,6 @@ def make_run(folder: Path, n: int, step: int, *, named: bool) -> Run:
     at = CheckpointPosition(0, step * plan.step_microbatches, step, plan.whole_fingerprint)
     optimizer = torch.optim.AdamW(model.parameters())
     checkpoint.save(folder / "checkpoints", model, optimizer, at, keep=1)
-    return Run(config, step, tokens)
 
 
 def forget(run: Run) -> None:
@@ -133,13 +139,21 @@ Result = dict[str, Any]
 
 
 def contender(name: str, work: Callable[[Run], Result]) -> Contender:
-    def prepare(run: Run) -> Callable[[], Result]:
-        forget(run)
-        return lambda: work(run)
+    """`work` may tell `seconds` itself, if the end of the call is not what counts."""
+    calls: list[Result] = []
 
-    def summary(run: Run, result: Result) -> Mapping[str, Any]:
+    def prepare(run: Run) -> Callable[[], None]:
+        forget(run)
+        return lambda: call(run)
+
+    def call(run: Run) -> None:
+        start = time.perf_counter()
+        result = work(run)
+        calls.append({"seconds": time.perf_counter() - start, **result})
+
+    def summary(run: Run, _: object) -> Mapping[str, Any]:
         files = [run.folder / "tokens" / f"{name}.bin" for name in READ]
-        return {**result, "cached": sum(map(cached_bytes, files))}
+        return {"first": calls[0], "again": calls[1], "read": sum(map(cached_bytes, files))}
 
     return Contender(name, prepare, summary)
 
@@ -152,11 +166,14 @@ def opened(run: Run) -> Prepared:
 
 def laid_out(data: Prepared, step: Step) -> Result:
     tokens = [collate(batch, data.read, pad_id=256).token_count for batch in step.microbatches]
-    return {"asked": 5 * sum(tokens), "first": step.first}
+    return {"asked": BYTES_PER_TOKEN * sum(tokens), "first": step.first}
 
 
 def seek(run: Run) -> Result:
     parts = [time.perf_counter()]
+    # Any kernel: the first one brings numba's machinery up, whatever it computes.
+    Ids.numbered(2).keys()
+    parts.append(time.perf_counter())
     data = opened(run)
     parts.append(time.perf_counter())
     at = checkpoint.latest(run.folder / "checkpoints").position
@@ -167,8 +184,7 @@ def seek(run: Run) -> Result:
     parts.append(time.perf_counter())
     result = laid_out(data, step)
     parts.append(time.perf_counter())
-    names = ("open plan and tokens", "check fingerprint and checkpoint", "find step", "lay out")
-    return {**result, "parts": dict(zip(names, np.diff(parts).tolist(), strict=True))}
+    return {**result, "parts": dict(zip(PARTS, np.diff(parts).tolist(), strict=True))}
 
 
 def replay_plans(run: Run) -> Result:
@@ -219,19 +235,19 @@ class _Items:
 
 
 class FirstStep:
-    """A tracker that looks at the clock when the first step begins and when it is done."""
+    """A tracker that looks at the clock when the first step is done."""
 
     def __init__(self) -> None:
         self.called = time.perf_counter()
 
     def start(self, config: Mapping[str, Any]) -> None:
-        self.began = time.perf_counter()
+        pass
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
-        self.ready = self.began - self.called + metrics["train/data_wait_s"]
         self.done = time.perf_counter() - self.called
-        self.asked = 5 * int(metrics["train/tokens"])
+        self.ready = self.done - metrics["train/seconds"] + metrics["train/data_wait_s"]
+        self.asked = BYTES_PER_TOKEN * int(metrics["train/tokens"])
 
     def finish(self) -> None:
         pass
@@ -243,45 +259,87 @@ def train(run: Run) -> Result:
     clock = FirstStep()
     train_sft(run.config, resume=True, trackers=[clock])
     assert clock.step == run.step + 1
-    return {"asked": clock.asked, "ready": clock.ready, "done": clock.done}
+    return {"asked": clock.asked, "seconds": clock.ready, "step done": clock.done}
 
 
-def compare(report: Report, run: Run, ways: list[Contender]) -> dict[str, Measured]:
-    found = {}
-    rows: list[list[Any]] = []
-    for way in ways:
+SEEK, TRAIN = "batchwright", "train_sft, tiny"
+OTHERS = {
+    "plans replayed": replay_plans,
+    "batches replayed": replay_batches,
+    "accelerate skip_first_batches": accelerate_skips,
+}
+
+
+def compare(report: Report, run: Run, named: str, found: dict[str, Mapping[str, Any]]) -> None:
+    ways: dict[str, Callable[[Run], Result]] = {SEEK + named: seek, TRAIN + named: train}
+    if not named:
+        ways |= OTHERS
+    for name, work in ways.items():
         # The run itself is the warm-up: the first call of a process is what a resume is.
-        got = measure(way, run, run, limit_s=600.0, runs=1)
-        if got.seconds is None:
-            report.not_measured(way.name, got.reason)
-            continue
-        found[way.name] = got
-        rows.append(
-            [
-                way.name,
-                got.summary.get("ready", got.seconds) if False else got.first_seconds,
-                got.seconds,
-                got.summary["asked"] / 1e6,
-                got.summary["cached"] / 1e6,
-            ]
-        )
-    total = 5 * run.tokens / 1e6
+        got = measure(contender(name, work), run, run, limit_s=600.0, runs=1)
+        if got.reason:
+            report.not_measured(name, got.reason)
+        else:
+            found[name] = got.summary
+
+
+def show(report: Report, run: Run, found: Mapping[str, Mapping[str, Any]]) -> None:
+    rows = [
+        [
+            name,
+            got["first"]["seconds"],
+            got["again"]["seconds"],
+            got["first"].get("step done"),
+            got["first"]["asked"] / 1e6,
+            got["read"] / 1e6,
+        ]
+        for name, got in found.items()
+    ]
+    total = BYTES_PER_TOKEN * run.tokens / 1e6
     report.table(
-        f"to the batches of step {run.step:,}; token files of {total:,.0f} MB",
-        ("", "first call s", "second call s", "MB asked for", "MB read"),
+        f"to the batches of step {run.step:,}; {total:,.0f} MB of tokens and masks",
+        ("", "seconds", "again", "step done", "MB asked for", "MB read"),
         rows,
     )
-    return found
+    parts = {name: got["first"]["parts"] for name, got in found.items() if "parts" in got["first"]}
+    report.table(
+        "where the seconds go",
+        ("", *parts),
+        [[part, *(each[part] for each in parts.values())] for part in PARTS],
+    )
 
 
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
     report = Report("resume", args)
+    # Imports the model's classes, once for all children; nothing of it is compiled.
+    load_model("tiny")
     n, step = (100_000, 1_000) if args.quick else (1_000_000, 10_000)
-    print(n, step)
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        pass
+    found: dict[str, Mapping[str, Any]] = {}
+    for named in ("", NAMED):
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            config = SftConfig(
+                model="tiny", data="unused", layout="packed", run_dir=Path(folder), stop_after=1
+            )
+            # In a child, so that this process has no compiled code to hand on.
+            child = multiprocessing.get_context("fork").Process(
+                target=make_run, args=(config, n, step, bool(named))
+            )
+            child.start()
+            child.join()
+            size = (Path(folder) / "tokens" / "mask.bin").stat().st_size
+            run = Run(config, step, size)
+            compare(report, run, named, found)
+    show(report, run, found)
+    for named in ("", NAMED):
+        for what, words in ((SEEK, "data of the step"), (TRAIN, "until its first step begins")):
+            got = found.get(what + named)
+            seconds = got["first"]["seconds"] if got else None
+            report.target(f"{what}{named}: seconds, {words}", seconds, most=1.0)
+    got = found.get(SEEK)
+    share = 100 * got["read"] / (BYTES_PER_TOKEN * run.tokens) if got else None
+    report.target("batchwright: % of the token files that was read", share, most=1.0)
     report.close()
 
 

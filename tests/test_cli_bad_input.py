@@ -60,11 +60,6 @@ WRITE = (
 )
 
 
-def open_bug(what: str) -> pytest.MarkDecorator:
-    """Strict: the day it is mended this mark must go."""
-    return pytest.mark.xfail(reason=what, strict=True)
-
-
 def one_sentence(outcome: Any, code: int = 1) -> str:
     """What the command said, if it is one line without a traceback and the right exit code."""
     assert outcome.code == code, outcome
@@ -144,18 +139,7 @@ BAD_DATA = {
 }  # fmt: skip
 
 
-LEAVES_A_HEADER = {"foreign", "number", "only-no-tokens", "length-cache"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=open_bug("a journal that holds nothing but its header is left"))
-        if kind in LEAVES_A_HEADER
-        else kind
-        for kind in BAD_DATA
-    ],
-)
+@pytest.mark.parametrize("kind", BAD_DATA)
 def test_data_that_cannot_be_read_is_named_with_its_line(refused, tmp_path, kind) -> None:
     content, says = BAD_DATA[kind]
     (tmp_path / "bad.jsonl").write_bytes(content)
@@ -236,17 +220,8 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-DAMAGED_LENGTHS = {
-    **{(suffix, damage): () for suffix in ("jsonl", "safetensors") for damage in DAMAGE},
-    ("jsonl", "folder"): open_bug("IsADirectoryError is an internal error"),
-    ("safetensors", "folder"): open_bug("IsADirectoryError is an internal error"),
-    ("safetensors", "flipped"): open_bug("offsets that do not ascend do not name the file"),
-}
-
-
-@pytest.mark.parametrize(
-    ("suffix", "damage"), [pytest.param(*key, marks=m) for key, m in DAMAGED_LENGTHS.items()]
-)
+@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_lengths_that_are_not_whole_are_refused_everywhere(
     refused, call, copy, suffix, damage
 ) -> None:
@@ -645,15 +620,7 @@ def test_a_disk_without_any_room_is_said_and_leaves_nothing(
     assert "No space left" in refused(line.format("disk/new"), copy)
 
 
-@pytest.mark.parametrize(
-    "suffix",
-    [
-        "jsonl",
-        pytest.param(
-            "safetensors", marks=open_bug("SafetensorError is no OSError, so an internal error")
-        ),
-    ],
-)
+@pytest.mark.parametrize("suffix", ["jsonl", "safetensors"])
 def test_a_disk_that_fills_up_at_the_last_moment_is_said(
     refused, call, copy, small_disk, suffix
 ) -> None:
@@ -792,7 +759,6 @@ def test_a_killed_and_a_stopped_build_go_on_where_they_were(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.jsonl", "whole.jsonl"]
 
 
-@open_bug("workers wait for ever when their parent is killed")
 def test_workers_do_not_outlive_a_killed_build(start) -> None:
     build = start()
     build.wait_for_progress()
@@ -809,7 +775,6 @@ def test_workers_do_not_outlive_a_killed_build(start) -> None:
         pytest.fail(f"{len(workers)} processes are left behind")
 
 
-@open_bug("workers answer Ctrl-C themselves, with a traceback each")
 def test_ctrl_c_while_workers_start_shows_no_traceback(start) -> None:
     build = start()
     # A terminal sends it to all of them. They have begun to import, and have not finished yet.

@@ -92,25 +92,7 @@ def test_names_of_the_document_come_from_batching(name) -> None:
     assert getattr(batching, name).__name__ == name
 
 
-INCOMPLETE = {
-    f"batchwright.{name}"
-    for name in (
-        *("batching.builder", "batching.metrics", "data.lengthfiles", "data.tables"),
-        "train.prepare",
-    )
-}
-"""Modules whose __all__ leaves out public names that other modules import."""
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason="__all__ is too short"))
-        if name in INCOMPLETE
-        else name
-        for name in MODULES
-    ],
-)
+@pytest.mark.parametrize("module", MODULES)
 def test_all_is_what_a_module_defines_or_passes_on(module) -> None:
     tree = source(module)
     names = declared(tree)

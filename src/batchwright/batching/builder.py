@@ -27,7 +27,7 @@ from batchwright.data.reader import mixture_hash
 from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.permutation import permutation
 
-__all__ = ["BatchPlanBuilder", "LengthSource"]
+__all__ = ["BatchPlanBuilder", "LengthSource", "Pieces", "cut_pieces", "virtual_order"]
 
 LengthSource = Mapping[str, int] | LengthCache | Lengths | NDArray[np.integer]
 

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.ids import Ids
+from batchwright.errors import DuplicateId
 from batchwright.jit import kernel
 
 __all__ = ["canonical_ids", "canonical_order"]
@@ -26,6 +27,10 @@ def canonical_order(ids: Ids) -> NDArray[np.int32] | None:
     keys = ids.keys()
     order = np.argsort(keys, kind="stable")
     for at in np.flatnonzero(keys[order[1:]] == keys[order[:-1]]):
+        if ids[int(order[at])] == ids[int(order[at + 1])]:
+            raise DuplicateId(
+                f"two samples are called {ids[int(order[at])]!r}; every id must be there once"
+            )
         # Two ids with one hash: their own letters decide, whichever came first.
         order[[at, at + 1]] = sorted(order[[at, at + 1]].tolist(), key=ids.__getitem__)
     return order.astype(np.int32)

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchwright.batching.buckets import BucketStats
 
-__all__ = ["BatchMetrics", "BatchShapeHistogram"]
+__all__ = ["BatchMetrics", "BatchShapeHistogram", "ascii_bars", "ratio", "shown"]
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ file's size and the content of all arrays that steer the order; `verify_plan` ch
 """
 
 import json
+import operator
 import os
 import shutil
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ def load_plan(path: Path) -> BatchPlan:
             order=order_of(manifest["kind"], config, arrays),
             ids=ids,
             config=config,
-            num_epochs=manifest["num_epochs"],
+            num_epochs=operator.index(manifest["num_epochs"]),
             counts=Counts(**manifest["counts"]),
             dataset_hash=manifest["dataset_hash"],
             tokenizer_hash=manifest["tokenizer_hash"],
@@ -92,7 +93,7 @@ def load_plan(path: Path) -> BatchPlan:
             note=manifest["note"],
             shard_of=Shard(**shard) if shard else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, BatchwrightError):
             raise
         raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
@@ -100,10 +101,10 @@ def load_plan(path: Path) -> BatchPlan:
 
 def check_files(path: Path) -> int:
     """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
+    plan = load_plan(path)
     manifest = PLAN.read(path)
     for name, entry in manifest["files"].items():
         PLAN.open_array(path, name, entry, check=True)
-    plan = load_plan(path)
     if plan.fingerprint != manifest["fingerprint"]:
         raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
     return sum(array_bytes(entry) for entry in manifest["files"].values())

@@ -1,8 +1,10 @@
 """The command itself. Only light modules are imported here: `--help` must be quick."""
 
+import errno
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 from cyclopts import App, CycloptsError, Parameter
@@ -43,8 +45,26 @@ def launch(
     debug: Annotated[bool, Parameter(negative="", help="Show tracebacks.")] = False,
 ) -> int:
     """Run one command and turn what it raises into an exit code."""
+    return _guarded(lambda: app(tokens, exit_on_error=False, print_error=False), tokens, debug)
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    app.meta.help_format = "plaintext"
+    app.meta.suppress_keyboard_interrupt = app.suppress_keyboard_interrupt = False
+    # Help and version are printed before any command begins, and may meet a closed pipe too.
+    outcome = 0
+
+    def run() -> None:
+        nonlocal outcome
+        outcome = app.meta(result_action="return_value") or 0
+
+    sys.exit(_guarded(run, (), debug=False) or outcome)
+
+
+def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) -> int:
     try:
-        app(tokens, exit_on_error=False, print_error=False)
+        run()
         # Here, not at exit: a reader that has gone away shows itself on the last write.
         sys.stdout.flush()
         return 0
@@ -54,14 +74,16 @@ def launch(
     except BatchwrightError as error:
         return _failed(str(error), debug)
     except BrokenPipeError:
-        # The reader closed the pipe (`| head`); nothing is wrong. Python's own flush at exit
-        # would complain, so give it somewhere to write.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader closed the pipe (`| head`); nothing is wrong.
+        _mute()
         return 0
     except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _mute()
+            return _failed("cannot write the output: no space is left there", debug)
         return _failed(
             f"internal error, {type(error).__name__}: {error}; "
             f"run again with --debug and report the traceback",
@@ -69,10 +91,9 @@ def launch(
         )
 
 
-def main() -> None:
-    """The entry point of the installed command."""
-    app.meta.help_format = "plaintext"
-    sys.exit(app.meta(result_action="return_value"))
+def _mute() -> None:
+    """Give Python's own flush at exit somewhere to write, or it would complain as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _help_of(tokens: tuple[str, ...]) -> str:

@@ -3,8 +3,10 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -263,9 +265,12 @@ def _blank_main() -> Iterator[None]:
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
+    # Ctrl-C in a terminal reaches every process; this one alone answers it, and they inherit that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sys.modules["__main__"] = main
 
 
@@ -275,7 +280,16 @@ _worker: dict[str, Any] = {}
 def _start_worker(name: str, fingerprint: str, folder: str) -> None:
     # One process a core already; threads of the tokenizers library would fight over them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker.update(name=name, fingerprint=fingerprint, folder=folder)
+
+
+def _end_with_parent() -> None:
+    """A killed parent tells its workers nothing, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _measure_in_worker(chunk: Chunk) -> _Measured:

@@ -71,7 +71,9 @@ class Journal:
             self._write(_line(body.encode()))
 
     def close(self) -> None:
-        """Keep the journal for a later run."""
+        """Keep the journal for a later run, unless nothing was measured."""
+        if os.fstat(self._file.fileno()).st_size <= len(self._header):
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
     def remove(self) -> None:

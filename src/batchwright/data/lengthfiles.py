@@ -28,7 +28,17 @@ from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId
 from batchwright.files import existing, writing
 from batchwright.fingerprint import digest, digest_array
 
-__all__ = ["LONGEST", "Entries", "check_path", "read_entries", "write_entries"]
+__all__ = [
+    "LONGEST",
+    "Entries",
+    "bad_length",
+    "check_path",
+    "checked_lengths",
+    "dataset_hash",
+    "partial_path",
+    "read_entries",
+    "write_entries",
+]
 
 LONGEST = 2**31 - 1
 """Lengths are int32 everywhere, so this is the longest a sample may be."""
@@ -123,7 +133,10 @@ def read_entries(path: Path) -> Entries:
     partial = partial_path(path)
     if not path.exists() and partial.exists():
         raise BadFile(f"{path} is not finished, only {partial.name} is there; {AGAIN}: it resumes")
-    raw = existing(path, "length cache").read_bytes()
+    try:
+        raw = existing(path, "length cache").read_bytes()
+    except IsADirectoryError:
+        raise BadFile(f"{path} is a folder, not a length cache; name the file") from None
     entries = _read_jsonl(path, raw) if path.suffix == ".jsonl" else _read_safetensors(path, raw)
     checked_lengths(entries.lengths, entries.ids)
     return entries
@@ -249,7 +262,7 @@ def _hex(path: Path, column: Any) -> NDArray[np.uint64]:
 
 
 def _write_safetensors(path: Path, entries: Entries) -> None:
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     arrays: dict[str, NDArray[Any]] = {"lengths": entries.lengths, "content": entries.content}
     if entries.ids.arrays is not None:
@@ -265,7 +278,8 @@ def _write_safetensors(path: Path, entries: Entries) -> None:
         "sha256": _sum(entries),
     }
     # One key, because the order of several is not the same in every run.
-    save_file(arrays, path, {FORMAT: json.dumps(header, separators=(",", ":"))})
+    # To bytes first: a full disk must be an OSError, and the library has an error of its own.
+    path.write_bytes(save(arrays, {FORMAT: json.dumps(header, separators=(",", ":"))}))
 
 
 def _read_safetensors(path: Path, raw: bytes) -> Entries:
@@ -284,6 +298,7 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
         if header["version"] != VERSION:
             raise BadFile(f"{path} is of version {header['version']}, this reads {VERSION}")
         entries = _from_tensors(arrays, header)
+        entries.ids.keys()  # damaged offsets show here
     except (SafetensorError, ValueError, LookupError, TypeError) as error:
         if isinstance(error, BadFile) and "version" in str(error):
             raise

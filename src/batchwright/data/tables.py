@@ -13,7 +13,7 @@ from batchwright.data.sample import Row
 from batchwright.errors import BadFile, ConfigError, MissingFile, need
 from batchwright.fingerprint import digest
 
-__all__ = ["TableSource", "hugging_face", "parquet"]
+__all__ = ["TableSource", "dataset", "hugging_face", "parquet"]
 
 
 class TableSource:

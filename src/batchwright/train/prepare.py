@@ -19,7 +19,7 @@ from batchwright.data.tokens import TokenStore
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.train.config import SftConfig
 
-__all__ = ["Prepared", "open_prepared", "prepare"]
+__all__ = ["Prepared", "batching_config", "open_prepared", "prepare"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
         layout=layout,
         token_budget=config.token_budget,
         # Only the budget limits a padded row: it is what memory is sized by.
-        overflow_max=config.token_budget,
+        overflow_max=2**31 - 1,
         overflow=config.overflow,
         pack_max_length=config.pack_max_len,
         pack_mode=config.pack_mode,
