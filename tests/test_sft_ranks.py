@@ -7,8 +7,11 @@ import dataclasses
 import json
 import os
 import random
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,16 @@ torch.set_num_threads(1)
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS")
 
 DRIVER = """
-import sys, torch
+import os, sys, torch
 from pathlib import Path
 from batchwright.train.config import SftConfig
 from batchwright.train.sft import train_sft
 torch.set_num_threads(1)
+# Every run meets at a place of its own; what an earlier one left at the old place would confuse it.
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 for argument in sys.argv[1:]:
-    how, _, file = argument.partition("=")
+    how, port, file = argument.split("=")
+    os.environ["MASTER_PORT"] = port
     result = train_sft(SftConfig.load(Path(file)), resume=how == "resume")
     print(how, result.run_dir.name, result.step, result.finished, flush=True)
 """
@@ -76,25 +82,39 @@ def elsewhere(config: SftConfig, name: str, **changes: Any) -> SftConfig:
     return dataclasses.replace(config, run_dir=config.run_dir.parent / name, **changes)
 
 
-def torchrun(ranks: int, folder: Path, *runs: tuple[str, SftConfig]) -> str:
-    """Start ranks that do these runs in turn: ("start" or "resume", settings)."""
+def launched(ranks: int, folder: Path, *runs: tuple[str, SftConfig]) -> "subprocess.Popen[str]":
+    """Ranks that do these runs in turn: ("start" or "resume", settings)."""
     (folder / "driver.py").write_text(DRIVER)
     arguments = []
     for number, (how, config) in enumerate(runs):
         file = folder / f"settings{ranks}-{number}.toml"
         file.write_text(config.to_toml())
-        arguments.append(f"{how}={file}")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            arguments.append(f"{how}={free.getsockname()[1]}={file}")
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, *launch, str(folder / "driver.py"), *arguments],
         env={**environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
+        start_new_session=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+
+
+def torchrun(ranks: int, folder: Path, *runs: tuple[str, SftConfig]) -> str:
+    """Do these runs on some ranks; what they said."""
+    process = launched(ranks, folder, *runs)
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        # torchrun takes its ranks with it.
+        process.terminate()
+        out, err = process.communicate()
+    assert process.returncode == 0, out + err[-4000:]
+    return out
 
 
 def records(run: Path, kind: str = "step") -> list[dict[str, Any]]:
@@ -245,23 +265,9 @@ def test_a_plan_whose_steps_grow_with_the_ranks_is_trained_to_its_end(config: Sf
 
 @pytest.mark.slow
 def test_ctrl_c_under_torchrun_saves(config: SftConfig) -> None:
-    import signal
-    import time
-
     folder = config.run_dir.parent
-    (folder / "driver.py").write_text(DRIVER)
     long = dataclasses.replace(config, epochs=200)
-    (folder / "settings.toml").write_text(long.to_toml())
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    process = subprocess.Popen(
-        [sys.executable, *launch, str(folder / "driver.py"), f"start={folder / 'settings.toml'}"],
-        env={**environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    process = launched(2, folder, ("start", long))
     log = long.run_dir / "events.jsonl"
     end = time.monotonic() + 200
     while not (log.exists() and log.read_bytes().count(b'"kind":"step"') >= 2):

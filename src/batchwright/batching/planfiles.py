@@ -10,6 +10,7 @@ import operator
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "co
 def load_plan(path: Path) -> BatchPlan:
     """Open a plan; arrays are mapped, so this takes milliseconds for any size."""
     manifest = PLAN.read(path)
-    try:
+    with _fitting(path):
         arrays = {
             name: PLAN.open_array(path, name, entry, check=name not in _READ_LATER)
             for name, entry in manifest["files"].items()
@@ -93,21 +94,28 @@ def load_plan(path: Path) -> BatchPlan:
             note=manifest["note"],
             shard_of=Shard(**shard) if shard else None,
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, BatchwrightError):
-            raise
-        raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
 
 
 def check_files(path: Path) -> int:
     """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
-    plan = load_plan(path)
     manifest = PLAN.read(path)
-    for name, entry in manifest["files"].items():
-        PLAN.open_array(path, name, entry, check=True)
-    if plan.fingerprint != manifest["fingerprint"]:
-        raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
-    return sum(array_bytes(entry) for entry in manifest["files"].values())
+    with _fitting(path):
+        for name, entry in manifest["files"].items():
+            PLAN.open_array(path, name, entry, check=True)
+        if load_plan(path).fingerprint != manifest["fingerprint"]:
+            raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
+        return sum(array_bytes(entry) for entry in manifest["files"].values())
+
+
+@contextmanager
+def _fitting(path: Path) -> Iterator[None]:
+    """A manifest that is sealed, but not as we seal them, is a damaged plan like any other."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, BatchwrightError):
+            raise
+        raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
 
 
 def export_plan(plan: BatchPlan, path: Path) -> Path:
