@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -27,3 +29,10 @@ def test_the_tree_has_every_file_with_the_first_line_of_its_docstring() -> None:
     del found["__init__.py"]
 
     assert listed == found
+
+
+def test_the_numbers_are_those_of_the_saved_results() -> None:
+    script = ROOT / "benchmarks" / "readme_numbers.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() in (ROOT / "README.md").read_text()

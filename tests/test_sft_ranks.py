@@ -251,7 +251,6 @@ def test_a_plan_whose_steps_grow_with_the_ranks_is_trained_to_its_end(config: Sf
     said = torchrun(2, folder, ("start", down), ("resume", dataclasses.replace(up, stop_after=0)))
     rest = train_sft(dataclasses.replace(down, stop_after=0), resume=True)
     count = plan.num_microbatches()
-    assert count % 2 == 1
 
     for run, before, after in ((down.run_dir, 2, 1), (up.run_dir, 1, 2)):
         last = records(run)[-1]

@@ -190,8 +190,12 @@ def _swap(costs: NDArray[np.int64], rank_of: NDArray[np.int32], world: int) -> N
     load = np.zeros(world, np.int64)
     for item in range(costs.size):
         load[rank_of[item]] += costs[item]
+    # Within a thousandth of an even share nothing worth the search is left.
+    even = costs.sum() // world
     while True:
         heavy = np.argmax(load)
+        if load[heavy] <= even + even // 1000:
+            return rank_of
         best_gain = 0
         best_a, best_b = -1, -1
         for a in range(costs.size):

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,12 +87,21 @@ def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
 def _bars(
     quiet: bool,
 ) -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int, float], None] | None]]:
-    """Progress of tokenising and of training; the loss stands beside the bar."""
-    with progress_bar("tokenising", quiet) as preparing, progress_bar("training", quiet) as steps:
-        if steps is None:
-            yield None, None
-        else:
-            yield preparing, lambda done, total, loss: steps(done, total)
+    """Progress of tokenising, and from the first step on that of training in its place."""
+    with ExitStack() as bars:
+        tokenising = bars.enter_context(progress_bar("tokenising", quiet))
+        steps: Callable[[int, int], None] | None = None
+
+        def training(done: int, total: int, loss: float) -> None:
+            nonlocal steps
+            if steps is None:
+                # Two bars at once would write over each other.
+                bars.close()
+                steps = bars.enter_context(progress_bar("training", quiet))
+            if steps is not None:
+                steps(done, total)
+
+        yield tokenising, None if quiet else training
 
 
 def _predict(config: SftConfig, format: str) -> None:

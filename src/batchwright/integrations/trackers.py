@@ -1,5 +1,6 @@
 """Experiment trackers by name: TensorBoard, Weights & Biases, MLflow."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,17 +58,16 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """An MLflow run; `MLFLOW_TRACKING_URI` says where, else a folder in the run directory."""
+    """An MLflow run; `MLFLOW_TRACKING_URI` says where, else `mlflow.db` in the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        import os
-
         self._mlflow = need("mlflow", extra="track")
         self._run_dir = run_dir
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            self._mlflow.set_tracking_uri((run_dir / "mlruns").resolve().as_uri())
 
     def start(self, config: Mapping[str, Any]) -> None:
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            # A database: MLflow no longer takes a plain folder.
+            self._mlflow.set_tracking_uri(f"sqlite:///{(self._run_dir / 'mlflow.db').resolve()}")
         self._mlflow.set_experiment("batchwright")
         self._mlflow.start_run(run_name=self._run_dir.name)
         self._mlflow.log_params(dict(config))

@@ -485,8 +485,15 @@ def _names(batches: Sequence[CollatedBatch]) -> str:
 
 def _export(model: Any, config: SftConfig, main: bool) -> None:
     """The trained model as transformers saves it, for everything that reads such folders."""
-    # All ranks: sharded weights are gathered.
-    weights = {name: checkpoints.whole(value) for name, value in model.state_dict().items()}
+    # All ranks: sharded weights are gathered, tied ones once.
+    parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    gathered: dict[int | str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        same = parameters.get(name, name)
+        if same not in gathered:
+            gathered[same] = checkpoints.whole(value)
+        weights[name] = gathered[same]
     if not main:
         return
     from transformers.utils import logging

@@ -1,0 +1,129 @@
+"""Print the README's table of numbers from the saved results, so that none is written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    print(table())
+
+
+def table() -> str:
+    """One line a claim, with the script that measured it."""
+    lines = ["| what | ours | beside it | script |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in [*packing(), *plans(), *others()]]
+    loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
+    heaviest = max(max(load.values()) for load in loads)
+    machine = json.loads((RESULTS / "packing.json").read_text())["machine"]
+    lines += [
+        "",
+        f"Measured on {machine['cores']} shared cores ({machine['cpu']}), load up to "
+        f"{heaviest:.1f}: trust the ratios. `benchmarks/results/` holds everything, with what was "
+        f"not measured.",
+    ]
+    return "\n".join(lines)
+
+
+def packing() -> list[list[str]]:
+    script = "`bench_packing.py`"
+    million = rows("packing", "lognormal, 1,000,000")
+    ten = rows("packing", "lognormal, 10,000,000")
+    hard = rows("packing", "hard, 1,000,000 lengths", first="mode")
+    ours, trl = million["batchwright"], million["TRL bfd, binning only"]
+    cpp = million["LightBinPack obfd (C++)"]
+    best, plain = hard["optimal"], hard["best_fit_decreasing"]
+    return [
+        [
+            "pack 1M lengths",
+            f"{1000 * ours['seconds']:.0f} ms, {ours['efficiency %']:.2f} % full",
+            f"TRL {trl['x ours']:,.0f}x, LightBinPack (C++) {cpp['x ours']:.0f}x the time",
+            script,
+        ],
+        [
+            "pack 10M lengths",
+            f"{ten['batchwright']['seconds']:.2f} s, "
+            f"{ten['batchwright']['bytes/sample']:.0f} bytes a sample",
+            "",
+            script,
+        ],
+        [
+            "pack a hard set of 1M, `optimal`",
+            f"{best['efficiency %']:.2f} % full in {best['seconds']:.1f} s",
+            f"best-fit-decreasing {plain['efficiency %']:.2f} %",
+            script,
+        ],
+    ]
+
+
+def plans() -> list[list[str]]:
+    script = "`bench_plans.py`"
+    ten = rows("plans", "10,000,000 samples, row numbers", first="layout")
+    beside = rows("plans", "lognormal, 10,000,000 samples")
+    packed, by_length = ten["packed"], ten["sorted"]
+    fairseq = beside["fairseq batch_by_size (Cython)"]
+    return [
+        [
+            "build a plan of 10M samples",
+            f"{by_length['build s']:.2f} s sorted, {packed['build s']:.2f} s packed",
+            f"fairseq (Cython) {fairseq['x ours']:.0f}x the time for one epoch's batches",
+            script,
+        ],
+        [
+            "open it; any microbatch of any epoch",
+            f"{packed['first open ms']:.1f} ms; {packed['batch us']:.0f} us",
+            "",
+            script,
+        ],
+        [
+            "useful tokens, lognormal set",
+            f"{by_length['efficiency %']:.2f} % sorted, {packed['efficiency %']:.2f} % packed",
+            f"five fixed buckets {ten['bucketed']['efficiency %']:.2f} %",
+            script,
+        ],
+    ]
+
+
+def others() -> list[list[str]]:
+    edges = rows("edges", "lognormal, lengths to 8,192")
+    balance = rows("balance", "long to 32,768")
+    load = rows("lengths", "load 1,000,000")
+    worst, verl = balance["batchwright balance"], balance["verl Karmarkar-Karp"]
+    return [
+        [
+            "8 bucket edges, lengths to 8,192",
+            f"{edges['exact (batchwright)']['efficiency %']:.1f} % useful, exact",
+            f"equal mass {edges['equal mass']['efficiency %']:.1f} %, "
+            f"quantiles {edges['quantile']['efficiency %']:.1f} %",
+            "`bench_edges.py`",
+        ],
+        [
+            "heaviest of 64 ranks over an even share",
+            f"{worst['worst']:.4f} at worst",
+            f"verl {verl['worst']:.4f}, round robin {balance['round robin']['worst']:.4f}",
+            "`bench_balance.py`",
+        ],
+        [
+            "load 1M lengths",
+            f"{load['batchwright .safetensors']['seconds']:.2f} s, "
+            f"`.jsonl` {load['batchwright .jsonl']['seconds']:.2f} s",
+            f"a plain json loop {load['plain json loop']['seconds']:.2f} s",
+            "`bench_lengths.py`",
+        ],
+    ]
+
+
+def rows(name: str, title: str, first: str = "") -> dict[str, dict[str, Any]]:
+    """The rows of one saved table by their first cell."""
+    saved = json.loads((RESULTS / f"{name}.json").read_text())
+    for found in saved["tables"]:
+        if found["title"].startswith(title) and found["columns"][0] == first:
+            named = (dict(zip(found["columns"], row, strict=True)) for row in found["rows"])
+            return {row[first]: row for row in named}
+    raise SystemExit(f"{name}.json has no table {title!r}; run bench_{name}.py")
+
+
+if __name__ == "__main__":
+    main()
