@@ -41,14 +41,19 @@ def build(
         Literal["bucketed", "sorted", "packed"],
         Parameter(help="Group by bucket, by length, or join samples into full rows."),
     ] = "bucketed",
-    bucket_edges: Annotated[str, Parameter(help="Upper lengths.")] = "128,256,512,1024",
+    bucket_edges: Annotated[
+        str | None,
+        Parameter(help="Upper lengths; default: 128,256,512,1024 as far as they fit the budget."),
+    ] = None,
     overflow_max: Annotated[int, Parameter(help="Longest sample of a padded layout.")] = 2048,
     overflow: Annotated[
         Literal["error", "skip", "truncate", "split"],
         Parameter(help="What becomes of a longer sample."),
     ] = "error",
     min_length: Annotated[int, Parameter(help="Shorter samples are skipped.")] = 1,
-    pack_max_len: Annotated[int, Parameter(help="Width of a packed row.")] = 2048,
+    pack_max_len: Annotated[
+        int | None, Parameter(help="Width of a packed row; default: 2048, or the budget if less.")
+    ] = None,
     pack_mode: Annotated[
         Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"],
         Parameter(help="How rows are packed; optimal also tries column generation."),
@@ -96,16 +101,19 @@ def build(
 
     if output is None and not dry_run:
         raise ConfigError("no folder to write the plan to; give --output DIR or --dry-run")
-    optional: dict[str, Any] = {} if pad_policy is None else {"pad_policy": pad_policy}
+    given = {
+        "pad_policy": pad_policy,
+        "bucket_edges": _edges(bucket_edges) if bucket_edges is not None else None,
+        "pack_max_length": pack_max_len,
+    }
+    optional = {name: value for name, value in given.items() if value is not None}
     config = BatchingConfig(
         mode="predictable" if predictable else "throughput",
         layout=layout,
         token_budget=token_budget,
-        bucket_edges=_edges(bucket_edges),
         overflow_max=overflow_max,
         overflow=overflow,
         min_length=min_length,
-        pack_max_length=pack_max_len,
         pack_mode=pack_mode,
         pack_max_segments=pack_max_segments,
         align=align,
@@ -120,8 +128,8 @@ def build(
     lines = [_comparison(builder, plan), *_counted(plan)]
     if dry_run:
         lines.append("nothing written (--dry-run)")
-        given = " ".join(f"-l {path}" for path in lengths)
-        lines.append(f"next: batchwright data batchplan build {given} ... -o batch_plan/")
+        caches = " ".join(f"-l {path}" for path in lengths)
+        lines.append(f"next: batchwright data batchplan build {caches} ... -o batch_plan/")
     else:
         assert output is not None
         plan.save(output)

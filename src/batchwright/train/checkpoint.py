@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from batchwright.batching.shards import CheckpointPosition
-from batchwright.errors import BadFile, BatchwrightError, Mismatch, MissingFile
+from batchwright.errors import BadFile, BatchwrightError, Mismatch
 from batchwright.folders import Kind
 
 __all__ = ["Checkpoint", "latest", "load_into", "save", "whole"]
@@ -64,8 +64,8 @@ def save(
         shutil.rmtree(old, ignore_errors=True)
 
 
-def latest(folder: Path) -> Checkpoint:
-    """The newest checkpoint that is whole, every byte of it checked."""
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole, every byte of it checked; None if there is none."""
     passed: list[str] = []
     for path in _found(folder):
         try:
@@ -80,7 +80,7 @@ def latest(folder: Path) -> Checkpoint:
         return Checkpoint(path, position.global_step, position, tuple(passed))
     if passed:
         raise BadFile(f"no checkpoint in {folder} is whole; the newest: {passed[0]}")
-    raise MissingFile(f"no checkpoint in {folder}; start the run anew in another --run-dir")
+    return None
 
 
 def load_into(

@@ -11,6 +11,12 @@ from batchwright.files import existing
 
 __all__ = ["SftConfig"]
 
+_PLANNED = (
+    *("layout", "token_budget", "bucket_edges", "pack", "pack_max_len", "pack_mode"),
+    *("overflow", "step_size", "grad_accum"),
+)
+"""Settings that a plan already holds."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
@@ -44,8 +50,8 @@ class SftConfig:
     grad_accum: int = 1
     """Microbatches of a rank in one optimizer step."""
 
-    epochs: int = 1
-    """Passes over the data."""
+    epochs: int = 0
+    """Passes over the data; 0: as many as --batchplan has, else one."""
     max_steps: int = 0
     """Stop after this many optimizer steps; 0: no limit."""
     stop_after: int = 0
@@ -98,10 +104,11 @@ class SftConfig:
     """Stop at a row that cannot be read, or skip and count it."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "pack_max_len", "grad_accum", "epochs", "keep"):
+        for name in ("token_budget", "pack_max_len", "grad_accum", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
         for name in (
+            "epochs",
             "step_size",
             "max_steps",
             "warmup_steps",
@@ -125,10 +132,14 @@ class SftConfig:
             )
         if self.pack and self.layout not in ("auto", "packed"):
             raise ConfigError(f"--pack contradicts --layout {self.layout}; give one of them")
-        if self.batchplan and (self.step_size or self.grad_accum != 1):
-            raise ConfigError(
-                "the plan fixes the microbatches of a step; build it with --step-size instead"
-            )
+        if self.batchplan:
+            defaults = {field.name: field.default for field in fields(self)}
+            given = [name for name in _PLANNED if getattr(self, name) != defaults[name]]
+            if given:
+                raise ConfigError(
+                    f"--{_flag(given[0])} is part of the plan that --batchplan names; "
+                    f"build the plan with it, or leave one of them out"
+                )
 
     def named(self) -> "SftConfig":
         """Itself, if it says what to train and on what."""

@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,14 @@ from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need
 from batchwright.files import atomic_folder
 
-__all__ = ["Loaded", "ModelInfo", "context_length", "load_model", "tokenizer_for"]
+__all__ = [
+    "Loaded",
+    "ModelInfo",
+    "context_length",
+    "load_model",
+    "tokenizer_for",
+    "write_tokenizer",
+]
 
 CONVERSION = 1
 """Raised when the conversion of a GGUF file changes, so that older copies are made anew."""
@@ -30,6 +38,18 @@ HUB_TIMEOUT_S = 4.0
 
 TINY_VOCABULARY = 320
 """The 258 ids of the `bytes` tokenizer, rounded up to a multiple of 64."""
+
+TOKENIZER_NAME = "tokenizer_name.txt"
+"""Names a tokenizer that has no files of its own, such as `bytes`."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -232,7 +252,21 @@ def _from_folder(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
+def write_tokenizer(folder: Path, model: str | Path, tokenizer: str | None = None) -> None:
+    """Put into `folder` what `load_model` needs to give the same tokenizer with it."""
+    name = tokenizer or ("bytes" if str(model) == "tiny" else None)
+    source = Path(name) if name else _folder(model)
+    if source.is_dir():
+        for file in TOKENIZER_FILES:
+            if (source / file).is_file():
+                shutil.copyfile(source / file, folder / file)
+    elif name:
+        (folder / TOKENIZER_NAME).write_text(name)
+
+
 def _tokenizer(name: str | Path, folder: Path) -> Tokenizer:
+    if (folder / TOKENIZER_NAME).is_file():
+        return load_tokenizer((folder / TOKENIZER_NAME).read_text().strip())
     inside = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
     # A hub id whose tokenizer is not in the cache beside the weights is looked up by its name.
     # Absolute, so that a folder without one is not taken for the name of something on the hub.

@@ -3,6 +3,7 @@
 import dataclasses
 import tempfile
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -38,13 +39,18 @@ def predict(config: SftConfig) -> Prediction:
         data = open_prepared(Path(folder))
         assert data is not None
         plan = data.plan.shard(0, world.size)
-        epochs = range(config.epochs)
+        epochs = range(config.epochs or plan.num_epochs)
         steps = sum(plan.num_steps(epoch) for epoch in epochs)
         useful = sum(plan.useful_tokens(epoch) for epoch in epochs)
         padded = sum(plan.padded_tokens(epoch) for epoch in epochs)
+        if config.max_steps and config.max_steps < steps:
+            steps = config.max_steps
+            taken = list(islice(data.plan.iter_steps(epochs=len(epochs)), steps))
+            batches = [batch for step in taken for batch in step.microbatches]
+            useful = sum(batch.token_count for batch in batches)
+            padded = sum(batch.padded_tokens for batch in batches)
         microbatches = plan.num_microbatches()
     trained = _trained(model, config)
-    steps = min(steps, config.max_steps) if config.max_steps else steps
     return Prediction(
         steps=steps,
         microbatches=microbatches,

@@ -51,7 +51,9 @@ def prepare(
     else:
         held_out = _held_out(store.lengths, config)
         train = _subset(store.lengths, ~held_out) if held_out.any() else store.lengths
-        plan = BatchPlanBuilder(train, batching_config(config, world_size)).build(config.epochs)
+        plan = BatchPlanBuilder(train, batching_config(config, world_size)).build(
+            config.epochs or 1
+        )
         plan.save(run / "plan")
         if held_out.any():
             _eval_plan(config, _subset(store.lengths, held_out)).save(run / "eval_plan")

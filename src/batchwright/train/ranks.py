@@ -61,7 +61,9 @@ def spread(model: Any, world: World, device: torch.device, *, fsdp: bool) -> Any
             raise ConfigError("--fsdp shards over several ranks; start with torchrun, or leave it")
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model.get_decoder().layers:
+        # The layers are the longest list of modules, whatever an architecture calls it.
+        lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+        for layer in max(lists, key=len, default=[]):
             fully_shard(layer)
         return fully_shard(model)
     if world.size == 1:

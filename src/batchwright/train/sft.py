@@ -37,7 +37,7 @@ from batchwright.train import ranks
 from batchwright.train.attention import choose_backend, packed_inputs, use_backend
 from batchwright.train.config import SftConfig
 from batchwright.train.isolation import refuse_leaks
-from batchwright.train.models import context_length, load_model
+from batchwright.train.models import context_length, load_model, write_tokenizer
 from batchwright.train.prepare import Prepared, open_prepared, prepare
 from batchwright.train.stamp import write_stamp
 from batchwright.world import World
@@ -131,8 +131,9 @@ def train_sft(
             write_atomic(config.run_dir / "config.toml", config.to_toml().encode())
 
         at = CheckpointPosition(plan=plan.whole_fingerprint)
-        if resume:
-            found = checkpoints.latest(config.run_dir / "checkpoints")
+        # A run that was killed before its first checkpoint begins again, and comes to the same.
+        found = checkpoints.latest(config.run_dir / "checkpoints") if resume else None
+        if found:
             if found.position.plan != plan.whole_fingerprint:
                 raise Mismatch(
                     f"the checkpoint belongs to plan {found.position.plan[:16]}, the run has "
@@ -140,7 +141,8 @@ def train_sft(
                 )
             checkpoints.load_into(found, bare, optimizer)
             at = found.position
-        total = at.global_step + _steps_left(plan, at, config.epochs)
+        epochs = config.epochs or plan.num_epochs
+        total = at.global_step + _steps_left(plan, at, epochs)
         total = min(total, config.max_steps) if config.max_steps else total
 
         log = EventLog(config.run_dir / "events.jsonl") if main else None
@@ -155,7 +157,7 @@ def train_sft(
                 device=str(device),
                 attention=attention,
                 skipped_rows=train.skipped,
-                passed_over=list(found.passed_over) if resume else [],
+                passed_over=list(found.passed_over) if found else [],
             )
         for tracker in trackers if main else ():
             tracker.start({k: str(v) for k, v in vars(config).items()})
@@ -185,7 +187,7 @@ def train_sft(
 
         model.train()
         interrupted = open_things.enter_context(_interrupts())
-        steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=config.epochs - at.epoch)
+        steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=epochs - at.epoch)
         for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
             if step == total:
                 break
@@ -229,7 +231,8 @@ def train_sft(
                     log.write("stop", step=step, why="loss is not finite", samples=_names(ready))
                 raise BadLoss(
                     f"step {step + 1}: the loss is {loss} and the gradient norm {norm} on samples "
-                    f"{_names(ready)}; the state before it is saved, lower --lr or drop them"
+                    f"{_names(ready)}; the state before it is saved, start anew with a lower --lr "
+                    f"or without these samples"
                 )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -502,6 +505,7 @@ def _export(model: Any, config: SftConfig, main: bool) -> None:
     marker = "adapter_config.json" if config.lora_rank else "config.json"
     with atomic_folder(config.run_dir / "model", marker) as folder:
         model.save_pretrained(folder, state_dict=weights)
+        write_tokenizer(folder, config.model, config.tokenizer)
 
 
 @contextmanager
