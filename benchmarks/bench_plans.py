@@ -29,7 +29,7 @@ from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.rng import stream
-from common import Contender, Report, arguments, lengths_of, measure
+from common import Contender, Report, arguments, free_memory, lengths_of, measure
 
 BUDGET = 65_536
 EPOCHS = 1000
@@ -278,13 +278,6 @@ def from_dict(report: Report, n: int) -> None:
         ("layout", "build s"),
         [["bucketed", got.seconds if got.seconds is not None else got.reason]],
     )
-
-
-def free_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def main() -> None:

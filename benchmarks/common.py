@@ -36,6 +36,7 @@ __all__ = [
     "Measured",
     "Report",
     "arguments",
+    "free_memory",
     "lengths_of",
     "measure",
 ]
@@ -121,8 +122,8 @@ def measure(
 ) -> Measured:
     """Run a contender in a forked child: at most `runs` calls, no new one after `patience_s`.
 
-    A call that takes longer than `limit_s` ends the child; an import that fails is a reason,
-    not an error.
+    A call that takes longer than `limit_s` ends the child, and so does one that takes half of
+    the memory that was free before; an import that fails is a reason, not an error.
     """
     # Forked, so that the input is shared and not sent; nothing here may have started threads.
     context = multiprocessing.get_context("fork")
@@ -130,6 +131,8 @@ def measure(
     child = context.Process(
         target=_child, args=(there, contender, given, small, runs, patience_s), daemon=False
     )
+    # Half of what is free: the machine may be shared, and the kernel kills whom it likes.
+    most_bytes = free_memory() // 2
     child.start()
     there.close()
     got: dict[str, Any] = {"calls": []}
@@ -138,8 +141,8 @@ def measure(
         while True:
             # Imports and checks of the result get more time than the call itself.
             waiting = limit_s if "ready" in got and not got["calls"] else max(limit_s, 900.0)
-            if not here.poll(waiting):
-                reason = f"over the limit of {limit_s:.0f} s"
+            reason = _wait(here, child.pid, waiting, most_bytes)
+            if reason:
                 break
             kind, value = here.recv()
             if kind == "call":
@@ -200,8 +203,29 @@ def _child(
         pipe.send(("error", f"{type(error).__name__}: {error}".splitlines()[0][:200]))
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def _wait(pipe: Connection, pid: int | None, seconds: float, most_bytes: int) -> str:
+    """Wait for the child's next message; the reason to end it instead, if there is one."""
+    end = time.monotonic() + seconds
+    while not pipe.poll(0.1):
+        if time.monotonic() > end:
+            return f"over the limit of {seconds:.0f} s"
+        # A child that has just ended is told by the pipe.
+        with contextlib.suppress(OSError):
+            if _resident(pid or "self") > most_bytes:
+                return f"over the limit of {most_bytes / 1e9:.0f} GB, half of what was free"
+    return ""
+
+
+def free_memory() -> int:
+    """Bytes that can be taken without hurting others."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _resident(pid: int | str = "self") -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 

@@ -344,11 +344,14 @@ def test_the_command_gets_and_lists(
     monkeypatch.setenv("HOME", str(tmp_path))
 
     assert "not here; run: batchwright models get toy" in run(capsys, "list")
-    assert run(capsys, "get", "toy", "-q").endswith("-> ~/home/models/toy/toy.gguf\n")
-    assert json.loads(run(capsys, "get", "toy", "--verify", "--format", "json")) == {
+    assert run(capsys, "get", "toy", "-q", "--file-only").endswith(
+        "-> ~/home/models/toy/toy.gguf\n"
+    )
+    assert json.loads(run(capsys, "get", "toy", "--verify", "--file-only", "--format", "json")) == {
         "name": "toy",
         "path": str(TOY.place),
         "size_bytes": TOY.size_bytes,
+        "trainable": None,
     }
     assert "~/home/models/toy/toy.gguf" in run(capsys, "list")
     listed = {one["name"]: one for one in json.loads(run(capsys, "list", "--format", "json"))}

@@ -669,7 +669,9 @@ def test_a_plan_built_before_is_followed(config: SftConfig, tmp_path: Path) -> N
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256, step_size=2)
     plan = BatchPlanBuilder(lengths, built).build(2)
     plan.save(tmp_path / "plan")
-    given = dataclasses.replace(config, layout="auto", batchplan=tmp_path / "plan", epochs=2)
+    given = dataclasses.replace(
+        config, layout="auto", token_budget=4096, batchplan=tmp_path / "plan", epochs=2
+    )
     train_sft(given)
     own = elsewhere(config, "own", step_size=2, epochs=2)
     train_sft(own)
@@ -687,7 +689,9 @@ def test_a_plan_for_rows_in_another_order_reads_the_right_rows(
     lengths = build_lengths(turned, BYTES, tmp_path / "lengths.jsonl").cache.lengths
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256, step_size=1)
     BatchPlanBuilder(lengths, built).build().save(tmp_path / "plan")
-    train_sft(dataclasses.replace(config, batchplan=tmp_path / "plan", layout="auto"))
+    train_sft(
+        dataclasses.replace(config, batchplan=tmp_path / "plan", layout="auto", token_budget=4096)
+    )
     own = elsewhere(config, "own")
     train_sft(own)
 
@@ -707,7 +711,9 @@ def test_a_plan_for_other_data_or_another_tokenizer_is_refused_with_both_fingerp
         BatchPlanBuilder(lengths, built).build().save(tmp_path / f"plan{number}")
         with pytest.raises(Mismatch, match=f"for {kind} ") as caught:
             train_sft(
-                dataclasses.replace(config, layout="auto", batchplan=tmp_path / f"plan{number}")
+                dataclasses.replace(
+                    config, layout="auto", token_budget=4096, batchplan=tmp_path / f"plan{number}"
+                )
             )
         name = f"{'dataset' if kind == 'data' else kind}_hash"
         assert getattr(lengths, name) in str(caught.value)
@@ -829,7 +835,14 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 @settings(max_examples=100, deadline=None)
-@given(fields=st.fixed_dictionaries({}, optional=FIELDS))
+@given(
+    fields=st.fixed_dictionaries({}, optional=FIELDS).filter(
+        # A plan has its own layout, and settings that contradict it are refused.
+        lambda fields: (
+            not (fields.get("batchplan") and (fields.get("pack") or fields.get("bucket_edges")))
+        )
+    )
+)
 def test_settings_come_back_from_their_file(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, Any]
 ) -> None:
@@ -841,7 +854,7 @@ def test_settings_come_back_from_their_file(
 
 
 @pytest.mark.parametrize(
-    "content", ["lr = ", 'modle = "tiny"\n', b"\xff\xfe", "lr = -1.0\n", "epochs = 0\n"]
+    "content", ["lr = ", 'modle = "tiny"\n', b"\xff\xfe", "lr = -1.0\n", "epochs = -1\n"]
 )
 def test_a_file_of_settings_that_is_wrong_is_one_sentence(
     tmp_path: Path, content: str | bytes
@@ -855,9 +868,10 @@ def test_a_file_of_settings_that_is_wrong_is_one_sentence(
 
 
 def wrong_settings() -> Iterator[dict[str, Any]]:
-    for name in ("token_budget", "pack_max_len", "grad_accum", "epochs", "keep"):
+    for name in ("token_budget", "pack_max_len", "grad_accum", "keep"):
         yield {name: 0}
     for name in (
+        "epochs",
         "step_size",
         "max_steps",
         "warmup_steps",
@@ -874,6 +888,8 @@ def wrong_settings() -> Iterator[dict[str, Any]]:
     yield {"eval_fraction": 0.1, "batchplan": Path("x")}
     yield {"pack": True, "layout": "sorted"}
     yield {"batchplan": Path("x"), "step_size": 2}
+    yield {"batchplan": Path("x"), "pack": True}
+    yield {"batchplan": Path("x"), "token_budget": 512}
 
 
 @pytest.mark.parametrize("fields", list(wrong_settings()), ids=str)

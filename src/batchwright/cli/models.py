@@ -19,6 +19,9 @@ def get(
     verify: Annotated[
         bool, Parameter(negative="", help="Hash a file that is here already.")
     ] = False,
+    file_only: Annotated[
+        bool, Parameter(negative="", help="Leave out the trainable copy.")
+    ] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -32,17 +35,17 @@ def get(
     with progress_bar(f"fetching {name} (bytes)", quiet) as progress:
         path = get(name, verify=verify, progress=progress)
     trainable = None
-    if all(find_spec(part) for part in ("torch", "transformers", "gguf", "accelerate")):
+    able = all(find_spec(part) for part in ("torch", "transformers", "gguf", "accelerate"))
+    if able and not file_only:
         from batchwright.train.models import tokenizer_for
 
         tokenizer_for(name)
         trainable = str(model.folder / "transformers")
     text = f"{name}: {bytes_(model.size_bytes)}, {model.license} -> {_short(path)}"
-    text += "\n" + (
-        f"trainable copy -> {_short(Path(trainable))}"
-        if trainable
-        else "to train it: pip install 'batchwright[train]' and run this again"
-    )
+    if trainable:
+        text += f"\ntrainable copy -> {_short(Path(trainable))}"
+    elif not file_only:
+        text += "\nto train it: pip install 'batchwright[train]' and run this again"
     facts = {"name": name, "path": str(path), "size_bytes": model.size_bytes}
     show({**facts, "trainable": trainable}, text, format)
 
