@@ -664,14 +664,18 @@ def test_long_samples_are_cut_or_split_as_asked(config: SftConfig) -> None:
         train_sft(config)
 
 
+def following(config: SftConfig, plan: Path, **more: Any) -> SftConfig:
+    """The same run on a plan, which has a layout of its own."""
+    own = {"layout": "auto", "token_budget": 4096, "pack_max_len": 2048}
+    return dataclasses.replace(config, batchplan=plan, **own, **more)  # type: ignore[arg-type]
+
+
 def test_a_plan_built_before_is_followed(config: SftConfig, tmp_path: Path) -> None:
     lengths = build_lengths(config.data, BYTES, tmp_path / "lengths.jsonl").cache.lengths
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256, step_size=2)
     plan = BatchPlanBuilder(lengths, built).build(2)
     plan.save(tmp_path / "plan")
-    given = dataclasses.replace(
-        config, layout="auto", token_budget=4096, batchplan=tmp_path / "plan", epochs=2
-    )
+    given = following(config, tmp_path / "plan", epochs=2)
     train_sft(given)
     own = elsewhere(config, "own", step_size=2, epochs=2)
     train_sft(own)
@@ -689,9 +693,7 @@ def test_a_plan_for_rows_in_another_order_reads_the_right_rows(
     lengths = build_lengths(turned, BYTES, tmp_path / "lengths.jsonl").cache.lengths
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256, step_size=1)
     BatchPlanBuilder(lengths, built).build().save(tmp_path / "plan")
-    train_sft(
-        dataclasses.replace(config, batchplan=tmp_path / "plan", layout="auto", token_budget=4096)
-    )
+    train_sft(following(config, tmp_path / "plan"))
     own = elsewhere(config, "own")
     train_sft(own)
 
@@ -710,11 +712,7 @@ def test_a_plan_for_other_data_or_another_tokenizer_is_refused_with_both_fingerp
     for number, (lengths, kind) in enumerate(((other, "data"), (foreign, "tokenizer"))):
         BatchPlanBuilder(lengths, built).build().save(tmp_path / f"plan{number}")
         with pytest.raises(Mismatch, match=f"for {kind} ") as caught:
-            train_sft(
-                dataclasses.replace(
-                    config, layout="auto", token_budget=4096, batchplan=tmp_path / f"plan{number}"
-                )
-            )
+            train_sft(following(config, tmp_path / f"plan{number}"))
         name = f"{'dataset' if kind == 'data' else kind}_hash"
         assert getattr(lengths, name) in str(caught.value)
         assert getattr(own, name) in str(caught.value)
