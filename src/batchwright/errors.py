@@ -13,6 +13,10 @@
     ├── Mismatch           (ValueError)   two things that must agree do not: plan and lengths, ranks
     ├── BadLoss            (ArithmeticError)  a loss is not a number, or no token carries one
     ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is asked of it
+    ├── NoServer           (ConnectionError)  no endpoint can serve: down, wrong address or model
+    ├── BudgetExceeded     (RuntimeError) too many calls failed, or they cost too much
+    ├── BadReward          (ValueError)   a sample has no valid reward and the policy is `raise`
+    ├── BadProgram         (ValueError)   a fact, rule or query cannot be read or contradicts itself
     └── MissingExtra       (ImportError)  an optional dependency is not installed
 
 Each has a parent from the standard library as well, so callers can catch either. A message
@@ -27,14 +31,18 @@ __all__ = [
     "BadFile",
     "BadLength",
     "BadLoss",
+    "BadProgram",
+    "BadReward",
     "BadRow",
     "BatchwrightError",
+    "BudgetExceeded",
     "CannotWrite",
     "ConfigError",
     "DuplicateId",
     "Mismatch",
     "MissingExtra",
     "MissingFile",
+    "NoServer",
     "NoTokenizer",
     "OversizedSample",
     "UnknownSample",
@@ -96,6 +104,22 @@ class BadLoss(BatchwrightError, ArithmeticError):
 
 class NoTokenizer(BatchwrightError, LookupError):
     """A tokenizer cannot be found, or lacks what is asked of it."""
+
+
+class NoServer(BatchwrightError, ConnectionError):
+    """No endpoint can serve: it is down, or its address or the model's name is wrong."""
+
+
+class BudgetExceeded(BatchwrightError, RuntimeError):
+    """Too many calls failed, or they cost more than allowed; what came back is kept."""
+
+
+class BadReward(BatchwrightError, ValueError):
+    """A sample has no valid reward, and its caller asked for an error instead of a gap."""
+
+
+class BadProgram(BatchwrightError, ValueError):
+    """A fact, rule or query cannot be read or contradicts itself; the message names file and line."""
 
 
 class MissingExtra(BatchwrightError, ImportError):

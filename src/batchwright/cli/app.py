@@ -10,11 +10,14 @@ from typing import Annotated
 from cyclopts import App, CycloptsError, Parameter
 
 from batchwright import __version__
+from batchwright.cli.calls import calls
 from batchwright.cli.data import data
 from batchwright.cli.demo import demo
 from batchwright.cli.doctor import doctor
+from batchwright.cli.evaluate import evaluate
 from batchwright.cli.models import models
 from batchwright.cli.pack import pack
+from batchwright.cli.reward import reward
 from batchwright.cli.train import train
 from batchwright.errors import BatchwrightError
 
@@ -30,7 +33,7 @@ app = App(
     help_format="plaintext",
     version=__version__,
 )
-for part in (data, train, pack, models):
+for part in (data, train, evaluate, calls, reward, pack, models):
     app.command(part)
 app.command(demo)
 app.command(doctor)

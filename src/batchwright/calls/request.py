@@ -1,0 +1,103 @@
+"""One call as plain data: a body in the OpenAI shape, and the key that names it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from batchwright.errors import ConfigError
+
+__all__ = ["Request", "chat", "complete", "embed"]
+
+VERSION = 1
+"""Part of every key: a change of the key's meaning must not find old answers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """A call to make. `body` is what an OpenAI-compatible server is sent, nothing is added to it.
+
+    Equal requests are one call only if the answer cannot differ: temperature 0, a seed, an
+    embedding, or a given `draw`. The same random request drawn twice is two draws.
+    """
+
+    kind: Literal["chat", "complete", "embed"]
+    body: Mapping[str, Any]
+    draw: int | None = None
+    """Which draw of a random request this is; makes it an exact, repeatable one."""
+    salt: str = ""
+    """Something the body does not say but the answer depends on, say a revision of the weights."""
+    data: bytes = field(init=False, repr=False)
+    """The body as JSON, written once: it is sent as it is and hashed as it is."""
+
+    def __post_init__(self) -> None:
+        if not self.body.get("model"):
+            raise ConfigError(f"a {self.kind} request needs a model; the body has none")
+        try:
+            text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            data = text.encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"the body of a {self.kind} request is not JSON: {error}") from None
+        object.__setattr__(self, "data", data)
+
+    @property
+    def model(self) -> str:
+        return str(self.body["model"])
+
+    @property
+    def exact(self) -> bool:
+        """Whether an equal request has an equal answer, so that it may be shared and kept.
+
+        >>> chat("m", "2+2?").exact, chat("m", "2+2?", temperature=0).exact
+        (False, True)
+        """
+        return (
+            self.draw is not None
+            or self.kind == "embed"
+            or self.body.get("temperature") == 0
+            or self.body.get("seed") is not None
+        )
+
+    @property
+    def key(self) -> bytes:
+        """SHA-256 over everything the answer depends on; the endpoint's address is not part of it.
+
+        >>> chat("m", "2+2?", draw=0).key == chat("m", "2+2?", draw=1).key
+        False
+        """
+        head = f"{VERSION} {self.kind} {self.draw} {len(self.salt)} {self.salt} ".encode()
+        return hashlib.sha256(head + self.data).digest()
+
+
+def chat(
+    model: str,
+    prompt: str | Sequence[Mapping[str, Any]],
+    /,
+    *,
+    draw: int | None = None,
+    salt: str = "",
+    **parameters: Any,
+) -> Request:
+    """A chat request; a string is one message of the user.
+
+    >>> chat("m", "2+2?", temperature=0).data.decode()
+    '{"messages":[{"content":"2+2?","role":"user"}],"model":"m","temperature":0}'
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return Request("chat", {"model": model, "messages": messages, **parameters}, draw, salt)
+
+
+def complete(
+    model: str, prompt: str, /, *, draw: int | None = None, salt: str = "", **parameters: Any
+) -> Request:
+    """A request to continue plain text."""
+    return Request("complete", {"model": model, "prompt": prompt, **parameters}, draw, salt)
+
+
+def embed(
+    model: str, text: str | Sequence[str], /, *, salt: str = "", **parameters: Any
+) -> Request:
+    """A request for the vectors of one text or of several."""
+    given = text if isinstance(text, str) else list(text)
+    return Request("embed", {"model": model, "input": given, **parameters}, None, salt)

@@ -1,0 +1,86 @@
+"""The protocol of batched environments: actions [B] in; observations, masks and rewards [B] out.
+
+Every action is the choice of one of K candidates; `obs["mask"]` says which of them can be
+chosen. An environment that ends is reset within the same step: `Step.obs` is then the first
+observation of its next episode, and `Step.final_obs` the last one of the episode that ended.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ArraySpec", "Env", "Obs", "Step"]
+
+Obs = dict[str, NDArray[Any]]
+"""Arrays whose first axis is the environment; `mask` [B, K] is always among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array of an observation, without the axis of the environments."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    high: int | None = None
+    """For integers: values lie in [-1, high); -1 is padding."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step of all environments gave.
+
+    The arrays may be buffers that the next step writes over: copy what you keep.
+    """
+
+    obs: Obs
+    reward: NDArray[np.float32]
+    terminated: NDArray[np.bool_]
+    """The episode came to its end: there is no value behind it."""
+    truncated: NDArray[np.bool_]
+    """The episode was stopped from outside, say by a depth limit: its value goes on."""
+    valid: NDArray[np.bool_]
+    """False where the step must not be learned from, say because a server failed."""
+    final_obs: Obs
+    """True in the rows that terminated or were truncated; anything may stand in the others."""
+    info: Mapping[str, NDArray[Any]]
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        return self.terminated | self.truncated
+
+
+@runtime_checkable
+class Env(Protocol):
+    """B environments in one object."""
+
+    @property
+    def num_envs(self) -> int: ...
+
+    @property
+    def num_actions(self) -> int:
+        """K: the width of the mask."""
+        ...
+
+    @property
+    def spec(self) -> Mapping[str, ArraySpec]:
+        """The arrays of an observation."""
+        ...
+
+    def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
+        """Begin new episodes in the chosen environments, or in all of them."""
+        ...
+
+    def step(self, actions: NDArray[np.integer[Any]]) -> Step:
+        """Act in all environments. An action outside the mask never crashes; it is counted."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, as arrays and plain values."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as if nothing had happened since `state_dict`."""
+        ...

@@ -1,0 +1,3 @@
+"""Responses in, rewards with a validity bit out."""
+
+__all__: list[str] = []

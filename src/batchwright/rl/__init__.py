@@ -1,0 +1,3 @@
+"""Policy, rollout, advantages and PPO; arrays are [T, B] everywhere."""
+
+__all__: list[str] = []
