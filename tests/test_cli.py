@@ -529,3 +529,20 @@ def test_a_reader_that_goes_away_is_no_error(folder, environ, line) -> None:
     process.wait(timeout=120)
 
     assert said == ""
+
+
+@pytest.mark.parametrize("line", ["--help", "data batchplan --help", "doctor"])
+def test_a_reader_that_leaves_early_is_no_error(environ: dict[str, str], line: str) -> None:
+    process = subprocess.Popen(
+        [Path(sys.executable).parent / "batchwright", *line.split()],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    with process.stderr:
+        complaint = process.stderr.read()
+
+    assert (process.wait(60), complaint) == (0, b"")

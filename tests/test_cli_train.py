@@ -227,6 +227,11 @@ def test_a_resumed_run_may_change_its_length_but_not_what_it_is(
 
     assert outcome.data["step"] == 4
     assert len(losses(folder / "run")) == 4
+    # A flag at its default value is a wish like any other.
+    refused(call("train sft --resume run --lr 0.0001", folder), "keeps its lr")
+    whole = call("train sft --resume run --max-steps 0 --format json", folder)
+    assert whole.data["finished"]
+    assert whole.data["step"] > 4
 
 
 def test_a_run_can_be_moved_and_resumed_there(folder: Path, call: Callable[..., Any]) -> None:
@@ -274,6 +279,7 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "no run": ("--resume nowhere", ("nowhere",)),
     "tracker": ("--model tiny --data train.jsonl --track nobody", ("nobody", "tensorboard")),
     "rate": ("--model tiny --data train.jsonl --lr nan", ("--lr nan",)),
+    "rate beyond 32 bits": ("--model tiny --data train.jsonl --lr 1e38", ("--lr 1e+38", "1e30")),
     "negative": ("--model tiny --data train.jsonl --keep 0", ("--keep 0",)),
 }
 

@@ -80,6 +80,11 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
         # The reader closed the pipe (`| head`); nothing is wrong.
         _mute()
         return 0
+    except SystemExit as end:
+        # The way of rich, which prints the help, to say that the pipe was closed.
+        if isinstance(end.__context__, BrokenPipeError):
+            return 0
+        raise
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

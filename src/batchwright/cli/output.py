@@ -3,20 +3,28 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from cyclopts import Parameter
 
-__all__ = ["Format", "Quiet", "progress_bar", "show"]
+__all__ = ["Format", "Progress", "Quiet", "progress_bar", "show"]
 
 Format = Annotated[
     Literal["text", "json"],
     Parameter(name="--format", help="Text for people or JSON for programs."),
 ]
 Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", help="No progress.")]
+
+
+
+class Progress(Protocol):
+    """Told how far the work is; `note` is shown beside it, say the loss."""
+
+    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+
 
 PLAIN_EVERY_S = 30.0
 """Seconds between progress lines where there is no terminal to redraw."""
@@ -31,31 +39,38 @@ def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A callback (done, total): a bar on a terminal, a line now and then in a log."""
+def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress | None]:
+    """A callback (done, total, note): a bar on a terminal, a line now and then in a log."""
     if quiet:
         yield None
     elif sys.stderr.isatty():
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bars
         from rich.progress import TimeRemainingColumn as Remaining
 
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task(what)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
+        beside = TextColumn("{task.fields[note]}", markup=False)
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining(), beside)
+        with Bars(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, note="")
+
+            def redraw(done: int, total: int, note: str = "") -> None:
+                bar.update(task, completed=done, total=total, note=note)
+
+            yield redraw
     else:
         yield _plain_lines(what)
 
 
-def _plain_lines(what: str) -> Callable[[int, int], None]:
+def _plain_lines(what: str) -> Progress:
     last = time.monotonic()
 
-    def line(done: int, total: int) -> None:
+    def line(done: int, total: int, note: str = "") -> None:
         nonlocal last
         if time.monotonic() - last >= PLAIN_EVERY_S:
             last = time.monotonic()
-            print(f"{what}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+            beside = f", {note}" if note else ""
+            print(f"{what}: {done:,} of {total:,}{beside}", file=sys.stderr, flush=True)
 
     return line
 

@@ -1,6 +1,7 @@
 """`batchwright train`: the loops that use the engines."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
 from batchwright.train.config import SftConfig
 
@@ -68,11 +69,13 @@ def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
     saved = dataclasses.replace(loaded, run_dir=run, stop_after=0)
     if given is None:
         return saved
-    blank = SftConfig()
+    # By the words that were typed: a flag given at its default value is given as well.
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv}
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(SftConfig):
         value = getattr(given, field.name)
-        if value not in (getattr(blank, field.name), getattr(saved, field.name)):
+        said = {field.name, f"no_{field.name}", f"empty_{field.name}"} & typed
+        if said and value != getattr(saved, field.name):
             changed[field.name] = value
     fixed = sorted(changed.keys() - set(CHANGEABLE))
     if fixed:
@@ -90,7 +93,7 @@ def _bars(
     """Progress of tokenising, and from the first step on that of training in its place."""
     with ExitStack() as bars:
         tokenising = bars.enter_context(progress_bar("tokenising", quiet))
-        steps: Callable[[int, int], None] | None = None
+        steps: Progress | None = None
 
         def training(done: int, total: int, loss: float) -> None:
             nonlocal steps
@@ -99,7 +102,7 @@ def _bars(
                 bars.close()
                 steps = bars.enter_context(progress_bar("training", quiet))
             if steps is not None:
-                steps(done, total)
+                steps(done, total, f"loss {loss:.4f}")
 
         yield tokenising, None if quiet else training
 

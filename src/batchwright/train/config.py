@@ -121,8 +121,9 @@ class SftConfig:
         for name in ("weight_decay", "clip", "lora_rank", "lora_alpha"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"--lr {self.lr} is not a number above 0")
+        # The optimizer computes in 32 bits; a rate like 1e38 would overflow there.
+        if not 0 < self.lr <= 1e30:
+            raise ConfigError(f"--lr {self.lr} is not a number above 0 and up to 1e30")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"--eval-fraction {self.eval_fraction} is not from 0 to below 1")
         if self.eval_fraction and (self.eval_data or self.batchplan):
