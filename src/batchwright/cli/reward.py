@@ -1,7 +1,285 @@
-"""`batchwright reward`: score responses from the command line."""
+"""`batchwright reward`: score responses, explain a score, compare a judge with labels."""
 
-from cyclopts import App
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import ConfigError, UnknownSample
+
+if TYPE_CHECKING:
+    from batchwright.rewards import Agreement, Reward, RewardsConfig, Scorer
 
 __all__ = ["reward"]
 
 reward = App(name="reward", help="Score responses with rules, judges and monitors.")
+
+Input = Annotated[
+    Path,
+    Parameter(name=["--input", "-i"], help="Rows with response, ground_truth, dataset, prompt."),
+]
+Config = Annotated[Path, Parameter(name=["--config", "-c"], help="The parts, as TOML.")]
+Cache = Annotated[
+    Path | None,
+    Parameter(help="Where answers are kept; default: the configuration's, else beside the output."),
+]
+
+
+@reward.command
+def score(
+    *,
+    input: Input,
+    config: Config,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="One row a response.")],
+    cache: Cache = None,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Score every response; a run that was stopped goes on from the answers it has."""
+    from batchwright.rewards import RewardsConfig
+    from batchwright.rewards.files import read_responses, write_rows
+    from batchwright.rewards.score import plan_work
+
+    settings = RewardsConfig.load(config)
+    ids, responses = read_responses(input)
+    work = plan_work(responses, settings.part)
+    with _open(settings, cache, output) as scorer, progress_bar("scoring", quiet) as progress:
+        outcomes = []
+        if work.requests:
+            if scorer.pool is None:
+                raise ConfigError(
+                    f"{config} asks models and names no endpoints; add endpoints = [...]"
+                )
+            outcomes = scorer.pool.map(work.requests, progress=progress)
+        rewards = work.rewards(outcomes)
+        rows = scorer.columns(rewards, missing="mask")
+    write_rows(output, ({"id": id, **row} for id, row in zip(ids, rows, strict=True)))
+    show(_facts(settings, rewards, output), _summary(settings, rewards, output), format)
+
+
+@reward.command
+def explain(
+    id: Annotated[str, Parameter(help="The id of a row, or its number.")],
+    /,
+    *,
+    input: Input,
+    config: Config,
+    cache: Cache = None,
+    format: Format = "text",
+) -> None:
+    """Show where one score comes from: every part, what was asked and what was answered."""
+    from batchwright.rewards import RewardsConfig
+    from batchwright.rewards.files import read_responses
+    from batchwright.rewards.score import plan_work
+
+    settings = RewardsConfig.load(config)
+    ids, responses = read_responses(input)
+    if id not in ids:
+        raise UnknownSample(f"{input} has no row {id!r}; its {len(ids):,} ids begin with {ids[:3]}")
+    work = plan_work([responses[ids.index(id)]], settings.part)
+    with _open(settings, cache, None) as scorer:
+        outcomes = scorer.pool.map(work.requests) if scorer.pool and work.requests else []
+        (found,) = work.rewards(outcomes)
+    parts = []
+    for rule, first, end in work.spans[0]:
+        part = found.parts[rule.column]
+        parts.append(
+            {
+                "part": rule.column,
+                "weight": rule.weight,
+                "value": part.value if part.valid else None,
+                "why": part.why,
+                "error": part.error,
+                "facts": dict(part.facts),
+                "calls": [
+                    {
+                        "model": request.model,
+                        "asked": request.body.get("messages", request.body.get("input")),
+                        "answered": outcome.text if outcome else None,
+                        "failed": None if outcome else f"{outcome.kind}: {outcome.error}",
+                        "from": outcome.source if outcome else None,
+                    }
+                    for request, outcome in zip(
+                        work.requests[first:end], outcomes[first:end], strict=True
+                    )
+                ],
+            }
+        )
+    value = found.value if found.valid else None
+    data = {"id": id, "score": value, "valid": found.valid, "why": found.why, "parts": parts}
+    show(data, _explained(data), format)
+
+
+@reward.command
+def agree(
+    *,
+    scores: Annotated[Path, Parameter(name=["--scores", "-s"], help="Rows with id and score.")],
+    labels: Annotated[
+        Path | None, Parameter(help="Rows with id and label; default: the scores' own.")
+    ] = None,
+    score: Annotated[str, Parameter(help="The column of the scores.")] = "score",
+    label: Annotated[str, Parameter(help="The column of the labels, true or false.")] = "label",
+    low: Annotated[float, Parameter(help="The score that stands for false.")] = 0.0,
+    high: Annotated[float, Parameter(help="The score that stands for true.")] = 1.0,
+    threshold: Annotated[float, Parameter(help="From here on, a scaled score says true.")] = 0.5,
+    plot: Annotated[Path | None, Parameter(help="Draw the calibration as PNG.")] = None,
+    format: Format = "text",
+) -> None:
+    """Compare a judge with labels: accuracy, kappa, calibration."""
+    from batchwright.rewards import agreement
+    from batchwright.rewards.files import values_of
+
+    if not low < high:
+        raise ConfigError(f"--low {low} is not below --high {high}")
+    given, known = values_of(scores, score), values_of(labels or scores, label)
+    both = [id for id in given if id in known]
+    if not both:
+        raise ConfigError(f"no id of {scores} is among those of {labels or scores}")
+    values = [_number(given[id]) for id in both]
+    found = agreement(
+        [(value - low) / (high - low) for value in values],
+        [_bool(known[id], id) for id in both],
+        threshold=threshold,
+    )
+    if plot is not None:
+        from batchwright.report.figures import calibration_png
+
+        calibration_png(plot, [dataclasses.asdict(bin) for bin in found.bins], found.count)
+    show(dataclasses.asdict(found), _agreed(found, len(given) - len(both)), format)
+
+
+@contextmanager
+def _open(settings: "RewardsConfig", cache: Path | None, output: Path | None) -> "Iterator[Scorer]":
+    """A scorer that keeps its answers, so that a second run pays for nothing again."""
+    from batchwright.rewards import Scorer
+
+    beside = None if output is None else output.with_name(output.name + ".calls.db")
+    place = cache or settings.cache or beside
+    scorer = Scorer(settings.model_copy(update={"cache": place}))
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+def _facts(settings: "RewardsConfig", rewards: "Sequence[Reward]", output: Path) -> dict[str, Any]:
+    import numpy as np
+
+    parts = {}
+    for column in dict.fromkeys(rule.column for rule in settings.part):
+        found = [reward.parts[column] for reward in rewards if column in reward.parts]
+        values = np.array([part.value for part in found if part.valid])
+        parts[column] = {
+            "scored": len(values),
+            "missing": dict(Counter(part.why for part in found if not part.valid)),
+            "mean": float(values.mean()) if len(values) else None,
+            "lowest": float(values.min()) if len(values) else None,
+            "highest": float(values.max()) if len(values) else None,
+        }
+    valid = [reward.value for reward in rewards if reward.valid]
+    return {
+        "output": str(output),
+        "responses": len(rewards),
+        "valid": len(valid),
+        "missing": dict(Counter(reward.why for reward in rewards if not reward.valid)),
+        "mean": float(np.mean(valid)) if valid else None,
+        "parts": parts,
+    }
+
+
+def _summary(settings: "RewardsConfig", rewards: "Sequence[Reward]", output: Path) -> str:
+    import numpy as np
+
+    from batchwright.report.text import histogram, number, table
+
+    facts = _facts(settings, rewards, output)
+    weights = {rule.column: rule.weight for rule in settings.part}
+
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    rows = [
+        [
+            *(name, shown(weights[name]), part["scored"], sum(part["missing"].values())),
+            *(shown(part["mean"]), shown(part["lowest"]), shown(part["highest"])),
+        ]
+        for name, part in facts["parts"].items()
+    ]
+    headers = ["part", "weight", "scored", "missing", "mean", "lowest", "highest"]
+    text = table(headers, rows) + f"\n\n{_counted(facts)}"
+    values = np.array([reward.value for reward in rewards if reward.valid])
+    if len(values) and values.min() < values.max():
+        counts, edges = np.histogram(values, bins=12)
+        labels = [f"{one:.3g} to {two:.3g}" for one, two in pairwise(edges)]
+        text += "\n" + histogram(counts.tolist(), labels)
+    return text + f"\n{number(len(rewards))} rows in {output}"
+
+
+def _counted(facts: dict[str, Any]) -> str:
+    mean = "-" if facts["mean"] is None else f"{facts['mean']:.4g}"
+    line = f"{facts['valid']:,} of {facts['responses']:,} rewards are valid, mean {mean}"
+    if facts["missing"]:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
+        line += f"; left out: {kinds}"
+    return line
+
+
+def _explained(data: dict[str, Any]) -> str:
+    score = f"{data['score']:.4g}" if data["valid"] else f"missing ({data['why']})"
+    lines = [f"{data['id']}: score {score}"]
+    for part in data["parts"]:
+        value = f"{part['value']:.4g}" if part["value"] is not None else f"missing, {part['why']}"
+        lines.append(f"\n{part['part']}: {value}, weight {part['weight']:g}")
+        if part["error"]:
+            lines.append(f"  {part['error']}")
+        lines += [f"  {name}: {fact}" for name, fact in part["facts"].items()]
+        for call in part["calls"]:
+            lines.append(f"  asked {call['model']}:")
+            asked = call["asked"]
+            text = asked if isinstance(asked, str) else "\n".join(m["content"] for m in asked)
+            lines += [f"    | {line}" for line in text.splitlines()]
+            answer = call["answered"] if call["failed"] is None else f"({call['failed']})"
+            lines.append(f"  answered{' from the cache' if call['from'] == 'cache' else ''}:")
+            lines += [f"    | {line}" for line in str(answer).splitlines()]
+    return "\n".join(lines)
+
+
+def _agreed(found: "Agreement", unlabelled: int) -> str:
+    from batchwright.report.text import number, percent, table
+
+    rows = [
+        ["compared", number(found.count)],
+        ["without a valid score", number(found.missing)],
+        ["without a label", number(unlabelled)],
+        ["accuracy", percent(found.accuracy)],
+        ["kappa", "-" if found.kappa is None else f"{found.kappa:.3f}"],
+        ["right: true, false", f"{found.true_positive:,}, {found.true_negative:,}"],
+        ["wrong: said true, said false", f"{found.false_positive:,}, {found.false_negative:,}"],
+        ["Brier score", f"{found.brier:.4f}"],
+        ["calibration error", f"{found.calibration_error:.4f}"],
+    ]
+    bins: list[list[str | float | None]] = [
+        [f"{b.low:.1f} to {b.high:.1f}", b.count, f"{b.mean_score:.3f}", percent(b.share_true)]
+        for b in found.bins
+    ]
+    return (
+        table(["judge against labels", ""], rows)
+        + "\n\n"
+        + table(["score", "samples", "mean score", "labelled true"], bins)
+    )
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else float("nan")
+
+
+def _bool(value: Any, id: str) -> bool:
+    if isinstance(value, bool) or value in (0, 1):
+        return bool(value)
+    raise ConfigError(f"the label of {id!r} is {value!r}; labels are true or false")

@@ -4,7 +4,7 @@ Figures are objects of their own: nothing here touches pyplot's global state, so
 in threads, notebooks and servers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from batchwright.errors import ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent
 
-__all__ = ["histogram_png", "packing_png"]
+__all__ = ["calibration_png", "histogram_png", "packing_png"]
 
 INK = "#222222"
 PALE = "#d9d9d9"
@@ -94,6 +94,38 @@ def histogram_png(
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     _edge_lines(axes, edges or (), room=0.014 * (right - left))
+    _save(figure, path)
+
+
+def calibration_png(
+    path: Path | str, bins: Sequence[Mapping[str, float]], count: int, title: str = ""
+) -> None:
+    """Share of true labels over the score, one dot a bin, as large as its samples are many."""
+    line = f"{number(count)} samples; on the line, a score of 0.7 is right 7 times in 10"
+    figure, axes = _axes(5.2, 4.8, title, line)
+    ticker = need("matplotlib.ticker", extra="plot")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.MultipleLocator(0.2))
+        axis.set_major_formatter(lambda value, _: f"{value:.1f}")
+    axes.plot([0, 1], [0, 1], color=PALE, linewidth=1.0)
+    axes.plot(
+        [bin["mean_score"] for bin in bins],
+        [bin["share_true"] for bin in bins],
+        color=BAR,
+        linewidth=1.0,
+    )
+    axes.scatter(
+        [bin["mean_score"] for bin in bins],
+        [bin["share_true"] for bin in bins],
+        s=[20 + 400 * bin["count"] / count for bin in bins],
+        color=BAR,
+        edgecolor="white",
+        zorder=3,
+    )
+    axes.set_xlim(-0.03, 1.03)
+    axes.set_ylim(-0.03, 1.03)
+    axes.set_xlabel("mean score of the judge")
+    axes.set_ylabel("labelled true")
     _save(figure, path)
 
 

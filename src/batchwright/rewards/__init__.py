@@ -1,3 +1,53 @@
-"""Responses in, rewards with a validity bit out."""
+"""Responses in, rewards with a validity bit out.
 
-__all__: list[str] = []
+    responses -> requests of all parts -> outcomes -> parts -> rewards
+
+`score.py` is where the steps meet.
+"""
+
+from batchwright.rewards.advantages import group_advantages
+from batchwright.rewards.agree import Agreement, agreement
+from batchwright.rewards.asking import Judge, Monitor, Similarity
+from batchwright.rewards.compute import acompute_score, compute_score
+from batchwright.rewards.config import RewardsConfig
+from batchwright.rewards.reward import Part, Response, Reward
+from batchwright.rewards.rules import (
+    Contains,
+    Correctness,
+    Exact,
+    Format,
+    JsonSchema,
+    Numeric,
+    Pattern,
+    Rule,
+    Verbosity,
+)
+from batchwright.rewards.score import ascore_all, score_all
+from batchwright.rewards.scorer import Scorer
+
+__all__ = [
+    "Agreement",
+    "Contains",
+    "Correctness",
+    "Exact",
+    "Format",
+    "JsonSchema",
+    "Judge",
+    "Monitor",
+    "Numeric",
+    "Part",
+    "Pattern",
+    "Response",
+    "Reward",
+    "RewardsConfig",
+    "Rule",
+    "Scorer",
+    "Similarity",
+    "Verbosity",
+    "acompute_score",
+    "agreement",
+    "ascore_all",
+    "compute_score",
+    "group_advantages",
+    "score_all",
+]

@@ -1,0 +1,151 @@
+"""Which parts a reward has and who is asked: from a TOML file or from the environment."""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from batchwright.errors import BadFile, ConfigError
+from batchwright.files import existing
+from batchwright.rewards.asking import Judge, Monitor, Similarity
+from batchwright.rewards.rules import (
+    Contains,
+    Correctness,
+    Exact,
+    Format,
+    JsonSchema,
+    Numeric,
+    Pattern,
+    Verbosity,
+)
+
+__all__ = ["Missing", "RewardsConfig"]
+
+AnyPart = Annotated[
+    Format
+    | Correctness
+    | Verbosity
+    | Pattern
+    | Numeric
+    | Exact
+    | Contains
+    | JsonSchema
+    | Judge
+    | Monitor
+    | Similarity,
+    Field(discriminator="kind"),
+]
+Missing = Literal["raise", "mask"] | float
+"""For frameworks that know no missing reward: an error, NaN beside `valid`, or this number."""
+
+OPENAI = "https://api.openai.com/v1"
+DOCUMENTED = ("diamonds*", "function_correctness*")
+"""The data sets whose answers are lists between `<measurements>` tags."""
+
+
+class RewardsConfig(BaseModel):
+    """A reward: its parts, the endpoints that are asked, and what a missing one becomes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    part: tuple[AnyPart, ...] = Field(min_length=1)
+    endpoints: tuple[str, ...] = ()
+    """Addresses as `Endpoint` takes them: `http://host:8000/v1`, `ollama://host`, `local:NAME`."""
+    key_env: str | None = None
+    """The variable of the environment that holds the key."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Calls in flight."""
+    cache: Path | None = None
+    deadline_s: float = Field(default=120.0, gt=0)
+    error_budget: float | None = Field(default=None, gt=0, le=1)
+    """The share of failed calls, of the last 1000, at which scoring stops."""
+    missing: Missing = "raise"
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RewardsConfig":
+        """Read a TOML file; a mistake in it is one sentence with the place."""
+        place = existing(Path(path), "reward configuration")
+        try:
+            found = tomllib.loads(place.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadFile(f"{path} is not TOML: {error}") from None
+        return cls.of(found, str(path))
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], where: str = "the configuration") -> "RewardsConfig":
+        """Check settings that were read somewhere.
+
+        >>> RewardsConfig.of({"part": [{"kind": "numeric"}]}).part[0].column
+        'numeric'
+        """
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(step) for step in first["loc"]) or "it"
+            raise ConfigError(f"{where}: {place}: {first['msg']}") from None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "RewardsConfig":
+        """The reward of lists between tags, as TRAIN_WITH_MONITOR and its neighbours set it.
+
+        Format, correctness and `K` a word before the tag; with `TRAIN_WITH_MONITOR=true` the
+        monitor too, which is asked at `OPENAI_BASE_URL` or OpenAI with `OPENAI_API_KEY`.
+
+        >>> [part.column for part in RewardsConfig.from_environment({"K": "-0.01"}).part]
+        ['format', 'correctness', 'correctness', 'verbosity']
+        """
+        lists = {"kind": "correctness", "datasets": ("diamonds*",)}
+        partial = {
+            "kind": "correctness",
+            "datasets": ("function_correctness*",),
+            "wrong_count": "partial",
+        }
+        parts: list[dict[str, Any]] = [
+            {"kind": "format", "datasets": DOCUMENTED},
+            lists,
+            partial,
+            {
+                "kind": "verbosity",
+                "datasets": DOCUMENTED,
+                "weight": _number(environ, "K", "0"),
+            },
+        ]
+        settings: dict[str, Any] = {"part": parts}
+        if _truth(environ, "TRAIN_WITH_MONITOR", "false"):
+            url = environ.get("OPENAI_BASE_URL", OPENAI)
+            if url == OPENAI and not environ.get("OPENAI_API_KEY"):
+                raise ConfigError(
+                    "TRAIN_WITH_MONITOR is set and OPENAI_API_KEY is not; "
+                    "export OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own"
+                )
+            parts.append(
+                {
+                    "kind": "monitor",
+                    "datasets": DOCUMENTED,
+                    "model": environ.get("MONITOR_MODEL_NAME", "gpt-4o-mini"),
+                    "correct": _number(environ, "MONITOR_CORRECT_REWARD", "-1"),
+                    "wrong": _number(environ, "MONITOR_WRONG_REWARD", "1"),
+                }
+            )
+            settings |= {"endpoints": (url,), "key_env": "OPENAI_API_KEY"}
+            if _truth(environ, "MONITOR_CACHE", "true"):
+                settings["cache"] = environ.get("MONITOR_CACHE_FILE", "monitor_cache.db")
+        return cls.of(settings, "the environment")
+
+
+def _truth(environ: Mapping[str, str], name: str, default: str) -> bool:
+    value = environ.get(name, default).strip().lower()
+    if value not in ("true", "false", "1", "0", "yes", "no", ""):
+        raise ConfigError(f"{name}={environ[name]!r} is neither true nor false")
+    return value in ("true", "1", "yes")
+
+
+def _number(environ: Mapping[str, str], name: str, default: str) -> float:
+    try:
+        return float(environ.get(name) or default)
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]!r} is not a number") from None

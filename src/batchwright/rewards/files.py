@@ -1,0 +1,96 @@
+"""Rows of a responses file to responses, rewards to rows of a scores file."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from batchwright.data.source import open_source
+from batchwright.errors import BadRow, UnknownSample
+from batchwright.files import write_atomic
+from batchwright.rewards.reward import Response
+
+__all__ = ["read_responses", "response_of", "values_of", "write_rows"]
+
+_COLUMNS = {
+    "text": ("response", "completion", "solution_str", "answer_text", "output"),
+    "truth": ("ground_truth", "truth", "reference", "answer", "label"),
+    "dataset": ("dataset", "data_source", "dataset_name"),
+    "prompt": ("prompt", "question", "query"),
+    "extra": ("extra_info", "extra"),
+}
+"""Where each field of a response may stand; the first that is there is taken."""
+
+
+def read_responses(path: Path) -> tuple[list[str], list[Response]]:
+    """Ids and responses of a JSONL or Parquet file; the row number where there is no id.
+
+    Raises:
+        BadRow: a row has no response, with file and line.
+    """
+    source = open_source(str(path))
+    ids, responses = [], []
+    for item in range(len(source)):
+        row = source[item]
+        try:
+            responses.append(response_of(row))
+        except BadRow as error:
+            raise BadRow(f"{source.where(item)}: {error}") from None
+        ids.append(str(row.get("id", row.get("sample_id", item))))
+    return ids, responses
+
+
+def response_of(row: Mapping[str, Any]) -> Response:
+    """One row as a response; columns that are not known by name can be used in templates.
+
+    >>> response_of({"response": "4", "answer": "4", "level": 2})
+    Response(text='4', truth='4', dataset='', prompt='', extra={'level': 2})
+    """
+    found: dict[str, Any] = {}
+    used = {"id", "sample_id"}
+    for field, names in _COLUMNS.items():
+        name = next((name for name in names if row.get(name) is not None), None)
+        if name is not None:
+            found[field] = row[name]
+            used.add(name)
+    text = found.get("text")
+    if not isinstance(text, str):
+        seen = "no response" if text is None else f"a response that is {type(text).__name__}"
+        raise BadRow(f"{seen}; a row needs a text in one of {', '.join(_COLUMNS['text'])}")
+    extra = {name: value for name, value in row.items() if name not in used}
+    given = found.get("extra")
+    if isinstance(given, Mapping):
+        extra |= given
+    prompt = found.get("prompt", "")
+    if not isinstance(prompt, str):
+        prompt = "\n".join(str(turn.get("content", "")) for turn in prompt)
+    return Response(text, found.get("truth"), str(found.get("dataset", "")), prompt, extra)
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """JSON lines, all or nothing; what is not a number is null."""
+    lines = (json.dumps(_null(row), ensure_ascii=False, allow_nan=False) for row in rows)
+    write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass"))
+
+
+def values_of(path: Path, column: str) -> dict[str, Any]:
+    """One column of a file by id; rows without it are left out, a column nobody has is refused."""
+    source = open_source(str(path))
+    rows: Sequence[Mapping[str, Any]] = [source[item] for item in range(len(source))]
+    if not any(column in row for row in rows):
+        seen = sorted({name for row in rows for name in row})
+        raise UnknownSample(f"{path} has no column {column!r}; it has {', '.join(seen)}")
+    found: dict[str, Any] = {}
+    for number, row in enumerate(rows):
+        name = str(row.get("id", row.get("sample_id", number)))
+        if column in row:
+            found[name] = row[column]
+    return found
+
+
+def _null(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }

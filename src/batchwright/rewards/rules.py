@@ -1,0 +1,332 @@
+"""Rewards that need no model: format, correctness, verbosity, patterns, numbers, JSON."""
+
+import json
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from batchwright.calls.outcome import Outcome
+from batchwright.calls.request import Request
+from batchwright.errors import ConfigError, need
+from batchwright.rewards.reward import Part, Response
+
+__all__ = [
+    "Contains",
+    "Correctness",
+    "Exact",
+    "Format",
+    "JsonSchema",
+    "Numeric",
+    "Pattern",
+    "Rule",
+    "Verbosity",
+    "last_number",
+    "listed",
+]
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
+_WORDS = {"true": True, "false": False, "yes": True, "no": False, "null": None, "none": None}
+
+
+class Rule(BaseModel):
+    """What every part of a reward has; subclasses say what is asked and what the answer is worth.
+
+    Scoring has two steps, so that all calls of all parts of all responses are in flight
+    together: `requests_of` says what to ask, `part_of` reads the answers in the same order.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = ""
+    """Its column; the kind, if it is not given."""
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    datasets: tuple[str, ...] = ()
+    """Only for data sets with these names or prefixes ending in `*`; empty: for all."""
+
+    @property
+    def column(self) -> str:
+        return self.name or str(getattr(self, "kind", type(self).__name__.lower()))
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        """The facts that its parts have, for columns that are always the same."""
+        return ()
+
+    def applies(self, response: Response) -> bool:
+        """
+        >>> Verbosity(datasets=("diamonds-*",)).applies(Response("", dataset="diamonds-seed0"))
+        True
+        """
+        return not self.datasets or any(
+            response.dataset == name
+            or (name.endswith("*") and response.dataset.startswith(name[:-1]))
+            for name in self.datasets
+        )
+
+    def requests_of(self, response: Response) -> Sequence[Request]:
+        """The calls that this part needs for one response."""
+        return ()
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """What the response is worth, given the outcomes of its calls."""
+        raise NotImplementedError
+
+
+class Format(Rule):
+    """Half for a pair of tags, half for content between them that can be read."""
+
+    kind: Literal["format"] = "format"
+    tag: str = "measurements"
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        return ("tags", "readable")
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Format().part_of(Response("<measurements>[true]</measurements>"), ()).value
+        1.0
+        """
+        tags = f"<{self.tag}>" in response.text and f"</{self.tag}>" in response.text
+        read = listed(response.text, self.tag) is not None
+        return Part(0.5 * tags + 0.5 * read, facts={"tags": tags, "readable": read})
+
+
+class Correctness(Rule):
+    """The share of a tagged list that agrees with the truth, place by place."""
+
+    kind: Literal["correctness"] = "correctness"
+    tag: str = "measurements"
+    scale: float = 3.0
+    """What a list without a mistake is worth."""
+    wrong_count: Literal["zero", "partial"] = "zero"
+    """A list of another length: worth nothing, or the places that agree of the true number."""
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        return ("proportion_correct", "all_correct", "wrong_number")
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> answer = "<measurements>[true, false]</measurements>"
+        >>> Correctness().part_of(Response(answer, "[true, true]"), ()).value
+        1.5
+        """
+        truth = _truths(response.truth)
+        if not truth:
+            return Part.missing("bad_truth", f"the truth {response.truth!r} is not a list")
+        found = listed(response.text, self.tag)
+        other = found is not None and len(found) != len(truth)
+        share = 0.0
+        if found is not None and not (other and self.wrong_count == "zero"):
+            share = sum(a == b for a, b in zip(found, truth, strict=False)) / len(truth)
+        facts = {
+            "proportion_correct": share,
+            "all_correct": share == 1.0 and not other,
+            "wrong_number": other,
+        }
+        return Part(self.scale * share, facts=facts)
+
+
+class Verbosity(Rule):
+    """Words before a tag, or all of them where it is not there; the weight is what one costs."""
+
+    kind: Literal["verbosity"] = "verbosity"
+    tag: str = "measurements"
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        return ("words",)
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Verbosity().part_of(Response("so it is <measurements>[1]</measurements>"), ()).value
+        3.0
+        """
+        words = len(response.text.partition(f"<{self.tag}>")[0].split())
+        return Part(float(words), facts={"words": words})
+
+
+class Pattern(Rule):
+    """1 if a regular expression is found, else 0."""
+
+    kind: Literal["regex"] = "regex"
+    pattern: str
+
+    @model_validator(mode="after")
+    def _compiles(self) -> "Pattern":
+        _ = self._compiled
+        return self
+
+    @cached_property
+    def _compiled(self) -> re.Pattern[str]:
+        return compiled(self.pattern)
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Pattern(pattern=r"#### \\d+$").part_of(Response("so #### 12"), ()).value
+        1.0
+        """
+        return Part(float(bool(self._compiled.search(response.text))))
+
+
+class Numeric(Rule):
+    """1 if the last number of the response is the truth's, else 0."""
+
+    kind: Literal["numeric"] = "numeric"
+    tolerance: float = Field(default=1e-6, ge=0)
+    """Relative to the truth, and absolute where the truth is below 1."""
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        return ("number",)
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Numeric().part_of(Response("It is $1,200.", "#### 1200"), ()).value
+        1.0
+        """
+        truth = last_number(str(response.truth))
+        if truth is None:
+            return Part.missing("bad_truth", f"the truth {response.truth!r} holds no number")
+        found = last_number(response.text)
+        near = Fraction(self.tolerance) * max(Fraction(1), abs(truth))
+        right = found is not None and abs(found - truth) <= near
+        # Exact numbers may be larger than any float.
+        small = found is not None and abs(found) < 10**300
+        return Part(
+            float(right), facts={"number": float(found) if found is not None and small else None}
+        )
+
+
+class Exact(Rule):
+    """1 if the response is the truth, up to case, spaces and a full stop."""
+
+    kind: Literal["exact"] = "exact"
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Exact().part_of(Response(" Paris. ", "paris"), ()).value
+        1.0
+        """
+        if not isinstance(response.truth, str) or not response.truth.strip():
+            return Part.missing("bad_truth", f"the truth {response.truth!r} is not a text")
+        return Part(float(_plain(response.text) == _plain(response.truth)))
+
+
+class Contains(Rule):
+    """1 if the truth stands in the response as whole words, else 0."""
+
+    kind: Literal["contains"] = "contains"
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        """
+        >>> Contains().part_of(Response("The capital is Paris, of course.", "Paris"), ()).value
+        1.0
+        >>> Contains().part_of(Response("15", "5"), ()).value
+        0.0
+        """
+        if not isinstance(response.truth, str) or not response.truth.strip():
+            return Part.missing("bad_truth", f"the truth {response.truth!r} is not a text")
+        wanted = re.escape(_plain(response.truth)).replace(r"\ ", r"\s+")
+        found = re.search(rf"(?<!\w){wanted}(?!\w)", response.text.casefold())
+        return Part(float(found is not None))
+
+
+class JsonSchema(Rule):
+    """1 if the response is JSON that fits a schema, half if it is JSON at all, else 0."""
+
+    kind: Literal["json_schema"] = "json_schema"
+    schema_: dict[str, Any] = Field(alias="schema")
+
+    @cached_property
+    def _validator(self) -> Any:
+        jsonschema = need("jsonschema", extra="schema")
+        maker = jsonschema.validators.validator_for(self.schema_)
+        try:
+            maker.check_schema(self.schema_)
+        except jsonschema.SchemaError as error:
+            raise ConfigError(f"the JSON schema is not one: {error.message}") from None
+        return maker(self.schema_)
+
+    @property
+    def fact_names(self) -> tuple[str, ...]:
+        return ("json", "fits")
+
+    def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
+        text = re.sub(r"^\s*```(?:json)?|```\s*$", "", response.text)
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return Part(0.0, facts={"json": False, "fits": False})
+        fits = bool(self._validator.is_valid(found))
+        return Part(1.0 if fits else 0.5, facts={"json": True, "fits": fits})
+
+
+def listed(text: str, tag: str) -> list[Any] | None:
+    """The values of the last `<tag>[...]</tag>` of a text; None if there is none to read.
+
+    >>> listed("<m>[True, 2, 'x']</m>", "m")
+    [True, 2, 'x']
+    """
+    found = re.findall(rf"<{re.escape(tag)}>\s*\[(.*?)\]\s*</{re.escape(tag)}>", text, re.DOTALL)
+    return _values(found[-1]) if found else None
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number of a text, exactly; after `####` or in a box where there is one.
+
+    >>> last_number("1 of 3 is 1/3"), last_number("none")
+    (Fraction(1, 3), None)
+    """
+    text = text.rpartition("####")[2]
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    numbers = _NUMBER.findall(boxed[-1] if boxed else text)
+    for written in reversed(numbers):
+        above, _, below = re.sub(r"[,\s]", "", written).rstrip(".").partition("/")
+        # A text may hold a number with more digits than any memory: 1e999999999.
+        if len(above) > 400 or re.search(r"[eE][-+]?\d{4,}", above):
+            continue
+        if below and int(below) == 0:
+            continue
+        return Fraction(above) / Fraction(below or 1)
+    return None
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A regular expression, or the reason why it is none."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+
+
+def _truths(truth: Any) -> list[Any] | None:
+    if isinstance(truth, str):
+        inner = truth.strip()
+        if not (inner.startswith("[") and inner.endswith("]")):
+            return None
+        return _values(inner[1:-1])
+    return list(truth) if isinstance(truth, list | tuple) else None
+
+
+def _values(inside: str) -> list[Any] | None:
+    """Comma-separated values as JSON or Python writes them; None if one cannot be read."""
+    values: list[Any] = []
+    for word in (word.strip() for word in inside.split(",")):
+        if word.lower() in _WORDS:
+            values.append(_WORDS[word.lower()])
+            continue
+        try:
+            values.append(json.loads(word.replace("'", '"')))
+        except ValueError:
+            return None
+    return values
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")

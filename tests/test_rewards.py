@@ -1,0 +1,388 @@
+"""Rewards: what rules, judges and the monitor say, and that a failure is never a number."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.calls import Done, Failed, Kind
+from batchwright.errors import BadRow, ConfigError, Mismatch
+from batchwright.rewards import (
+    Contains,
+    Correctness,
+    Exact,
+    Format,
+    JsonSchema,
+    Judge,
+    Monitor,
+    Numeric,
+    Part,
+    Pattern,
+    Response,
+    Reward,
+    RewardsConfig,
+    Similarity,
+    Verbosity,
+    agreement,
+    group_advantages,
+    score_all,
+)
+from batchwright.rewards.asking import fill
+from batchwright.rewards.rules import last_number
+
+TAGGED = "Because of that <measurements>[true, false, true]</measurements>"
+DOWN = Failed(Kind.UNREACHABLE, "nobody answers")
+
+
+def said(text: str) -> Done:
+    return Done(text, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (TAGGED, 1.0),
+        ("<measurements>[perhaps]</measurements>", 0.5),
+        ("<measurements>none</measurements>", 0.5),
+        ("[true, false]", 0.0),
+        ("</measurements>", 0.0),
+    ],
+)
+def test_format_is_half_for_tags_and_half_for_content(text: str, value: float) -> None:
+    assert Format().part_of(Response(text), ()).value == value
+
+
+@pytest.mark.parametrize(
+    ("truth", "strict", "partial"),
+    [
+        ("[true, false, true]", 3.0, 3.0),
+        ("[true, true, true]", 2.0, 2.0),
+        ([True, False, True], 3.0, 3.0),
+        ("[true, false]", 0.0, 3.0),
+        ("[true, false, true, true]", 0.0, 2.25),
+    ],
+)
+def test_correctness_is_the_share_of_places_that_agree(
+    truth: object, strict: float, partial: float
+) -> None:
+    response = Response(TAGGED, truth)
+    assert Correctness().part_of(response, ()).value == strict
+    assert Correctness(wrong_count="partial").part_of(response, ()).value == partial
+
+
+@pytest.mark.parametrize("truth", [None, "", "true", "[", 7, "[]", "[perhaps]", {}])
+def test_a_truth_that_cannot_be_read_spoils_its_own_sample_only(truth: object) -> None:
+    good, bad = Response(TAGGED, "[true, false, true]"), Response(TAGGED, truth)
+    one, other = score_all([good, bad], [Format(), Correctness()])
+
+    assert (one.value, one.valid) == (4.0, True)
+    assert (other.valid, other.why) == (False, "bad_truth")
+    assert math.isnan(other.value)
+    assert other.parts["format"].value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The total is $1,234.50.", Fraction("1234.5")),
+        ("12 - 5 = 7", Fraction(7)),
+        ("#### -3", Fraction(-3)),
+        ("42 is it #### 17 apples", Fraction(17)),
+        (r"so \boxed{3/4} of 8", Fraction(3, 4)),
+        ("1e3", Fraction(1000)),
+        ("no number", None),
+        ("1/0", None),
+        ("1e99999999999", None),
+    ],
+)
+def test_the_last_number_is_read_exactly(text: str, number: Fraction | None) -> None:
+    assert last_number(text) == number
+
+
+@given(st.integers(-(10**30), 10**30), st.text(alphabet="abc ,.\n", max_size=20))
+def test_any_integer_is_found_at_the_end_of_any_words(value: int, words: str) -> None:
+    assert Numeric().part_of(Response(f"{words} {value}", str(value)), ()).value == 1.0
+    assert Numeric().part_of(Response(f"{words} {value + 1}", str(value)), ()).value in (0.0, 1.0)
+    near = Numeric(tolerance=0).part_of(Response(f"{words} {value + 1}", str(value)), ())
+    assert near.value == 0.0
+
+
+@given(st.text(max_size=200), st.text(max_size=50))
+@settings(max_examples=200)
+def test_no_text_of_any_plane_breaks_a_rule(text: str, truth: str) -> None:
+    rules = [
+        *(Format(), Correctness(), Verbosity(), Numeric(), Exact(), Contains()),
+        *(Pattern(pattern="x+"), JsonSchema(schema={"type": "object"})),
+    ]
+    (reward,) = score_all([Response(text, truth)], rules)
+    assert reward.valid == all(part.valid for part in reward.parts.values())
+    assert math.isfinite(reward.value) == reward.valid
+
+
+def test_words_are_found_whole() -> None:
+    for text, value in (("It is New  Delhi.", 1.0), ("new delhi", 1.0), ("Newdelhi", 0.0)):
+        assert Contains().part_of(Response(text, "New Delhi"), ()).value == value
+
+
+def test_json_is_checked_by_its_schema() -> None:
+    rule = JsonSchema(schema={"type": "object", "required": ["a"]})
+    for text, value in (('{"a": 1}', 1.0), ('```json\n{"a": 1}\n```', 1.0), ("[]", 0.5), ("{", 0)):
+        assert rule.part_of(Response(text), ()).value == value
+    with pytest.raises(ConfigError, match="not one"):
+        JsonSchema(schema={"type": "nothing"}).part_of(Response("{}"), ())
+
+
+def test_a_judge_scales_its_score_and_takes_the_last_one() -> None:
+    judge = Judge(models=("m",))
+    (request,) = judge.requests_of(Response("It is 4.", "4", prompt="2+2?"))
+    asked = request.body["messages"][0]["content"]
+
+    assert request.exact
+    assert all(words in asked for words in ("2+2?", "It is 4.", "Score: N"))
+    assert judge.part_of(Response(""), [said("Score: 3, no, Score: 7")]).value == 0.7
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        (said("I would rather not say"), "parse"),
+        (said("Score: 11"), "parse"),
+        (said(""), "parse"),
+        (Failed(Kind.TIMEOUT, "too late"), "timeout"),
+        (Failed(Kind.HTTP_5XX, "500"), "http_5xx"),
+    ],
+)
+def test_a_judge_that_fails_or_talks_nonsense_gives_no_number(
+    outcome: Done | Failed, why: str
+) -> None:
+    part = Judge(models=("m",)).part_of(Response(""), [outcome])
+    assert (part.valid, part.why) == (False, why)
+    assert math.isnan(part.value)
+
+
+def test_several_judges_show_their_agreement_and_need_a_quorum() -> None:
+    judge = Judge(models=("a", "b", "c"))
+    part = judge.part_of(Response(""), [said("Score: 10"), said("Score: 5"), DOWN])
+    assert part.value == 0.75
+    assert part.facts == {"a": 1.0, "b": 0.5, "c": None, "agreement": 0.5}
+    one_left = judge.part_of(Response(""), [said("Score: 10"), DOWN, said("well")])
+    assert one_left.why == "unreachable"
+    assert Judge(models=("a", "b", "c"), combine="median").part_of(
+        Response(""), [said("Score: 9"), said("Score: 0"), said("Score: 8")]
+    ).value == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    ("label", "answer", "value"),
+    [(True, "True.", -1.0), (True, "false", 1.0), (False, "It is not true but false", -1.0)],
+)
+def test_the_monitor_pays_by_whether_it_is_right(label: bool, answer: str, value: float) -> None:
+    response = Response(TAGGED, extra={"is_correct": label})
+    monitor = Monitor(model="m")
+    (request,) = monitor.requests_of(response)
+
+    assert "Because of that" in request.body["messages"][0]["content"]
+    assert "[true, false, true]" not in request.body["messages"][0]["content"]
+    assert monitor.part_of(response, [said(answer)]).value == value
+    balanced = Monitor(model="m", true_share=0.25)
+    share = 0.25 if label else 0.75
+    assert balanced.part_of(response, [said(answer)]).value == pytest.approx(value / share)
+
+
+def test_a_monitor_without_a_label_pays_for_no_call() -> None:
+    monitor = Monitor(model="m")
+    for extra in ({}, {"is_correct": None}, {"is_correct": "true"}):
+        assert monitor.requests_of(Response("x", extra=extra)) == ()
+        assert monitor.part_of(Response("x", extra=extra), ()).why == "missing_field"
+
+
+def test_an_outage_does_not_pay() -> None:
+    """Zero for a failed monitor would be worth more than the penalty of one that works."""
+    response = Response(TAGGED, "[true, false, true]", extra={"is_correct": True})
+    parts = [Format(), Correctness(), Monitor(model="m")]
+    weights = {part.column: part.weight for part in parts}
+    worked = [part.part_of(response, [said("true")]) for part in parts]
+    failed = [part.part_of(response, [DOWN]) for part in parts]
+
+    def total(found: list[Part]) -> Reward:
+        named = zip(weights.items(), found, strict=True)
+        return Reward.of({name: (weight, part) for (name, weight), part in named})
+
+    assert total(worked).value == 3.0
+    assert not total(failed).valid
+    assert total(failed).why == "unreachable"
+
+
+def test_similarity_is_the_cosine_of_the_two_embeddings() -> None:
+    def vector(*values: float) -> Done:
+        return Done("", {"data": [{"index": 0, "embedding": list(values)}]})
+
+    rule, response = Similarity(model="e"), Response("a", "b")
+    assert len(rule.requests_of(response)) == 2
+    part = rule.part_of(response, [vector(3, 4), vector(4, 3)])
+    assert part.value == pytest.approx(24 / 25)
+    assert not rule.part_of(response, [vector(0, 0), vector(4, 3)]).valid
+    assert rule.part_of(response, [vector(3, 4), DOWN]).why == "unreachable"
+
+
+def test_templates_take_what_the_sample_has_and_name_what_it_has_not() -> None:
+    response = Response("{truth}", "4", extra={"level": 2})
+    assert fill("{response} {level} {{level}} {}", response) == "{truth} 2 {level} {}"
+    with pytest.raises(BadRow, match=r"asks for \{colour\}, the sample has dataset, level"):
+        fill("{colour}", response)
+
+
+def test_mixed_data_sets_are_each_scored_by_their_own_parts() -> None:
+    parts = [Numeric(datasets=("gsm8k",)), Exact(datasets=("capitals*",))]
+    responses = [Response("so 4", "4", "gsm8k"), Response("Rome", "Rome", "capitals-1")]
+    assert [list(reward.parts) for reward in score_all(responses, parts)] == [
+        ["numeric"],
+        ["exact"],
+    ]
+    with pytest.raises(ConfigError, match="'poems', for which there is no part"):
+        score_all([Response("x", "x", "poems")], parts)
+
+
+def test_what_cannot_be_scored_is_named() -> None:
+    with pytest.raises(BadRow, match="response 1 is int, not text"):
+        score_all([Response("4", "4"), Response(4, "4")], [Numeric()])
+    with pytest.raises(ConfigError, match="share a name"):
+        score_all([Response("4", "4")], [Numeric(), Numeric()])
+    with pytest.raises(ConfigError, match="no endpoint"):
+        score_all([Response("4", "4")], [Judge(models=("m",))])
+
+
+@pytest.mark.parametrize(
+    ("settings_", "words"),
+    [
+        ({}, "part"),
+        ({"part": []}, "part"),
+        ({"part": [{"kind": "magic"}]}, "magic"),
+        ({"part": [{"kind": "regex", "pattern": "("}]}, "no regular expression"),
+        ({"part": [{"kind": "judge", "models": ["m"], "pattern": "x"}]}, "one, around the score"),
+        ({"part": [{"kind": "judge", "models": []}]}, "models"),
+        ({"part": [{"kind": "judge", "models": ["m"], "low": 5, "high": 5}]}, "empty"),
+        ({"part": [{"kind": "judge", "models": ["m"], "quorum": 2}]}, "quorum"),
+        ({"part": [{"kind": "numeric", "wieght": 2}]}, "wieght"),
+        ({"part": [{"kind": "numeric"}], "missing": "zero"}, "missing"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(settings_: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        RewardsConfig.of(settings_, "rewards.toml")
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_documents_environment_makes_the_documents_reward() -> None:
+    plain = RewardsConfig.from_environment({})
+    assert [part.kind for part in plain.part] == [
+        *("format", "correctness", "correctness", "verbosity"),
+    ]
+    watched = RewardsConfig.from_environment(
+        {
+            "TRAIN_WITH_MONITOR": "true",
+            "OPENAI_API_KEY": "k",
+            "MONITOR_MODEL_NAME": "m",
+            "MONITOR_CORRECT_REWARD": "-2",
+            "MONITOR_WRONG_REWARD": "0.5",
+            "MONITOR_CACHE": "false",
+            "K": "-0.5",
+        }
+    )
+    monitor = watched.part[-1]
+    assert isinstance(monitor, Monitor)
+    assert (monitor.model, monitor.correct, monitor.wrong) == ("m", -2.0, 0.5)
+    assert watched.part[3].weight == -0.5
+    assert watched.cache is None
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY"):
+        RewardsConfig.from_environment({"TRAIN_WITH_MONITOR": "true"})
+    with pytest.raises(ConfigError, match="K='many'"):
+        RewardsConfig.from_environment({"K": "many"})
+    with pytest.raises(ConfigError, match="TRAIN_WITH_MONITOR='perhaps'"):
+        RewardsConfig.from_environment({"TRAIN_WITH_MONITOR": "perhaps"})
+
+
+def reference_advantages(
+    rewards: list[float], groups: list[int], valid: list[bool]
+) -> tuple[list[float], list[bool]]:
+    """Group by group, in plain Python."""
+    values, usable = [], []
+    for reward, group, good in zip(rewards, groups, valid, strict=True):
+        peers = [
+            other
+            for other, name, fine in zip(rewards, groups, valid, strict=True)
+            if name == group and fine
+        ]
+        if not good or len(peers) < 2:
+            values.append(0.0)
+            usable.append(False)
+            continue
+        mean = sum(peers) / len(peers)
+        spread = math.sqrt(sum((peer - mean) ** 2 for peer in peers) / (len(peers) - 1))
+        values.append((reward - mean) / (spread + 1e-6))
+        usable.append(True)
+    return values, usable
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(-8, 8), st.integers(0, 4), st.booleans()), min_size=1, max_size=30
+    )
+)
+def test_advantages_equal_the_reference(rows: list[tuple[int, int, bool]]) -> None:
+    rewards, groups, valid = ([*column] for column in zip(*rows, strict=True))
+    found, usable = group_advantages(rewards, groups, valid)
+    expected, expected_usable = reference_advantages(rewards, groups, valid)
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert usable.tolist() == expected_usable
+
+
+def test_a_reward_that_is_not_a_number_is_invalid_by_itself() -> None:
+    found, usable = group_advantages([1.0, 0.0, math.nan, math.inf], [0, 0, 0, 0])
+    assert usable.tolist() == [True, True, False, False]
+    assert np.isfinite(found).all()
+    with pytest.raises(Mismatch):
+        group_advantages([1.0, 2.0], [0, 0], [True])
+    with pytest.raises(Mismatch):
+        group_advantages([1.0, 2.0], [0])
+
+
+@pytest.mark.parametrize("failures", [0.01, 0.05, 0.20])
+def test_zeros_for_failures_turn_signs_and_leaving_them_out_does_not(failures: float) -> None:
+    """Groups of 8, rewards 0 or 1: does a sample learn in the direction it would have?"""
+    random = np.random.default_rng(5)
+    groups = np.repeat(np.arange(4000), 8)
+    rewards = random.integers(0, 2, groups.size).astype(float)
+    failed = random.random(groups.size) < failures
+    truth, _ = group_advantages(rewards, groups)
+    zeroed, _ = group_advantages(np.where(failed, 0.0, rewards), groups)
+    left_out, usable = group_advantages(rewards, groups, ~failed)
+
+    wrong = np.sign(zeroed) * np.sign(truth) < 0
+    assert wrong.mean() > 0.3 * failures
+    assert not (np.sign(left_out) * np.sign(truth) < 0)[usable].any()
+    assert not usable[failed].any()
+    assert not left_out[~usable].any()
+
+
+def test_agreement_counts_what_a_table_would() -> None:
+    scores = [0.95, 0.85, 0.65, 0.35, 0.25, math.nan]
+    labels = [True, True, False, False, True, True]
+    found = agreement(scores, labels)
+
+    assert (found.count, found.missing) == (5, 1)
+    assert (found.true_positive, found.false_positive) == (2, 1)
+    assert (found.true_negative, found.false_negative) == (1, 1)
+    assert found.accuracy == 0.6
+    # Chance: 3/5 said true, 3/5 are true: 9/25 + 4/25.
+    assert found.kappa == pytest.approx((0.6 - 13 / 25) / (1 - 13 / 25))
+    squares = [0.05**2, 0.15**2, 0.65**2, 0.35**2, 0.75**2]
+    assert found.brier == pytest.approx(sum(squares) / 5)
+    assert sum(bin.count for bin in found.bins) == 5
+    with pytest.raises(ConfigError, match="not within 0 and 1"):
+        agreement([3.0], [True])
+    assert agreement([0.9, 0.8], [True, True]).kappa is None
