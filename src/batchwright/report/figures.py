@@ -15,7 +15,7 @@ from batchwright.errors import ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent
 
-__all__ = ["calibration_png", "histogram_png", "packing_png"]
+__all__ = ["calibration_png", "histogram_png", "intervals_png", "packing_png"]
 
 INK = "#222222"
 PALE = "#d9d9d9"
@@ -126,6 +126,26 @@ def calibration_png(
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("mean score of the judge")
     axes.set_ylabel("labelled true")
+    _save(figure, path)
+
+
+def intervals_png(
+    path: Path | str,
+    rows: Sequence[tuple[str, float, float, float]],
+    what: str,
+    title: str = "",
+) -> None:
+    """One line a row (name, value, low, high): a dot with its interval, from top to bottom."""
+    figure, axes = _axes(7.0, 1.1 + 0.36 * len(rows), title, f"{what}; lines are 95 % intervals")
+    for place, (_, value, low, high) in enumerate(rows):
+        axes.plot([low, high], [place, place], color=BAR, linewidth=2.0, solid_capstyle="butt")
+        axes.plot([value], [place], "o", color=BAR, markersize=6)
+    axes.axvline(0, color=PALE, linewidth=1.0, zorder=0)
+    axes.set_yticks(range(len(rows)), [name for name, _, _, _ in rows], fontsize=9)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlabel(what)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
     _save(figure, path)
 
 

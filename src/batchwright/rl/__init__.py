@@ -1,3 +1,20 @@
 """Policy, rollout, advantages and PPO; arrays are [T, B] everywhere."""
 
-__all__: list[str] = []
+from batchwright.rl.gae import gae
+from batchwright.rl.policy import Encoder, FeatureEncoder, GoalEncoder, Policy, choose, policy_for
+from batchwright.rl.ppo import PPO, PPOConfig
+from batchwright.rl.rollout import Rollout, Runner
+
+__all__ = [
+    "PPO",
+    "Encoder",
+    "FeatureEncoder",
+    "GoalEncoder",
+    "PPOConfig",
+    "Policy",
+    "Rollout",
+    "Runner",
+    "choose",
+    "gae",
+    "policy_for",
+]

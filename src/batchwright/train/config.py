@@ -1,13 +1,12 @@
 """The settings of a fine-tuning run. Light to import: the command's help is made from it."""
 
 import math
-import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from batchwright.errors import BadFile, ConfigError
-from batchwright.files import existing
+from batchwright.errors import ConfigError
+from batchwright.train.settings import flag, from_toml, to_toml
 
 __all__ = ["SftConfig"]
 
@@ -106,7 +105,7 @@ class SftConfig:
     def __post_init__(self) -> None:
         for name in ("token_budget", "pack_max_len", "grad_accum", "keep"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 1 or more")
         for name in (
             "epochs",
             "step_size",
@@ -117,10 +116,10 @@ class SftConfig:
             "stop_after",
         ):
             if getattr(self, name) < 0:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
         for name in ("weight_decay", "clip", "lora_rank", "lora_alpha"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
         # The optimizer computes in 32 bits; a rate like 1e38 would overflow there.
         if not 0 < self.lr <= 1e30:
             raise ConfigError(f"--lr {self.lr} is not a number above 0 and up to 1e30")
@@ -138,7 +137,7 @@ class SftConfig:
             given = [name for name in _PLANNED if getattr(self, name) != defaults[name]]
             if given:
                 raise ConfigError(
-                    f"--{_flag(given[0])} is part of the plan that --batchplan names; "
+                    f"{flag(given[0])} is part of the plan that --batchplan names; "
                     f"build the plan with it, or leave one of them out"
                 )
 
@@ -158,42 +157,10 @@ class SftConfig:
         return "bucketed" if self.bucket_edges else "sorted"
 
     def to_toml(self) -> str:
-        """The settings as `config.toml`; what is None is left out."""
-        import json
-
-        lines = []
-        for name, value in asdict(self).items():
-            if value is None:
-                continue
-            if isinstance(value, Path):
-                value = str(value)
-            # JSON's strings, finite numbers, booleans and lists are TOML's as well.
-            lines.append(f"{name} = {json.dumps(value, ensure_ascii=False)}")
-        return "\n".join(lines) + "\n"
+        """The settings as `config.toml`."""
+        return to_toml(self)
 
     @classmethod
     def load(cls, path: Path) -> "SftConfig":
         """Read a `config.toml`."""
-        try:
-            found: dict[str, Any] = tomllib.loads(
-                existing(path, "run configuration").read_text("utf-8")
-            )
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadFile(f"{path} is not TOML: {error}") from None
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(found.keys() - known)
-        if unknown:
-            raise BadFile(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
-        for name in ("batchplan", "run_dir"):
-            if name in found:
-                found[name] = Path(found[name])
-        if "track" in found:
-            found["track"] = tuple(found["track"])
-        try:
-            return cls(**found)
-        except TypeError as error:
-            raise BadFile(f"{path} lacks settings: {error}") from None
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+        return from_toml(cls, path)

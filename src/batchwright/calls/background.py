@@ -1,0 +1,85 @@
+"""One thread with one event loop in each process that calls: it owns every socket.
+
+So calls work from scripts, notebooks, actors with loops of their own, and after a fork: a child
+begins with a thread of its own, and never touches what it inherited.
+"""
+
+import asyncio
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Background", "background"]
+
+
+@dataclass(eq=False)
+class Background:
+    """A running loop and the process it runs in."""
+
+    loop: asyncio.AbstractEventLoop
+    pid: int
+    thread: threading.Thread
+    at_exit: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
+    """Whatever has a `close()` that must run before the loop ends."""
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller stands on the loop itself, where waiting for it would never end."""
+        return threading.current_thread() is self.thread
+
+    def soon(self, call: Callable[..., object], *given: object) -> None:
+        """Run a function on the loop."""
+        self.loop.call_soon_threadsafe(call, *given)
+
+
+_current: Background | None = None
+_inherited: list[Background] = []
+"""Loops of the parent process: kept, for their end would close the parent's sockets' twins."""
+_lock = threading.Lock()
+
+
+def background() -> Background:
+    """This process's loop, started when first asked for."""
+    global _current
+    found = _current
+    if found is not None and found.pid == os.getpid() and found.thread.is_alive():
+        return found
+    with _lock:
+        if _current is None or _current.pid != os.getpid() or not _current.thread.is_alive():
+            _current = _start()
+        return _current
+
+
+def _start() -> Background:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="batchwright-calls", daemon=True)
+    thread.start()
+    started = Background(loop, os.getpid(), thread)
+    atexit.register(_stop, started)
+    return started
+
+
+def _stop(running: Background) -> None:
+    if running.pid != os.getpid() or not running.thread.is_alive():
+        return
+    for one in list(running.at_exit):
+        one.close()
+    running.loop.call_soon_threadsafe(running.loop.stop)
+    running.thread.join(timeout=5.0)
+    if not running.thread.is_alive():
+        running.loop.close()
+
+
+def _after_fork() -> None:
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _inherited.append(_current)
+        _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

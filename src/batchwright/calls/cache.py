@@ -1,0 +1,323 @@
+"""Answers that are kept, so that an equal exact request is never paid for twice."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from sqlite3 import Connection
+from types import TracebackType
+from typing import Literal, Self
+
+from batchwright.calls import entries as form
+from batchwright.calls.database import Database
+from batchwright.calls.outcome import Done, Outcome
+from batchwright.calls.owners import is_dead, new_owner
+from batchwright.calls.pruning import prune
+from batchwright.calls.request import Request
+from batchwright.errors import BadFile, CannotWrite, ConfigError
+from batchwright.files import writing
+
+__all__ = ["Cache", "CacheStats"]
+
+APPLICATION_ID = 0x62774361
+VERSION = 1
+# The answer stands before the request, so that a get need not read past it. Random keys stay out
+# of the table's own order: answers are appended, only the index is written all over.
+SCHEMA = """
+CREATE TABLE entries(
+    id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, digest BLOB NOT NULL,
+    at INTEGER NOT NULL, model TEXT NOT NULL, answer BLOB NOT NULL, request BLOB NOT NULL);
+CREATE TABLE leases(key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL);
+CREATE TABLE tally(since INTEGER NOT NULL, hits INTEGER NOT NULL);
+INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
+"""
+CHUNK = 100
+"""Keys asked for in one statement."""
+INSERT = (
+    "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES (?, ?, ?, ?, ?, ?)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """What a cache holds and what it has saved."""
+
+    entries: int
+    value_bytes: int
+    """Requests and answers alone."""
+    file_bytes: int
+    """With everything around them, and what is not yet folded into the file."""
+    models: dict[str, int]
+    """Answers by model, the most first."""
+    hits: int
+    """Answers given since `since`, by every process that closed the cache or put something."""
+    since: datetime
+    oldest: datetime | None
+    newest: datetime | None
+    damaged: int
+    """Entries that this process met and did not believe."""
+
+
+class Cache:
+    """A file of answers by `Request.key`; any number of processes and threads may share it.
+
+    When `put_many` has returned, its answers survive `kill -9`. A power cut may take the last
+    seconds of them. Every answer carries a checksum with its key: one that was damaged is a miss,
+    is counted in `damaged`, and is replaced by the next answer.
+
+    Kept are answers to exact requests that are neither empty nor, unless `cut_off="keep"`, cut
+    off. The first answer stays. With `mode="replay"` the file is a cassette: it is only read, its
+    folder may be read-only, and nobody should write to it meanwhile.
+
+    >>> import tempfile
+    >>> from batchwright.calls.request import chat
+    >>> request = chat("m", "2+2?", temperature=0)
+    >>> body = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    >>> with tempfile.TemporaryDirectory() as folder, Cache(f"{folder}/calls.db") as cache:
+    ...     cache.put_many([(request, Done("4", body, "stop"))])
+    ...     cache.get_many([request.key])[request.key].text
+    1
+    '4'
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        cut_off: Literal["skip", "keep"] = "skip",
+        mode: Literal["use", "replay"] = "use",
+    ) -> None:
+        if cut_off not in ("skip", "keep"):
+            raise ConfigError(f"cut_off={cut_off!r} is not known; give 'skip' or 'keep'")
+        if mode not in ("use", "replay"):
+            raise ConfigError(f"mode={mode!r} is not known; give 'use' or 'replay'")
+        self.path = Path(path)
+        self.cut_off = cut_off
+        self.mode = mode
+        self.hits = self.misses = self.damaged = 0
+        self._unsaved_hits = 0
+        self._pid, self._owner = 0, ""
+        self._database = Database(
+            path, "call cache", SCHEMA, APPLICATION_ID, VERSION, read_only=mode == "replay"
+        )
+
+    def __repr__(self) -> str:
+        return f"Cache({str(self.path)!r}, mode={self.mode!r}, cut_off={self.cut_off!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def owner(self) -> str:
+        """The name under which this cache in this process takes leases."""
+        self._notice_fork()
+        return self._owner
+
+    def get_many(self, keys: Sequence[bytes]) -> dict[bytes, Done]:
+        """The answers that are here; a key that is not in the result is a miss."""
+        self._notice_fork()
+        wanted = list(dict.fromkeys(keys))
+        found: dict[bytes, Done] = {}
+        with self._database.reading() as connection:
+            for start in range(0, len(wanted), CHUNK):
+                part = wanted[start : start + CHUNK]
+                marks = ",".join("?" * len(part))
+                query = f"SELECT key, digest, answer FROM entries WHERE key IN ({marks})"
+                for key, digest, answer in connection.execute(query, part):
+                    # A damaged index may lead to a row that nobody asked for.
+                    if key not in part or not form.is_whole(key, digest, answer):
+                        self.damaged += 1
+                    elif (done := self._usable(answer)) is not None:
+                        found[key] = done
+            self.hits += len(found)
+            self.misses += len(wanted) - len(found)
+            self._unsaved_hits += len(found)
+        return found
+
+    def put_many(self, entries: Iterable[tuple[Request, Outcome]]) -> int:
+        """Keep what may be kept, in one transaction; how many of the entries are here now.
+
+        Leases on what was kept end with it.
+        """
+        now = int(time.time())
+        rows = []
+        for request, outcome in entries:
+            if not isinstance(outcome, Done) or not self._keeps(request, outcome):
+                continue
+            answer = form.pack(outcome)
+            if answer is not None:
+                key = request.key
+                model = request.model.encode(errors="replace").decode()
+                told = form.pack_request(request)
+                rows.append((key, form.checksum(key, answer), now, model, answer, told))
+        if rows:
+            with self._database.writing() as connection:
+                before = connection.total_changes
+                connection.executemany(INSERT.format("IGNORE"), rows)
+                if connection.total_changes - before < len(rows):
+                    spoiled = [row for row in rows if not self._has(connection, row[0])]
+                    connection.executemany(INSERT.format("REPLACE"), spoiled)
+                connection.executemany(
+                    "DELETE FROM leases WHERE key = ?", [(row[0],) for row in rows]
+                )
+                self._save_hits(connection)
+        return len(rows)
+
+    def lease(self, key: bytes, owner: str, ttl_s: float) -> bool:
+        """Whether `owner` may make this call now; see `lease_many`."""
+        return key in self.lease_many([key], owner, ttl_s)
+
+    def lease_many(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> set[bytes]:
+        """The keys that `owner` may call for the next `ttl_s` seconds, and nobody else.
+
+        The others have an answer by now or are being called by somebody: ask `get_many` again.
+        A lease ends when the answer is put, when it is released, when its time is over, or when
+        its owner (a name from `Cache.owner`) is no longer alive. To prolong one, lease again.
+        """
+        now = time.time()
+        granted: set[bytes] = set()
+        dead: dict[str, bool] = {}
+        with self._database.writing() as connection:
+            for key in keys:
+                row = connection.execute(
+                    "SELECT owner, until FROM leases WHERE key = ?", (key,)
+                ).fetchone()
+                if row is not None:
+                    holder = row[0].decode(errors="replace")
+                    if holder not in dead:
+                        dead[holder] = is_dead(holder)
+                    if holder != owner and row[1] > now and not dead[holder]:
+                        continue
+                if not self._has(connection, key):
+                    granted.add(key)
+            connection.executemany(
+                "INSERT OR REPLACE INTO leases VALUES (?, ?, ?)",
+                [(key, owner, now + ttl_s) for key in granted],
+            )
+        return granted
+
+    def release(self, *keys: bytes, owner: str) -> None:
+        """End leases of `owner` without an answer, so that the next process need not wait."""
+        with self._database.writing() as connection:
+            connection.executemany(
+                "DELETE FROM leases WHERE key = ? AND owner = ?", [(key, owner) for key in keys]
+            )
+
+    def stats(self) -> CacheStats:
+        """Count everything; reads the whole table once."""
+        with self._database.reading() as connection:
+            rows = connection.execute(
+                "SELECT CAST(model AS TEXT), count(*), sum(length(answer) + length(request)), "
+                "min(CAST(at AS INTEGER)), max(CAST(at AS INTEGER)) "
+                "FROM entries GROUP BY 1 ORDER BY 2 DESC, 1"
+            ).fetchall()
+            since, hits = connection.execute("SELECT since, hits FROM tally").fetchone()
+            file_bytes = sum(
+                side.stat().st_size
+                for side in (self.path, Path(f"{self.path}-wal"))
+                if side.exists()
+            )
+        return CacheStats(
+            entries=sum(row[1] for row in rows),
+            value_bytes=sum(row[2] for row in rows),
+            file_bytes=file_bytes,
+            models={row[0].decode(errors="replace"): row[1] for row in rows},
+            hits=hits + self._unsaved_hits,
+            since=form.moment(since),
+            oldest=form.moment(min(row[3] for row in rows)) if rows else None,
+            newest=form.moment(max(row[4] for row in rows)) if rows else None,
+            damaged=self.damaged,
+        )
+
+    def prune(
+        self,
+        *,
+        older_than_s: float | None = None,
+        max_bytes: int | None = None,
+        model: str | None = None,
+    ) -> int:
+        """Remove the answers older than that, then the oldest until the file is small enough.
+
+        `model` narrows both to the answers of one model; alone it removes all of them. Space is
+        given back to the disk. Returns how many answers went.
+        """
+        if older_than_s is None and max_bytes is None and model is None:
+            raise ConfigError("nothing says what to remove; give an age, a size or a model")
+        return prune(self._database, older_than_s, max_bytes, model)
+
+    def export(
+        self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Write every entry as a line of JSON, the request and its answer; how many there were.
+
+        What does not have its checksum is left out and counted in `damaged`.
+        """
+        written = 0
+        with (
+            self._database.reading() as connection,
+            writing(Path(path)) as temporary,
+            temporary.open("w", encoding="utf-8") as file,
+        ):
+            (total,) = connection.execute("SELECT count(*) FROM entries").fetchone()
+            for number, row in enumerate(
+                connection.execute(
+                    "SELECT key, at, digest, answer, request FROM entries ORDER BY id"
+                )
+            ):
+                line = form.line(*row)
+                if line is None:
+                    self.damaged += 1
+                else:
+                    file.write(json.dumps(line) + "\n")
+                    written += 1
+                if progress is not None and number % 1000 == 0:
+                    progress(number, total)
+        return written
+
+    def close(self) -> None:
+        """Save the count of hits and give the file back; the next use would open it again."""
+        self._notice_fork()
+        if self._unsaved_hits and self.mode == "use":
+            # A count is not worth an error at the end of a run.
+            with contextlib.suppress(CannotWrite, BadFile), self._database.writing() as connection:
+                self._save_hits(connection)
+        self._database.close()
+
+    def _notice_fork(self) -> None:
+        if self._pid != os.getpid():
+            # The parent saves its own hits, and a child is another owner.
+            self._pid, self._owner, self._unsaved_hits = os.getpid(), new_owner(), 0
+
+    def _keeps(self, request: Request, done: Done) -> bool:
+        return (
+            request.exact
+            and not form.is_empty(request, done)
+            and (self.cut_off == "keep" or not form.is_cut_off(done))
+        )
+
+    def _usable(self, answer: bytes) -> Done | None:
+        """The answer, unless it was kept by somebody who wants cut-off ones."""
+        done = form.unpack(answer)
+        return None if self.cut_off == "skip" and form.is_cut_off(done) else done
+
+    def _has(self, connection: Connection, key: bytes) -> bool:
+        query = "SELECT digest, answer FROM entries WHERE key = ?"
+        row = connection.execute(query, (key,)).fetchone()
+        return row is not None and form.is_whole(key, *row) and self._usable(row[1]) is not None
+
+    def _save_hits(self, connection: Connection) -> None:
+        if self._unsaved_hits:
+            connection.execute("UPDATE tally SET hits = hits + ?", (self._unsaved_hits,))
+            self._unsaved_hits = 0

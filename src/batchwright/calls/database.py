@@ -1,0 +1,284 @@
+"""One SQLite file that threads, processes and forks share."""
+
+import contextlib
+import os
+import re
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigError, MissingFile
+
+__all__ = ["Database", "filesystem", "refuse_network"]
+
+BUSY_S = 60.0
+"""How long a writer waits for the writers of other processes."""
+NETWORK = """
+9p afs beegfs ceph cifs coda fhgfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs
+pvfs2 smb2 smb3 smbfs wekafs fuse.ceph fuse.cephfs fuse.gcsfuse fuse.glusterfs fuse.goofys
+fuse.juicefs fuse.mount-s3 fuse.rclone fuse.s3fs fuse.smbnetfs fuse.sshfs
+"""
+"""Filesystems that several machines may share; their locks and maps do not hold an SQLite file."""
+
+
+class Database:
+    """A file with one schema, known by its application id, in write-ahead mode.
+
+    What `writing` has committed survives the end of the process, by `kill -9` too. A power cut
+    may take the last seconds (whatever was written since the last checkpoint), never the file.
+
+    Any thread may use it, one at a time. Before a fork the connection is closed, and each side
+    opens its own when it needs one: SQLite keeps its locks by process, so a connection that
+    crosses a fork believes in locks that the child does not have.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        what: str,
+        schema: str,
+        application_id: int,
+        version: int,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        self.path = Path(path)
+        self.what = what
+        self.read_only = read_only
+        self._schema = schema
+        self._application_id = application_id
+        self._version = version
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        if self.path.is_dir():
+            raise ConfigError(f"{self.path} is a folder; name a file for the {what}")
+        if read_only and not self.path.exists():
+            raise MissingFile(f"no {what} at {self.path}; check the path")
+        # A file that is only read was made elsewhere, and nobody's locks matter to it.
+        if not read_only:
+            refuse_network(self.path, what)
+        _alive.add(self)
+        with self.reading():
+            pass
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection; whatever SQLite raises inside comes out as one of our sentences."""
+        with self._lock:
+            try:
+                yield self._open()
+            except sqlite3.DatabaseError as error:
+                # What has no code of SQLite's is a mistake of ours and must be seen as such.
+                if not getattr(error, "sqlite_errorcode", 0):
+                    raise
+                raise self._told(error) from error
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is kept when the block ends well, none of it otherwise."""
+        if self.read_only:
+            raise ConfigError(f"the {self.what} {self.path} was opened to be read only")
+        with self.reading() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            finally:
+                # On a full disk SQLite may have ended the transaction by itself.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+
+    def close(self) -> None:
+        """Give the file back; the last one to do so folds its `-wal` file into it."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _open(self) -> sqlite3.Connection:
+        if self._connection is None:
+            connection = self._connect()
+            try:
+                self._prepare(connection)
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _connect(self) -> sqlite3.Connection:
+        address = "file:" + quote(str(self.path.absolute()))
+        if not self.read_only:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CannotWrite(
+                    f"cannot make a folder for the {self.what} {self.path}: {error.strerror}; "
+                    f"name another place"
+                ) from error
+        elif Path(f"{self.path}-wal").exists():
+            address += "?mode=ro"
+        else:
+            # Nobody writes: without locks the folder may be read-only and stays as it is.
+            address += "?mode=ro&immutable=1"
+        connection = sqlite3.connect(
+            address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+        )
+        # A damaged text would fail to decode inside SQLite, before anyone could check it.
+        connection.text_factory = bytes
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        seen = self._stamp(connection)
+        if seen == (0, 0) and not self.read_only:
+            if _is_empty(connection):
+                self._create(connection)
+            # Another process may have been first.
+            seen = self._stamp(connection)
+        if seen[0] != self._application_id:
+            raise BadFile(
+                f"{self.path} is an SQLite file of another kind, not a {self.what}; name another"
+            )
+        if seen[1] != self._version:
+            raise BadFile(
+                f"the {self.what} {self.path} has format {seen[1]}, this version reads "
+                f"{self._version}; use the version that wrote it or name another file"
+            )
+        if not self.read_only:
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA wal_autocheckpoint = 1000")
+            connection.execute("PRAGMA journal_size_limit = 67108864")
+        connection.execute("PRAGMA cache_size = -32000")
+
+    def _create(self, connection: sqlite3.Connection) -> None:
+        # Answers of some kilobytes would leave much of smaller pages empty.
+        connection.execute("PRAGMA page_size = 16384")
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        _to_wal(connection)
+        connection.execute("BEGIN IMMEDIATE")
+        if _is_empty(connection):
+            for statement in self._schema.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {self._application_id}")
+            connection.execute(f"PRAGMA user_version = {self._version}")
+        connection.execute("COMMIT")
+
+    def _stamp(self, connection: sqlite3.Connection) -> tuple[int, int]:
+        names = ("application_id", "user_version")
+        application_id, version = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names
+        )
+        return application_id, version
+
+    def _told(self, error: sqlite3.DatabaseError) -> BatchwrightError:
+        code = error.sqlite_errorcode & 0xFF
+        named = f"the {self.what} {self.path}"
+        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            return BadFile(
+                f"{named} is damaged or none at all ({error}); move it away and run again"
+            )
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return CannotWrite(
+                f"another process has kept {named} locked for {BUSY_S:.0f} s; "
+                f"look for one that hangs, or name another file"
+            )
+        if code == sqlite3.SQLITE_FULL:
+            return CannotWrite(
+                f"cannot write {named}: no space is left; what was in it before is still there, "
+                f"free some space and run again"
+            )
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            if self.read_only:
+                return CannotWrite(
+                    f"{named} has unfinished writes beside it and its folder is read-only "
+                    f"({error}); copy it with its -wal file to a place you can write"
+                )
+            return CannotWrite(
+                f"cannot write {named}: it or its folder is read-only ({error}); "
+                f"change the permissions, name another place, or open it to be read only"
+            )
+        if code == sqlite3.SQLITE_IOERR:
+            return CannotWrite(
+                f"the disk refuses to read or write {named} ({error}); "
+                f"check its space and its health, then run again"
+            )
+        return BadFile(f"{named} cannot be used: {error}; move it away and run again")
+
+
+def filesystem(path: Path, mountinfo: str) -> str:
+    """The type of the filesystem that `path` is on, by the lines of /proc/self/mountinfo.
+
+    >>> lines = "1 0 8:1 / / rw - ext4 /dev/sda rw\\n2 1 0:5 / /data rw - nfs4 server:/x rw"
+    >>> filesystem(Path("/data/calls.db"), lines), filesystem(Path("/database.db"), lines)
+    ('nfs4', 'ext4')
+    """
+    found, depth = "", -1
+    for line in mountinfo.splitlines():
+        left, _, right = line.partition(" - ")
+        fields = left.split()
+        if len(fields) < 5 or not right:
+            continue
+        # Spaces and the like are written as octal numbers.
+        mount = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
+        # Of two mounts on one place the later one lies on top.
+        if path.is_relative_to(mount) and len(mount.parts) >= depth:
+            found, depth = right.split()[0], len(mount.parts)
+    return found
+
+
+def refuse_network(path: Path, what: str) -> None:
+    """Raise if `path` would lie on a filesystem where processes cannot share an SQLite file."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return
+    kind = filesystem(path.resolve(), mounts)
+    if kind in NETWORK.split():
+        raise ConfigError(
+            f"{path} is on a network filesystem ({kind}), where processes cannot share a {what} "
+            f"safely; name a place on a local disk"
+        )
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+
+def _to_wal(connection: sqlite3.Connection) -> None:
+    """Change the mode; SQLite does not wait here by itself when another process does the same."""
+    end = time.monotonic() + BUSY_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > end:
+                raise
+            time.sleep(0.005)
+
+
+_alive: "weakref.WeakSet[Database]" = weakref.WeakSet()
+_forking = threading.Lock()
+_held: list[Database] = []
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for database in list(_alive):
+        database._lock.acquire()
+        _held.append(database)
+        database.close()
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop()._lock.release()
+    _forking.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

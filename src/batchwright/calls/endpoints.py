@@ -1,0 +1,177 @@
+"""Where calls go: a server by its address, or a function of this process."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from batchwright.calls.request import Request
+from batchwright.errors import ConfigError
+
+__all__ = ["BatchFunction", "Endpoint", "parse_model"]
+
+BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
+"""An answer for each request: a text, a body in the OpenAI shape, or what went wrong."""
+
+Protocol = Literal["openai", "ollama", "function", "local"]
+
+OLLAMA_PORT = 11434
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Endpoint:
+    """One server or function, and how it is spoken to.
+
+    `http://host:8000/v1` is OpenAI-compatible (`/v1` is added to an address without a path),
+    `ollama://host:11434` speaks Ollama's own protocol, `unix:///path.sock` is an OpenAI-compatible
+    server on a socket file, `local:smollm2` and `local:PATH` are models inside this process, and a
+    function is called with up to `batch` requests at a time.
+
+    An API key is taken from the environment variable `key_env`, by default OPENAI_API_KEY if it
+    is set; `key_env=""` sends none. `model` replaces the model's name in every request sent here.
+
+    >>> Endpoint("ollama://gpu0")
+    Endpoint('ollama://gpu0:11434')
+    """
+
+    name: str
+    """What outcomes, events and statistics call it; no secrets are in it."""
+    protocol: Protocol
+    base: str
+    """The address that paths are added to, or the name or folder of a local model."""
+    socket: str | None
+    """The socket file to connect to."""
+    model: str | None
+    key_env: str | None
+    function: BatchFunction | None
+    batch: int
+
+    def __init__(
+        self,
+        target: str | BatchFunction,
+        *,
+        key_env: str | None = None,
+        model: str | None = None,
+        name: str | None = None,
+        batch: int = 32,
+    ) -> None:
+        protocol: Protocol
+        base, socket, function = "", None, None
+        if not isinstance(target, str):
+            protocol, function = "function", target
+            shown = getattr(target, "__name__", type(target).__name__)
+        elif target.startswith("local:") and target != "local:":
+            protocol, base, shown = "local", target.removeprefix("local:"), target
+        else:
+            protocol, base, socket, shown = _address(target)
+        if batch < 1:
+            raise ConfigError(f"batch={batch} is not possible; give 1 or more")
+        fields = (name or shown, protocol, base, socket, model, key_env, function, batch)
+        for field, value in zip(self.__slots__, fields, strict=True):
+            object.__setattr__(self, field, value)
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.name!r})"
+
+    @property
+    def remote(self) -> bool:
+        return self.protocol in ("openai", "ollama")
+
+    def api_key(self) -> str | None:
+        """The key itself, read at the moment of use and kept nowhere."""
+        if self.key_env is None:
+            return os.environ.get("OPENAI_API_KEY") or None if self.protocol == "openai" else None
+        if not self.key_env:
+            return None
+        key = os.environ.get(self.key_env)
+        if not key:
+            raise ConfigError(
+                f"the environment variable {self.key_env} for {self.name} is not set; "
+                f"export it, or leave key_env out"
+            )
+        return key
+
+
+def parse_model(text: str) -> tuple[Endpoint, str]:
+    """An endpoint and a model's name from one word, as users write them.
+
+    `ollama:NAME` is a model of the Ollama server of this machine (or of OLLAMA_HOST),
+    `URL#NAME` one of any server, `local:smollm2` or `local:PATH` one inside this process, `sim`
+    the simulator, started in a process of its own.
+
+    >>> parse_model("http://gpu0:8000/v1#judge")
+    (Endpoint('http://gpu0:8000/v1'), 'judge')
+    >>> parse_model("ollama:qwen2.5:3b")[1]
+    'qwen2.5:3b'
+    """
+    if text == "sim":
+        return Endpoint(_simulator(), key_env="", name="sim"), "sim"
+    if text.startswith("local:"):
+        return Endpoint(text), text.removeprefix("local:")
+    if text.startswith("ollama:") and not text.startswith("ollama://"):
+        host = os.environ.get("OLLAMA_HOST") or "localhost"
+        name = text.removeprefix("ollama:")
+        if name:
+            host = host if "://" in host else f"http://{host}"
+            return Endpoint("ollama+" + host), name
+    url, mark, name = text.rpartition("#")
+    if mark and url and name:
+        return Endpoint(url), name
+    raise ConfigError(
+        f"the model {text!r} is not understood; write ollama:NAME, URL#NAME, local:smollm2, "
+        f"local:PATH or sim"
+    )
+
+
+def _address(target: str) -> tuple[Protocol, str, str | None, str]:
+    """Protocol, base address, socket file and name of a URL."""
+    try:
+        parts = urlsplit(target)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"the address {target!r} cannot be read: {error}") from None
+    family, plus, scheme = parts.scheme.rpartition("+")
+    if scheme == "ollama" and not plus:
+        family, scheme = "ollama", "http"
+    if family not in ("", "ollama") or scheme not in ("http", "https", "unix"):
+        raise ConfigError(
+            f"the address {target!r} is not understood; write http://host:port/v1, "
+            f"https://..., ollama://host:11434, unix:///path.sock, local:smollm2 or local:PATH"
+        )
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise ConfigError(
+            f"the address of {parts.hostname} holds a user, a password, a query or a fragment; "
+            f"give the address alone, and the key by an environment variable (key_env)"
+        )
+    path = parts.path.rstrip("/")
+    if scheme == "unix":
+        if not path or parts.netloc:
+            raise ConfigError(f"the address {target!r} has no socket file; write unix:///path.sock")
+        shown = f"unix://{path}"
+        if family:
+            return "ollama", "http://localhost", unquote(path), "ollama+" + shown
+        return "openai", "http://localhost/v1", unquote(path), shown
+    host = parts.hostname
+    if not host:
+        raise ConfigError(f"the address {target!r} names no host; write http://host:port/v1")
+    host = f"[{host}]" if ":" in host else host
+    if family:
+        place = f"{host}:{port or OLLAMA_PORT}"
+        shown = f"ollama://{place}{path}" if scheme == "http" else f"ollama+https://{place}{path}"
+        return "ollama", urlunsplit((scheme, place, path, "", "")), None, shown
+    place = f"{host}:{port}" if port else host
+    base = urlunsplit((scheme, place, path or "/v1", "", ""))
+    return "openai", base, None, base
+
+
+def _simulator() -> str:
+    """The address of a simulator that lives as long as this process."""
+    import atexit
+    import contextlib
+
+    from batchwright.calls.simulator import Simulator
+
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(Simulator().running())

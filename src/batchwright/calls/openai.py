@@ -1,0 +1,216 @@
+"""The OpenAI wire protocol: what is sent, and what an answer means.
+
+Pure functions; vLLM, SGLang, llama.cpp and others speak it as well.
+"""
+
+import email.utils
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
+from batchwright.calls.request import Request
+
+__all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
+
+PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
+LONGEST_ERROR = 200
+WINDOW = 12
+"""So many characters in a row of the prompt are a quotation."""
+
+
+def encode(request: Request) -> tuple[str, bytes]:
+    """The path below the base address and the body, which the request already holds.
+
+    >>> from batchwright.calls import chat
+    >>> encode(chat("m", "2+2?"))[0]
+    '/chat/completions'
+    """
+    return PATHS[request.kind], request.data
+
+
+def decode(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
+    """An answer with its text, or the kind of failure.
+
+    >>> from batchwright.calls import chat
+    >>> decode(chat("m", "2+2?"), 200, {}, b"<html>")
+    Failed(kind=<Kind.BAD_BODY: 'bad_body'>, error='the server answered with HTML, not JSON', \
+status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
+    """
+    if status != 200:
+        return refused(request, status, headers, body)
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return _not_json(status, body)
+    return from_body(request, parsed)
+
+
+def from_body(request: Request, body: Any) -> Outcome:
+    """The outcome of an answer in the OpenAI shape."""
+    try:
+        if request.kind == "embed":
+            return _embedded(request, body)
+        choice = body["choices"][0]
+        if request.kind == "chat":
+            message = choice["message"]
+            text = message.get("content")
+            silent = not text or text.isspace()
+            if silent and not (message.get("tool_calls") or message.get("function_call")):
+                return _empty(choice)
+        else:
+            text = choice["text"]
+            if not text:
+                return _empty(choice)
+        if not isinstance(text or "", str):
+            return Failed(Kind.BAD_BODY, "the answer's content is not text", 200)
+        return Done(text or "", body, choice.get("finish_reason"), usage_of(body))
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return _wrong_shape(request, body)
+
+
+def usage_of(body: Mapping[str, Any]) -> Usage | None:
+    """The server's own token counts, None if it gave none."""
+    usage = body.get("usage")
+    if not usage:
+        return None
+    return Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+
+
+def refused(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Failed:
+    """What a status other than 200 says."""
+    said = scrub(_message(body), request)
+    after = retry_after_s(headers)
+    text = f"the server answered {status}" + (f": {said}" if said else "")
+    lower = said.lower()
+    kind = Kind.HTTP_5XX if status >= 500 else Kind.HTTP_4XX
+    if status == 429 and "quota" not in lower and "billing" not in lower:
+        # An account without money answers 429 as well, and waiting does not help it.
+        kind = Kind.RATE_LIMITED
+    elif status in (503, 529):
+        busy = ("busy", "overload", "pending", "capacity", "too many", "rate limit")
+        if status == 529 or after is not None or any(word in lower for word in busy):
+            kind = Kind.RATE_LIMITED
+    elif status == 408:
+        kind = Kind.TIMEOUT
+    elif status < 400:
+        where = headers.get("Location") or "elsewhere"
+        text = f"the server answered {status} and points {where[:80]}; give that address instead"
+    return Failed(kind, text, status, retry_after_s=after)
+
+
+def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float | None:
+    """Seconds to wait as the server asks for, by number or by date; None if it does not.
+
+    >>> retry_after_s({"Retry-After": "2.5"}), retry_after_s({"Retry-After": "soon"})
+    (2.5, None)
+    """
+    milliseconds, value = headers.get("retry-after-ms"), headers.get("Retry-After")
+    for text, unit in ((milliseconds, 1e-3), (value, 1.0)):
+        if text is None:
+            continue
+        try:
+            wait = float(text) * unit
+        except ValueError:
+            continue
+        if 0 <= wait < float("inf"):
+            return wait
+    if value is None:
+        return None
+    try:
+        date = email.utils.parsedate_to_datetime(value).timestamp()
+    except (ValueError, OverflowError):
+        return None
+    return max(0.0, date - (time.time() if now is None else now))
+
+
+def scrub(text: str, request: Request, secret: str | None = None) -> str:
+    """A server's words on one short line, without the prompt and without the key.
+
+    >>> from batchwright.calls import chat
+    >>> scrub("cannot read 'tell me about otters' today", chat("m", "tell me about otters"))
+    "cannot read '...' today"
+    """
+    text = " ".join(text.split())
+    if secret:
+        text = text.replace(secret, "...")
+    text = text[: 4 * LONGEST_ERROR]
+    hidden = bytearray(len(text))
+    for part in _texts(request):
+        part = " ".join(part.split())
+        width = min(WINDOW, len(part))
+        if width < 2:
+            continue
+        for start in range(len(text) - width + 1):
+            if text[start : start + width] in part:
+                hidden[start : start + width] = b"\1" * width
+    shown = "".join("\0" if mark else char for char, mark in zip(text, hidden, strict=True))
+    while "\0\0" in shown:
+        shown = shown.replace("\0\0", "\0")
+    return shown.replace("\0", "...")[:LONGEST_ERROR]
+
+
+def _texts(request: Request) -> Iterator[str]:
+    """What the caller wrote: messages, prompt, inputs."""
+    found: list[Any] = [request.body.get(name) for name in ("messages", "prompt", "input")]
+    while found:
+        one = found.pop()
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, Mapping):
+            found.extend(value for name, value in one.items() if name not in ("role", "type"))
+        elif isinstance(one, list | tuple):
+            found.extend(one)
+
+
+def _message(body: bytes) -> str:
+    """The sentence inside an error's body, or the beginning of the body if it is plain text."""
+    if body[:512].lstrip()[:1] == b"<":
+        return "a page in HTML"
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        return body[:1000].decode(errors="replace")
+    found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+    if isinstance(found, dict):
+        found = found.get("message") or found.get("detail") or ""
+    return str(found)[:2000]
+
+
+def _not_json(status: int, body: bytes) -> Failed:
+    start = body[:512].lstrip()
+    if start[:1] == b"<":
+        return Failed(Kind.BAD_BODY, "the server answered with HTML, not JSON", status)
+    if start[:5] == b"data:":
+        return Failed(Kind.BAD_BODY, "the server streamed its answer; leave out `stream`", status)
+    what = "nothing" if not body else f"{len(body):,} bytes that are not JSON"
+    return Failed(Kind.BAD_BODY, f"the server answered with {what}", status)
+
+
+def _wrong_shape(request: Request, body: Any) -> Failed:
+    if isinstance(body, dict) and body.get("error"):
+        said = scrub(_message(json.dumps(body).encode()), request)
+        return Failed(Kind.BAD_BODY, f"the server answered 200 with an error: {said}", 200)
+    seen = f"fields {sorted(map(str, body))[:6]}" if isinstance(body, dict) else type(body).__name__
+    return Failed(Kind.BAD_BODY, f"the answer to a {request.kind} call has {seen}", 200)
+
+
+def _empty(choice: Mapping[str, Any]) -> Failed:
+    why = choice.get("finish_reason")
+    return Failed(Kind.EMPTY, f"the answer holds no text (finish_reason={why!r})", 200)
+
+
+def _embedded(request: Request, body: Any) -> Outcome:
+    given = request.body["input"]
+    # A list of numbers is one text as tokens.
+    several = isinstance(given, list) and not (given and isinstance(given[0], int))
+    wanted = len(given) if several else 1
+    rows = body["data"]
+    if len(rows) != wanted or sorted(r.get("index", i) for i, r in enumerate(rows)) != list(
+        range(wanted)
+    ):
+        return Failed(Kind.BAD_BODY, f"{wanted} vectors were asked for, {len(rows)} came", 200)
+    if not all(row["embedding"] for row in rows):
+        return Failed(Kind.EMPTY, "the answer holds an empty vector", 200)
+    return Done("", body, None, usage_of(body))

@@ -1,0 +1,254 @@
+"""What a simulated model says: the same words for the same seed and prompt on every machine.
+
+A prompt is read in one of four ways. `sim` chooses by the prompt's own words; `sim-qa`,
+`sim-mutator` and `sim-judge` always read it in theirs.
+
+    qa         a known question -> its answer, if its wording keeps the hidden rule
+    mutator    "Paraphrase ... Question: ..." -> the question in other words
+    judge      "... Score:" -> "Score: 7"; "... true or false ..." -> "true"
+    plain      anything else -> the beginning of the prompt and some words
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from batchwright.calls.request import Request
+from batchwright.calls.simulated_questions import OPERATORS, STRANGE, TOKEN, Target, mutate, uniform
+from batchwright.calls.simulated_wire import PATHS, PIECE, Ask, Refusal, Reply, read, whole
+from batchwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.calls.simulator import Simulator
+
+__all__ = ["MODELS", "Models", "answer", "asked", "in_format", "operator_of"]
+
+MODELS = ("sim", "sim-qa", "sim-mutator", "sim-judge", "sim-embed")
+
+NAMED = {
+    "paraphrase": r"paraphras|rephras|reword|other words|different words",
+    "expand": r"expand|elaborat|add(?:s|ing)? (?:some |more )?(?:context|detail)",
+    "shorten": r"short|concise|brief",
+    "crossover": r"crossover|cross over|combin|merg",
+    "similar": r"similar",
+    "perspective": r"perspective|point of view|first person",
+    "politeness": r"polite",
+    "synonym": r"synonym",
+    "passive": r"passive",
+}
+"""The words in an instruction that name each operator."""
+
+PATTERNS = {name: re.compile(pattern, re.I) for name, pattern in NAMED.items()}
+END = r"\s*(?=\n\s*\n|\n[\w ]{1,20}:|\Z)"
+MARKED = re.compile(rf"^\s*(?:question|query)(?: \w)?:\s*(.*?){END}", re.I | re.S | re.M)
+INLINE = re.compile(rf"\b(?:question|query)(?: \w)?:\s*(.*?){END}", re.I | re.S)
+QUOTED = re.compile(r"[\"“](.{6,}?)[\"”]\s*$", re.S | re.M)
+REWRITE = re.compile(
+    r"\b(?:rewrit|rephras|paraphras|reword|reformulat|mutat|shorten|expand|crossover|combine"
+    r"|similar question|operator:)",
+    re.I,
+)
+SCALE = re.compile(r"(\d+)\s*(?:to|-|and)\s*(\d+)")
+
+
+class Models:
+    """The models without a server: a call in, what they say out."""
+
+    def __init__(self, simulator: "Simulator") -> None:
+        self.simulator = simulator
+        self.target = simulator.target()
+        self.seen: Counter[bytes] = Counter()
+
+    def reply(self, ask: Ask, seen: int) -> Reply:
+        """The answer to a call that was `seen` so many times before."""
+        simulator = self.simulator
+        if ask.kind == "embed":
+            from batchwright.calls.ngrams import hashed_ngrams
+
+            vectors = hashed_ngrams(ask.inputs, ask.dim or simulator.dim)
+            return Reply((), vectors, sum(map(_tokens, ask.inputs)), 0)
+        texts, spent = [], 0
+        for choice in range(ask.choices):
+            text, finish, tokens = self._say(ask, (ask.seed if ask.exact else seen, choice))
+            texts.append((text, finish))
+            spent += tokens
+        return Reply(texts, None, _tokens(ask.system) + _tokens(ask.prompt), spent)
+
+    def _say(self, ask: Ask, draw: object) -> tuple[str, str, int]:
+        if ask.protocol == "ollama" and not ask.prompt:
+            return "", "stop", 0
+        text = answer(
+            ask.model,
+            ask.system,
+            ask.prompt,
+            target=self.target,
+            seed=self.simulator.seed,
+            words=self.simulator.words,
+            draw=draw,
+        )
+        if ask.schema is not None:
+            text = in_format(ask.schema, text, f"{ask.system}\n{ask.prompt}")
+        for mark in ask.stop:
+            text = text.partition(mark)[0] if mark else text
+        pieces: list[str] = PIECE.findall(text)
+        if ask.most_tokens is not None and len(pieces) > ask.most_tokens:
+            return "".join(pieces[: ask.most_tokens]), "length", ask.most_tokens
+        return text, "stop", len(pieces)
+
+    def answer_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Bodies in the OpenAI shape, one a request; an unknown model is an error."""
+        paths = {kind: path for path, (protocol, kind) in PATHS.items() if protocol == "openai"}
+        found = []
+        for request in requests:
+            ask = read(paths[request.kind], request.data, self.simulator.model_names)
+            if isinstance(ask, Refusal):
+                raise ConfigError(ask.message)
+            seen = self.seen[ask.key]
+            self.seen[ask.key] += 1
+            plain = replace(ask, stream=False, packed=False)
+            found.append(whole(plain, self.reply(plain, seen), ask.key.hex(), 0.0))
+        return found
+
+
+def answer(
+    model: str, system: str, prompt: str, *, target: Target, seed: int, words: int, draw: object
+) -> str:
+    """What `model` says to the last message `prompt`, with what was said before in `system`.
+
+    `draw` tells the draws of a random request apart.
+    """
+    everything = f"{system}\n\n{prompt}" if system else prompt
+    role = _role(everything, prompt, target) if model == "sim" else model
+    if role == "sim-mutator":
+        found = asked(prompt, whole=bool(system))
+        operator = operator_of(_without(found, everything))
+        if operator == "crossover" and len(found) > 1:
+            return mutate(operator, found[-2], found[-1], seed)
+        return mutate(operator, found[-1], "", seed)
+    if role == "sim-judge":
+        return _judge(everything, seed)
+    if role == "sim-qa":
+        return target.reply(asked(prompt, whole=True)[-1])
+    drawn = hashlib.blake2b(repr((seed, prompt, draw)).encode("utf-8", "surrogatepass")).digest()
+    said = [STRANGE[drawn[place % 64] % len(STRANGE)] for place in range(max(1, words))]
+    return f"{' '.join(prompt[:60].split())} -> {' '.join(said)}"
+
+
+def asked(prompt: str, whole: bool = False) -> list[str]:
+    """The questions a prompt holds: behind `Question:`, else in quotes, else its last line.
+
+    With `whole`, a prompt without the mark is itself the question.
+
+    >>> asked("Be brief.\\nQuestion: How far is Rome?\\nAnswer:")
+    ['How far is Rome?']
+    """
+    if whole:
+        return MARKED.findall(prompt) or INLINE.findall(prompt) or [prompt]
+    last_line = prompt.strip().rpartition("\n")[2]
+    return MARKED.findall(prompt) or QUOTED.findall(prompt) or INLINE.findall(prompt) or [last_line]
+
+
+def operator_of(instruction: str) -> str:
+    """The operator that an instruction names first, or `noop`.
+
+    >>> operator_of("Rewrite it politely, in other words.")
+    'politeness'
+    """
+    named = re.search(r"operator:\s*(\w+)", instruction, re.I)
+    if named and named[1].lower() in OPERATORS:
+        return named[1].lower()
+    hits = {name: hit.start() for name, p in PATTERNS.items() if (hit := p.search(instruction))}
+    return min(hits, key=hits.__getitem__) if hits else "noop"
+
+
+def in_format(schema: object, text: str, prompt: str) -> str:
+    """`text` as the JSON a request asks for: an object, or what a JSON schema describes.
+
+    >>> in_format("json", "hi", 'Answer as {"reply": "..."}')
+    '{"reply": "hi"}'
+    >>> in_format({"type": "object", "properties": {"n": {"type": "integer"}}}, "hi", "")
+    '{"n": 0}'
+    """
+    if isinstance(schema, dict) and schema:
+        return json.dumps(_fill(schema, text, schema))
+    named = re.search(r'"(\w+)"\s*:', prompt)
+    return json.dumps({named[1] if named else "answer": text})
+
+
+def _role(everything: str, prompt: str, target: Target) -> str:
+    """Which model a prompt to `sim` is meant for."""
+    text = everything.lower()
+    marked = ("question" in text or "query" in text) and INLINE.search(everything)
+    if marked and REWRITE.search(_without(asked(everything), everything)):
+        return "sim-mutator"
+    if "Score:" in everything:
+        return "sim-judge"
+    if target.questions and target.recognise(asked(prompt, whole=True)[-1]):
+        return "sim-qa"
+    return "sim-judge" if "true or false" in text or "monitor" in text else "sim"
+
+
+def _without(questions: Sequence[str], text: str) -> str:
+    """The instruction alone: words inside a question name no operator."""
+    for question in questions:
+        text = text.replace(question, " ")
+    return text
+
+
+def _judge(prompt: str, seed: int) -> str:
+    """A score on the prompt's own scale, or true or false.
+
+    The score is the share of the reference's words in the response, where both are marked.
+    A verdict counts what the text says of itself. Otherwise both are drawn from the prompt.
+    """
+    if "Score:" not in prompt:
+        text = (_section("reasoning|trace|response|text", prompt) or prompt).lower()
+        # "incorrect" holds "correct": the second term takes that back and one more.
+        balance = text.count("yes") + text.count("correct") - 2 * text.count("incorrect")
+        yes = balance > 0 or (balance == 0 and uniform(seed, "verdict", text) < 0.5)
+        return "true" if yes else "false"
+    scale = SCALE.search(prompt)
+    low, high = (int(scale[1]), int(scale[2])) if scale else (0, 10)
+    reference = _section("reference|correct|expected", prompt)
+    response = _section("response|candidate|given", prompt)
+    if reference is None or response is None:
+        share = uniform(seed, "score", prompt)
+    else:
+        wanted = set(TOKEN.findall(reference.lower()))
+        share = len(wanted.intersection(TOKEN.findall(response.lower()))) / max(1, len(wanted))
+    return f"Score: {low + round(share * (high - low))}"
+
+
+def _section(names: str, prompt: str) -> str | None:
+    """The text behind the first line that begins with one of `names` and a colon."""
+    hit = re.search(rf"^(?:{names})[\w ]{{0,20}}:\s*(.*?){END}", prompt, re.I | re.S | re.M)
+    return hit[1] if hit else None
+
+
+def _fill(schema: object, text: str, root: Mapping[str, Any]) -> Any:
+    """A value that fits the parts of JSON schema in which answers are asked for."""
+    if not isinstance(schema, dict):
+        return text
+    if isinstance(named := schema.get("$ref"), str):
+        return _fill(root.get("$defs", {}).get(named.rpartition("/")[2]), text, root)
+    if choices := schema.get("anyOf") or schema.get("oneOf"):
+        return _fill(choices[0], text, root)
+    if choices := schema.get("enum"):
+        return choices[int(uniform("enum", text) * len(choices))]
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if kind == "object":
+        parts = schema.get("properties", {}).items()
+        return {name: _fill(part, text, root) for name, part in parts}
+    if kind == "array":
+        return [_fill(schema.get("items"), text, root)] * schema.get("minItems", 1)
+    least = schema.get("minimum", 0)
+    return {"integer": int(least), "number": least, "boolean": True, "null": None}.get(kind, text)
+
+
+def _tokens(text: str) -> int:
+    """About four letters each, as English has them."""
+    return (len(text) + 3) // 4

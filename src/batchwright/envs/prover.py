@@ -1,0 +1,452 @@
+"""Proving as an environment: B queries at once, each step resolves the first goal of each.
+
+An action picks one of the page of candidates that `obs["candidates"]` lists. Rows are
+(kind, number, first, second):
+
+    FACT  predicate  subject  object   use this fact: the goal's variables become its entities
+    RULE  rule       term     term     use this rule: the terms are the goal's, unified with it
+    NEXT  -1         -1       -1       show the next page of candidates; costs no depth
+    END   -1         -1       -1       give up: the query is not true
+
+Pages hold K - 2 successors: first the fact of a ground goal, then rules in the order of their
+file, then the facts of an open goal in ascending order. NEXT and END have places of their own, the
+last two. `n_valid` counts the successors on all pages, so nothing is lost to K. Two bounds exist:
+`goals`, which leaves out rules whose body has no room (counted in `cut`), and `depth`, which
+truncates. Successors that this episode has been at are left out as well, compared exactly.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from batchwright.envs import prover_kernels as core
+from batchwright.envs.api import ArraySpec, Obs, Step
+from batchwright.errors import BadProgram, ConfigError, Mismatch
+from batchwright.fingerprint import digest, digest_array
+from batchwright.logic.facts import Facts, as_triples
+from batchwright.logic.prove import Shortest
+from batchwright.logic.rules import Rules
+from batchwright.logic.search import FACT, RULE
+from batchwright.logic.unify import program, scratch_size
+from batchwright.rng import key
+
+__all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "BatchedVecEnv"]
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Ask = Literal["truth", "head", "tail", "both"]
+
+END, NEXT = core.END, core.NEXT
+
+REWARDS = {
+    "proved": (1.0, 0.0, 0.0, 0.0, 0.0),
+    "proved_signed": (1.0, 0.0, -1.0, 0.0, 0.0),
+    "correct": (1.0, 0.0, 0.0, 1.0, 0.0),
+    "cautious": (1.0, -0.5, -1.5, 1.0, 0.0),
+    "balanced": (1.0, -1.0, -1.0, 1.0, 0.0),
+    "balanced_end": (1.0, -1.0, -1.0, 1.0, 0.3),
+}
+"""Rewards of an episode's end, numbers 0 to 5 in this order: a true query proved, a true one
+given up, a false one proved, a false one given up, and more for the last if it was by END. In the
+last two, giving up a false one is worth 1 / negatives, so that a cycle of episodes is balanced."""
+
+ASKS: dict[str, int] = {
+    "truth": core.TRUTH,
+    "head": core.ASK_HEAD,
+    "tail": core.ASK_TAIL,
+    "both": core.ASK_BOTH,
+}
+
+COUNTERS = ("begun", "invalid", "cut", "proven", "truncated", "finished")
+AUTO_MOST = 16_384
+"""Environments that `batch_size="auto"` takes at most: beyond, steps only wait longer."""
+
+
+class BatchedVecEnv:
+    """`batch_size` proofs in one process, with masks, same-step reset and exact resume.
+
+    Episode number n is a function of (seed, n) alone: which query, whether it is corrupted and
+    how. Slots take the next number when they are free, so a run sees the same episodes whatever
+    its batch size. Of `1 + negatives` episodes in a row the first asks a query, and the others
+    ask the same query with another head or tail, in turn, that is not known to be true.
+
+    `ask` makes queries open: "tail" asks p(h, X), "head" p(X, t), "both" one after the other.
+    The facts that answer them directly are not offered, and the episode is right if the answer it
+    finds is a fact. With `once`, every query is asked exactly once, in order; a slot that has
+    nothing left to do shows an empty state, and its steps are not `valid`.
+
+    The query's own fact is hidden for the whole proof, and so is its inverse where `inverse`
+    declares one. An action outside the mask ends the episode as unproved and is counted.
+    """
+
+    def __init__(
+        self,
+        facts: Facts,
+        rules: Rules,
+        queries: ArrayLike,
+        batch_size: int | Literal["auto"] = "auto",
+        *,
+        seed: int = 0,
+        depth: int = 8,
+        max_candidates: int = 64,
+        goals: int = 6,
+        negatives: int = 0,
+        reward: str | int = "balanced",
+        end_action: bool = True,
+        ask: Ask = "truth",
+        once: bool = False,
+        labels: ArrayLike | None = None,
+        known: Facts | None = None,
+        inverse: Ints | None = None,
+        teacher: Shortest | None = None,
+        potential: Callable[[Ints], NDArray[Any]] | None = None,
+        gamma: float = 0.99,
+    ) -> None:
+        self.facts, self.rules = facts, rules
+        self.queries = _checked(queries, facts, rules)
+        self.labels = np.ones(len(self.queries), np.bool_)
+        if labels is not None:
+            self.labels = np.ascontiguousarray(labels, np.bool_)
+        self._potential, self._gamma, self._teacher = potential, gamma, teacher
+        _check_settings(
+            len(self.queries), self.labels, depth, max_candidates, goals, negatives, ask, once
+        )
+        if teacher is not None and len(teacher.lengths) != len(self.queries):
+            raise Mismatch(
+                f"the teacher knows {len(teacher.lengths):,} queries, and there are "
+                f"{len(self.queries):,}; let it prove the same ones"
+            )
+        self._rewards = _scheme(reward, negatives)
+        self._program = program(facts, rules)
+        # Corruptions must not be true, and neither the facts nor the queries are to be missed.
+        truths = facts
+        if negatives and known is None:
+            every = np.concatenate([facts.triples, self.queries[self.labels]])
+            truths = Facts.of(every, facts)
+        elif known is not None:
+            truths = known
+        self._truths = truths
+        self.inverse = np.full(facts.num_predicates, -1, np.int32)
+        if inverse is not None:
+            self.inverse = np.ascontiguousarray(inverse, np.int32)
+        self._config = np.zeros(core.CONFIG, np.int64)
+        self._config[: core.CONFIG - 1] = (
+            facts.num_entities,
+            negatives,
+            once,
+            ASKS[ask],
+            end_action,
+            depth,
+        )
+        self._config[core.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
+        self._shape = (goals, max_candidates, depth)
+        self._num_envs = _auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
+        if self._num_envs < 1:
+            raise ConfigError(f"batch_size is {batch_size}; at least one environment is needed")
+        self._allocate()
+        self.reset()
+
+    @property
+    def num_envs(self) -> int:
+        return self._num_envs
+
+    @property
+    def num_actions(self) -> int:
+        return self._shape[1]
+
+    @property
+    def num_terms(self) -> int:
+        """Rows that a table of terms needs: entities, then variables."""
+        return self.facts.num_entities + 2 * self._shape[0] + 1
+
+    @property
+    def spec(self) -> Mapping[str, ArraySpec]:
+        goals, width, _ = self._shape
+        terms = max(self.num_terms, self.facts.num_predicates)
+        rows = max(terms, len(self.rules), END + 1)
+        int32, int64 = np.dtype(np.int32), np.dtype(np.int64)
+        return {
+            "goals": ArraySpec((goals, 3), int32, terms),
+            "candidates": ArraySpec((width, 4), int32, rows),
+            "mask": ArraySpec((width,), np.dtype(np.bool_)),
+            "n_valid": ArraySpec((), int64, len(self.facts) + len(self.rules) + 1),
+            "query": ArraySpec((3,), int32, terms),
+        }
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Episodes begun, proven, truncated and finished, invalid actions, successors cut."""
+        return dict(zip(COUNTERS, self._counters.tolist(), strict=True))
+
+    @property
+    def active(self) -> Bools:
+        """Which slots have an episode; with `once`, all false when every query was asked."""
+        return self._slots[:, core.ACTIVE] != 0
+
+    @property
+    def episode(self) -> NDArray[np.int64]:
+        """The number of the episode in each slot, -1 for none: a key for anything random in it."""
+        return self._slots[:, core.EPISODE].copy()
+
+    def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
+        """Begin new episodes in the chosen slots, or start the whole stream from its beginning."""
+        if where is None:
+            self._counters[:] = 0
+            chosen = np.ones(self._num_envs, np.bool_)
+        else:
+            chosen = np.asarray(where, np.bool_).reshape(self._num_envs)
+        self._advance(np.where(chosen, core.RESET, core.IDLE))
+        self._lost[chosen] = False
+        if self._potential is not None:
+            self._phi[chosen] = self._values(self._obs["goals"])[chosen]
+        return self._obs
+
+    def step(self, actions: NDArray[np.integer[Any]]) -> Step:
+        """Resolve the first goal of every slot as its action says."""
+        given = np.ascontiguousarray(actions, np.int64).reshape(self._num_envs)
+        if self._teacher is not None:
+            # Who leaves the teacher's path is not taught until the next episode.
+            self._lost |= given != self.expert_actions()
+        # Negative numbers have meanings of their own inside.
+        self._advance(np.maximum(given, -1))
+        done = self._terminated | self._truncated
+        if self._teacher is not None:
+            self._lost[done] = False
+        if self._potential is not None:
+            self._shape_rewards()
+        ended = self._ended
+        info = {
+            "proven": ended[:, core.E_PROVEN] != 0,
+            "invalid": ended[:, core.E_INVALID] != 0,
+            "episode": ended[:, core.E_EPISODE],
+            "query_index": ended[:, core.E_INDEX],
+            "label": ended[:, core.E_LABEL] != 0,
+            "answer": ended[:, core.E_ANSWER],
+            "depth": ended[:, core.E_DEPTH],
+            "steps": ended[:, core.E_STEPS],
+            "cut": self._slots[:, core.CUT],
+        }
+        return Step(
+            self._obs,
+            self._reward,
+            self._terminated,
+            self._truncated,
+            self._valid,
+            self._final,
+            info,
+        )
+
+    def random_actions(self, seed: int = 0) -> NDArray[np.int64]:
+        """Uniform choices inside the mask, keyed by episode and step, not by slot."""
+        out = np.empty(self._num_envs, np.int64)
+        number = np.int64(key(seed, "prover/random") >> 1)
+        core.random_actions(self._slots, self._obs["mask"], number, out)
+        return out
+
+    def expert_actions(self) -> NDArray[np.int64]:
+        """What the teacher would do; -1 where it does not know, as after an action not its own.
+
+        It follows its shortest proof, and gives up corrupted queries and those without a proof.
+        """
+        if self._teacher is None:
+            raise ConfigError("this environment has no teacher; give it teacher=prove_all(...)")
+        out = np.empty(self._num_envs, np.int64)
+        core.expert_actions(
+            self._slots,
+            self._obs["candidates"],
+            self._obs["mask"],
+            self._teacher.lengths,
+            self._teacher.steps,
+            self._lost,
+            out,
+        )
+        return out
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on; an environment built alike goes on from it."""
+        return {
+            "program": self._fingerprint(),
+            "slots": self._slots.copy(),
+            "goals": self._obs["goals"].copy(),
+            "history": self._history.copy(),
+            "counters": self._counters.copy(),
+            "lost": self._lost.copy(),
+            "phi": self._phi.copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["program"] != self._fingerprint():
+            raise Mismatch(
+                "the saved environment had other facts, rules, queries or settings; "
+                "build it as it was built then"
+            )
+        if np.shape(state["slots"]) != self._slots.shape:
+            raise Mismatch(
+                f"the saved environment has {len(state['slots']):,} slots, this one "
+                f"{self._num_envs:,}; give it the same batch_size"
+            )
+        self._allocate()
+        for name, array in (
+            ("slots", self._slots),
+            ("goals", self._obs["goals"]),
+            ("history", self._history),
+            ("counters", self._counters),
+            ("lost", self._lost),
+            ("phi", self._phi),
+        ):
+            array[...] = np.asarray(state[name])
+        # The buffers of observations are empty again, whatever they held then.
+        self._slots[:, [core.FILLED, core.FINAL]] = 0
+        self._advance(np.full(self._num_envs, core.LOOK))
+
+    def __repr__(self) -> str:
+        goals, width, depth = self._shape
+        sizes = f"K={width}, goals={goals}, depth={depth}"
+        return f"BatchedVecEnv({self._num_envs:,} of {len(self.queries):,} queries, {sizes})"
+
+    def _allocate(self) -> None:
+        goals, width, depth = self._shape
+        b = self._num_envs
+        self._slots = np.zeros((b, core.SLOT_COLUMNS), np.int64)
+        # One state after the other, `depth + 1` for each slot.
+        self._history = np.full((b * (depth + 1), goals + 1, 3), -1, np.int32)
+        self._counters = np.zeros(core.COUNTERS, np.int64)
+        self._scratch = np.zeros((2, scratch_size(goals, self.rules)), np.int32)
+        self._reward = np.zeros(b, np.float32)
+        self._terminated, self._truncated, self._valid, self._lost = np.zeros((4, b), np.bool_)
+        self._ended = np.zeros((b, core.ENDED_COLUMNS), np.int64)
+        self._phi = np.zeros(b, np.float32)
+        self._obs, self._final = (
+            {
+                "goals": np.full((b, goals, 3), -1, np.int32),
+                "candidates": np.full((b, width, 4), -1, np.int32),
+                "mask": np.zeros((b, width), np.bool_),
+                "n_valid": np.zeros(b, np.int64),
+                "query": np.full((b, 3), -1, np.int32),
+            }
+            for _ in range(2)
+        )
+        self._final["mask"][:, -1] = True
+
+    def _advance(self, actions: NDArray[np.int64]) -> None:
+        core.advance(
+            self._program,
+            self._truths.ps_ptr,
+            self._truths.ps_obj,
+            self.inverse,
+            self.queries,
+            self.labels,
+            self._config,
+            self._rewards,
+            actions,
+            self._slots,
+            self._obs["goals"],
+            self._history,
+            self._counters,
+            self._scratch,
+            *(self._obs[name] for name in ("candidates", "mask", "n_valid", "query")),
+            self._reward,
+            self._terminated,
+            self._truncated,
+            self._valid,
+            self._ended,
+            *(self._final[name] for name in ("goals", "candidates", "mask", "n_valid", "query")),
+        )
+
+    def _shape_rewards(self) -> None:
+        """Add gamma * phi(next) - phi(now), phi of an end being 0: no best policy changes."""
+        phi = self._values(self._obs["goals"])
+        following = np.where(self._terminated, np.float32(0.0), phi)
+        if self._truncated.any():
+            cut = np.flatnonzero(self._truncated)
+            following[cut] = self._values(self._final["goals"][cut])
+        shaped = np.float32(self._gamma) * following - self._phi
+        self._reward += np.where(self._valid, shaped, np.float32(0.0))
+        self._phi[:] = phi
+
+    def _values(self, goals: Ints) -> NDArray[np.float32]:
+        """The potential of states: that of their first goal, as a triple with -1 for variables."""
+        assert self._potential is not None
+        first = goals[:, 0]
+        terms = np.where(first[:, 1:] < self.facts.num_entities, first[:, 1:], -1)
+        triples = np.stack([terms[:, 0], first[:, 0], terms[:, 1]], axis=1).astype(np.int32)
+        return np.asarray(self._potential(triples), np.float32).reshape(len(triples))
+
+    def _fingerprint(self) -> str:
+        parts = [self.queries, self.labels, self._config, self._rewards, self.inverse]
+        parts += [*self._program, self._truths.ps_ptr, self._truths.ps_obj]
+        return digest(list(self._shape), [digest_array(part) for part in parts])
+
+
+def _checked(queries: ArrayLike, facts: Facts, rules: Rules) -> Ints:
+    asked = as_triples(queries)
+    if not len(asked):
+        raise BadProgram("there is no query to prove; give at least one triple")
+    if (facts.num_entities, facts.num_predicates) != (rules.num_entities, rules.num_predicates):
+        raise Mismatch("facts and rules have different vocabularies; make both with one")
+    high = np.array([facts.num_entities, facts.num_predicates, facts.num_entities])
+    bad = np.flatnonzero(((asked < 0) | (asked >= high)).any(axis=1))
+    if bad.size:
+        raise BadProgram(
+            f"query {bad[0]:,} is {asked[bad[0]].tolist()}, and ids are allowed up to "
+            f"{(high - 1).tolist()}; use the vocabulary of the facts"
+        )
+    return asked
+
+
+def _check_settings(
+    total: int,
+    labels: Bools,
+    depth: int,
+    width: int,
+    goals: int,
+    negatives: int,
+    ask: str,
+    once: bool,
+) -> None:
+    for name, value, least in (
+        ("depth", depth, 1),
+        ("max_candidates", width, 3),
+        ("goals", goals, 1),
+        ("negatives", negatives, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+    if ask not in ASKS:
+        raise ConfigError(f"ask is {ask!r}; it is one of {', '.join(ASKS)}")
+    if negatives and (once or ask != "truth"):
+        raise ConfigError(
+            "negatives go with endless queries that ask for truth; "
+            "leave negatives at 0 with once or an open ask"
+        )
+    if labels.shape != (total,):
+        raise Mismatch(f"{total:,} queries need as many labels, not {labels.size:,}")
+
+
+def _scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
+    names = list(REWARDS)
+    if isinstance(reward, int) and 0 <= reward < len(names):
+        reward = names[reward]
+    if not isinstance(reward, str) or reward not in REWARDS:
+        raise ConfigError(f"reward is {reward!r}; it is 0 to 5 or one of {', '.join(names)}")
+    scheme = np.array(REWARDS[reward], np.float32)
+    if reward.startswith("balanced"):
+        scheme[3] /= max(negatives, 1)
+    return scheme
+
+
+def _auto_batch(goals: int, width: int, depth: int) -> int:
+    """As many slots as an eighth of the free memory holds, a power of two."""
+    slot_bytes = 2 * (goals * 12 + width * 17 + 32) + (depth + 1) * (goals + 1) * 12 + 256
+    free = 1 << 30
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # Not Linux: a gigabyte is a safe guess.
+    count = min(max(1, free // 8 // slot_bytes), AUTO_MOST)
+    return int(1 << (int(count).bit_length() - 1))

@@ -1,0 +1,229 @@
+"""Any batched environment as a TorchRL `EnvBase`, and a rollout straight into one TensorDict.
+
+TorchRL wants to see an ended episode's last observation and to ask for the reset itself; the
+environments here have already begun the next episode by then. The wrapper shows the first and
+keeps the second until it is asked for, so nothing is lost and nothing is reset twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from batchwright.envs.api import ArraySpec, Env, Obs, Step
+from batchwright.errors import ConfigError, Mismatch, need
+
+need("torchrl", extra="rl")
+
+from tensordict import TensorDict, TensorDictBase  # noqa: E402 - only now known to be there
+from torchrl.data import (  # noqa: E402
+    Binary,
+    Bounded,
+    Categorical,
+    Composite,
+    TensorSpec,
+    Unbounded,
+)
+from torchrl.envs import EnvBase  # noqa: E402
+
+__all__ = ["TorchRLEnv"]
+
+
+class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
+    """B environments as one locked batch.
+
+    Observations keep their names; `mask` is what `ActionMask(mask_key="mask")` and
+    `MaskedCategorical` take, and random actions keep to it. `valid` [B, 1] is false after a step
+    that must not be learned from. TorchRL can set a seed only if `remake(seed)` gives the
+    environment of another one.
+    """
+
+    batch_locked = True
+
+    def __init__(self, env: Env, *, remake: Callable[[int], Env] | None = None) -> None:
+        super().__init__(device="cpu", batch_size=torch.Size([env.num_envs]))
+        self.env = env
+        self._remake = remake
+        self._now: Obs | None = None
+        self._fresh = np.zeros(env.num_envs, np.bool_)
+        """Which environments stand at the beginning of an episode that was not asked for yet."""
+        B = env.num_envs
+        shown = {name: _spec(spec, B) for name, spec in env.spec.items()}
+        flag = Categorical(2, shape=(B, 1), dtype=torch.bool)
+        self.observation_spec = Composite({**shown, "valid": flag}, shape=(B,))
+        self.action_spec = Categorical(env.num_actions, shape=(B,), dtype=torch.int64)
+        self.reward_spec = Unbounded(shape=(B, 1), dtype=torch.float32)
+        ends = ("done", "terminated", "truncated")
+        self.done_spec = Composite({name: flag.clone() for name in ends}, shape=(B,))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        asked = None if tensordict is None else tensordict.get("_reset", None)
+        if asked is None or self._now is None:
+            self._now = _copied(self.env.reset())
+            self._fresh[:] = False
+        else:
+            where = asked.reshape(self.env.num_envs).numpy()
+            anew = where & ~self._fresh
+            if anew.any():
+                self._now = _copied(self.env.reset(anew))
+            self._fresh &= ~where
+        ends = torch.zeros(3, self.env.num_envs, 1, dtype=torch.bool)
+        return self._tensordict(
+            {
+                **_tensors(self._now),
+                "valid": torch.ones(self.env.num_envs, 1, dtype=torch.bool),
+                "done": ends[0],
+                "terminated": ends[1],
+                "truncated": ends[2],
+            }
+        )
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        step = self.env.step(tensordict.get("action").numpy())
+        seen = _seen(step)
+        self._now = _copied(step.obs)
+        self._fresh[:] = step.done
+        return self._tensordict(
+            {
+                **_tensors(seen),
+                "valid": _column(step.valid),
+                "reward": _column(step.reward),
+                "done": _column(step.done),
+                "terminated": _column(step.terminated),
+                "truncated": _column(step.truncated),
+            }
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is None:
+            return
+        if self._remake is None:
+            raise ConfigError(
+                "the environment was given its seed when it was made; to set another, wrap it as "
+                "TorchRLEnv(env, remake=...) with a function from a seed to an environment"
+            )
+        self.env = self._remake(seed)
+        self._now = None
+        self._fresh[:] = False
+
+    def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
+        """A random action that the mask allows; of any, where there is no mask yet."""
+        if tensordict is None or (mask := tensordict.get("mask", None)) is None:
+            return super().rand_action(tensordict)
+        return tensordict.set("action", _random(mask))
+
+    def allocate(self, num_steps: int) -> TensorDictBase:
+        """An empty rollout [B, num_steps] with all keys of `rollout`, laid out time first.
+
+        Time first is how it is written, a whole step at a time; [B, T] is how TorchRL reads.
+        """
+        T, B = num_steps, self.env.num_envs
+        names = {name: (spec.shape, spec.dtype) for name, spec in self._leaves().items()}
+
+        def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(T, *shape, dtype=dtype).transpose(0, 1)
+
+        def half(reward: bool) -> TensorDictBase:
+            kept = {n: empty(*kind) for n, kind in names.items() if reward or n != "reward"}
+            return TensorDict(kept, batch_size=[B, T])
+
+        out = half(reward=False)
+        out["action"] = empty(torch.Size([B]), torch.int64)
+        out["next"] = half(reward=True)
+        out.refine_names(None, "time")
+        return out
+
+    def rollout_into(
+        self,
+        out: TensorDictBase,
+        policy: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
+    ) -> TensorDictBase:
+        """Fill what `allocate` gave, going on where the environments are.
+
+        The same data as `rollout(T, policy, break_when_any_done=False, auto_reset=...)`, without
+        a TensorDict for every step: `policy` sees a plain dict of tensors [B, ...] and returns
+        actions [B]; without one they are random within the mask.
+        """
+        if out.batch_size[0] != self.env.num_envs:
+            raise Mismatch(
+                f"out is of {out.batch_size[0]} environments, not of {self.env.num_envs}; "
+                f"take what allocate() gives"
+            )
+        if self._now is None:
+            self._now = _copied(self.env.reset())
+        root = {name: out.get(name).transpose(0, 1) for name in self._leaves() if name != "reward"}
+        after = {name: out.get(("next", name)).transpose(0, 1) for name in self._leaves()}
+        actions = out.get("action").transpose(0, 1)
+        names = list(self.env.spec)
+        for flag in ("done", "terminated", "truncated"):
+            root[flag].zero_()
+        root["valid"].fill_(True)
+        now = self._now
+        self._now = None  # a step that fails leaves nothing to go on from
+        writable = {name: (root[name].numpy(), after[name].numpy()) for name in names}
+        ends = {name: after[name].numpy()[..., 0] for name in after if name not in writable}
+        for t in range(len(actions)):
+            for name, (before, _) in writable.items():
+                before[t] = now[name]
+            seen = {name: root[name][t] for name in names}
+            actions[t] = _random(seen["mask"]) if policy is None else policy(seen)
+            step = self.env.step(actions[t].numpy())
+            done = step.done
+            for name, (_, behind) in writable.items():
+                behind[t] = step.obs[name]
+                if done.any():
+                    behind[t][done] = step.final_obs[name][done]
+            ends["reward"][t], ends["valid"][t] = step.reward, step.valid
+            ends["terminated"][t], ends["truncated"][t] = step.terminated, step.truncated
+            ends["done"][t] = done
+            now = step.obs
+        self._now = _copied(now)
+        self._fresh[:] = False
+        return out
+
+    def _leaves(self) -> dict[str, TensorSpec]:
+        done = {name: self.full_done_spec[name] for name in ("done", "terminated", "truncated")}
+        shown = {name: self.observation_spec[name] for name in (*self.env.spec, "valid")}
+        return {**shown, **done, "reward": self.reward_spec}
+
+    def _tensordict(self, tensors: dict[str, torch.Tensor]) -> TensorDictBase:
+        return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+
+
+def _spec(spec: ArraySpec, num_envs: int) -> TensorSpec:
+    shape = (num_envs, *spec.shape)
+    dtype = torch.from_numpy(np.empty(0, spec.dtype)).dtype
+    if spec.dtype == np.bool_ and spec.shape:
+        return Binary(n=spec.shape[-1], shape=shape, dtype=dtype)
+    if spec.high is not None:
+        return Bounded(low=-1, high=spec.high - 1, shape=shape, dtype=dtype)
+    return Unbounded(shape=shape, dtype=dtype)
+
+
+def _seen(step: Step) -> Obs:
+    """What the step led to: the last observation of an episode that ended, not the next first."""
+    seen = _copied(step.obs)
+    done = step.done
+    if done.any():
+        for name, array in seen.items():
+            array[done] = step.final_obs[name][done]
+    return seen
+
+
+def _random(mask: torch.Tensor) -> torch.Tensor:
+    return torch.rand(mask.shape).masked_fill_(~mask, -1.0).argmax(-1)
+
+
+def _copied(obs: Obs) -> Obs:
+    return {name: np.array(array) for name, array in obs.items()}
+
+
+def _tensors(obs: Obs) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in obs.items()}
+
+
+def _column(array: NDArray[Any]) -> torch.Tensor:
+    # A copy: the environment may write its next step into the same memory.
+    return torch.from_numpy(np.array(array)).unsqueeze(-1)

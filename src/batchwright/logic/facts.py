@@ -1,0 +1,128 @@
+"""Facts p(s, o) in two indexes: by predicate and subject, and by predicate and object.
+
+A goal with one argument bound is answered by a slice of an array, whatever the size of the graph.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from batchwright.errors import BadProgram, ConfigError
+from batchwright.logic import kernels
+from batchwright.logic.vocab import Vocab
+
+__all__ = ["Facts", "as_triples"]
+
+Ints = NDArray[np.int32]
+
+MOST_ROWS = 2**28
+"""Predicates times entities. Each row costs 8 bytes in the two indexes, so this is 2 GiB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Facts:
+    """Triples (head, predicate, tail), each once, and where to find them.
+
+    With `N` entities, the objects of p(s, ?) stand in `ps_obj[ps_ptr[i] : ps_ptr[i + 1]]` with
+    `i = p * N + s`, and the subjects of p(?, o) in `po_sub[po_ptr[i] : po_ptr[i + 1]]` with
+    `i = p * N + o`, both ascending. The facts of a whole predicate are a slice too: `ps_sub` and
+    `ps_obj` from `ps_ptr[p * N]` to `ps_ptr[(p + 1) * N]`. Self-loops p(x, x) stand apart once
+    more, in `loop_sub[loop_ptr[p] : loop_ptr[p + 1]]`.
+
+    >>> vocab = Vocab.of(["a", "b", "c"], ["p"])
+    >>> facts = Facts.of([(0, 0, 1), (0, 0, 2), (2, 0, 1)], vocab)
+    >>> facts.tails(0, 0).tolist(), facts.heads(0, 1).tolist()
+    ([1, 2], [0, 2])
+    >>> facts.contains([0, 1], 0, [2, 2]).tolist()
+    [True, False]
+    """
+
+    num_entities: int
+    num_predicates: int
+    ps_ptr: Ints
+    ps_sub: Ints
+    ps_obj: Ints
+    po_ptr: Ints
+    po_sub: Ints
+    loop_ptr: Ints
+    loop_sub: Ints
+
+    @classmethod
+    def of(cls, triples: ArrayLike, vocab: "Vocab | Facts") -> "Facts":
+        """Index triples of ids of `vocab` (or of other facts); repeated ones count once."""
+        given = as_triples(triples)
+        n, preds = vocab.num_entities, vocab.num_predicates
+        if preds * n > MOST_ROWS:
+            raise ConfigError(
+                f"{preds:,} predicates times {n:,} entities are too many for an index in memory; "
+                f"{MOST_ROWS:,} rows are allowed, split the graph by predicate"
+            )
+        high = np.array([n, preds, n])
+        bad = np.flatnonzero(((given < 0) | (given >= high)).any(axis=1))
+        if bad.size:
+            raise BadProgram(
+                f"triple {bad[0]:,} is {given[bad[0]].tolist()}, and ids are allowed up to "
+                f"{(high - 1).tolist()}; index it with the vocabulary it came from"
+            )
+        h, p, t = (given[:, column].astype(np.int64) for column in range(3))
+        by_subject = np.unique((p * n + h) * n + t) if n else np.empty(0, np.int64)
+        row, obj = by_subject // max(n, 1), by_subject % max(n, 1)
+        pred, sub = row // max(n, 1), row % max(n, 1)
+        loops = sub == obj
+        order = np.argsort((pred * n + obj) * n + sub, kind="stable")
+        return cls(
+            n,
+            preds,
+            kernels.pointers(row, preds * n),
+            sub.astype(np.int32),
+            obj.astype(np.int32),
+            kernels.pointers((pred * n + obj)[order], preds * n),
+            sub[order].astype(np.int32),
+            kernels.pointers(pred[loops], preds),
+            sub[loops].astype(np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ps_obj)
+
+    @property
+    def triples(self) -> Ints:
+        """All facts as (head, predicate, tail), [n, 3], by predicate, head and tail."""
+        ends = self.ps_ptr[:: self.num_entities] if self.num_entities else np.zeros(1, np.int32)
+        preds = np.repeat(np.arange(self.num_predicates, dtype=np.int32), np.diff(ends))
+        return np.stack([self.ps_sub, preds, self.ps_obj], axis=1)
+
+    def contains(self, h: ArrayLike, p: ArrayLike, t: ArrayLike) -> NDArray[np.bool_]:
+        """Whether p(h, t) is a fact, for arrays that fit each other's shapes."""
+        heads, preds, tails = np.broadcast_arrays(h, p, t)
+        flat = np.stack([heads.ravel(), preds.ravel(), tails.ravel()], axis=1).astype(np.int32)
+        hits = kernels.contains(self.ps_ptr, self.ps_obj, self.num_entities, flat)
+        return hits.reshape(heads.shape)
+
+    def tails(self, h: int, p: int) -> Ints:
+        """All t with p(h, t), ascending."""
+        row = p * self.num_entities + h
+        return self.ps_obj[self.ps_ptr[row] : self.ps_ptr[row + 1]]
+
+    def heads(self, p: int, t: int) -> Ints:
+        """All h with p(h, t), ascending."""
+        row = p * self.num_entities + t
+        return self.po_sub[self.po_ptr[row] : self.po_ptr[row + 1]]
+
+    def __repr__(self) -> str:
+        counts = f"{self.num_entities:,} entities, {self.num_predicates:,} predicates"
+        return f"Facts({len(self):,} facts, {counts})"
+
+
+def as_triples(triples: ArrayLike) -> Ints:
+    """An int32 array [n, 3] of anything that can be one."""
+    array = np.asarray(triples)
+    if array.size == 0:
+        return np.empty((0, 3), np.int32)
+    if array.ndim != 2 or array.shape[1] != 3 or array.dtype.kind not in "iu":
+        raise BadProgram(
+            f"triples have shape [n, 3] and integer ids (head, predicate, tail), "
+            f"not {list(array.shape)} of {array.dtype}"
+        )
+    return np.ascontiguousarray(array, np.int32)

@@ -1,0 +1,267 @@
+"""Embeddings of a knowledge graph: TransE, DistMult, ComplEx and RotatE as one matrix product.
+
+Every model is written as two vectors whose product is the score: a `query` made of an entity and
+a step, and an `aim` made of the entity that is asked for. So all entities are scored by one matrix
+product, and training by a softmax over all of them, or over a drawn part, is the same code. The
+two translating models use the squared distance, which ranks as the distance does:
+
+    -|q - e|^2 = 2 q.e - |e|^2 - |q|^2 = (2 q, -|q|^2, 1) . (e, 1, -|e|^2)
+
+Each predicate p is a step, and its reverse a step of its own (p + P): p(?, t) is asked as the
+reverse of p from t. That is the reciprocal form, in which these models do best.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from batchwright.errors import BadFile, ConfigError, Mismatch
+from batchwright.folders import Kind
+from batchwright.logic.ranking import Side
+from batchwright.rng import stream
+
+__all__ = [
+    "MODELS",
+    "Kge",
+    "KgeScorer",
+    "KgeShape",
+    "Model",
+    "load_kge",
+    "save_kge",
+    "softmax_loss",
+]
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Tensor = torch.Tensor
+
+Model = Literal["transe", "distmult", "complex", "rotate"]
+MODELS: tuple[Model, ...] = ("transe", "distmult", "complex", "rotate")
+
+FOLDER = Kind("batchwright.kge", 1, "embedding", "train it again with `batchwright train kge`")
+
+ROWS = 256
+"""Queries whose scores are made at once in training: they stay in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class KgeShape:
+    """Which model, and how large."""
+
+    model: Model
+    rank: int
+    """Numbers of an entity; ComplEx and RotatE have as many complex ones."""
+    num_entities: int
+    num_predicates: int
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ConfigError(f"no embedding is called {self.model!r}; choose of {MODELS}")
+        if min(self.rank, self.num_entities, self.num_predicates) < 1:
+            raise ConfigError(
+                f"rank {self.rank}, {self.num_entities} entities and {self.num_predicates} "
+                f"predicates: each must be 1 or more"
+            )
+
+    @property
+    def is_complex(self) -> bool:
+        return self.model in ("complex", "rotate")
+
+    @property
+    def entity_width(self) -> int:
+        return 2 * self.rank if self.is_complex else self.rank
+
+    @property
+    def step_width(self) -> int:
+        # RotatE turns each number by an angle.
+        return self.rank if self.model == "rotate" else self.entity_width
+
+
+class Kge:
+    """Two tables, of entities [N, d] and of steps [2 P, k], and how to score with them."""
+
+    def __init__(self, shape: KgeShape, entities: Tensor, steps: Tensor) -> None:
+        for name, table, rows, width in (
+            ("entities", entities, shape.num_entities, shape.entity_width),
+            ("steps", steps, 2 * shape.num_predicates, shape.step_width),
+        ):
+            if tuple(table.shape) != (rows, width):
+                raise Mismatch(
+                    f"the table of {name} is {tuple(table.shape)}, and a {shape.model} of rank "
+                    f"{shape.rank} has {(rows, width)}; it belongs to another graph or model"
+                )
+        self.shape = shape
+        self.entities = entities
+        self.steps = steps
+
+    @classmethod
+    def new(cls, shape: KgeShape, seed: int) -> "Kge":
+        """Random tables, the same for the same seed on every machine."""
+
+        def normal(purpose: str, rows: int, width: int) -> Tensor:
+            drawn = stream(seed, purpose).standard_normal((rows, width), np.float32)
+            return torch.from_numpy(drawn)
+
+        entities = normal("kge/entities", shape.num_entities, shape.entity_width)
+        steps = normal("kge/steps", 2 * shape.num_predicates, shape.step_width)
+        if shape.model == "rotate":
+            # Angles from the whole circle, entities of length about one.
+            return cls(shape, entities / math.sqrt(2 * shape.rank), steps * math.pi)
+        # Small products break the symmetry of a few entities; many break it by themselves.
+        scale = 1e-1 if shape.num_entities <= 1000 else 1e-2
+        if shape.model == "transe":
+            scale = 1 / math.sqrt(shape.rank)
+        return cls(shape, entities * scale, steps * scale)
+
+    def query(self, entity: Tensor, step: Tensor) -> Tensor:
+        """What is asked for: rows of the tables to vectors that `aim` is multiplied with."""
+        model = self.shape.model
+        if model == "distmult":
+            return entity * step
+        if model == "complex":
+            return _times(entity, step)
+        if model == "transe":
+            return _far(entity + step)
+        return _far(_times(entity, torch.cat([step.cos(), step.sin()], -1)))
+
+    def aim(self, entity: Tensor) -> Tensor:
+        """The other factor of the score, for rows of the table of entities."""
+        if self.shape.model in ("distmult", "complex"):
+            return entity
+        square = entity.square().sum(-1, keepdim=True)
+        return torch.cat([entity, torch.ones_like(square), -square], -1)
+
+    def relation_query(self, entity: Tensor, other: Tensor) -> Tensor:
+        """What the step between two entities would be: multiplied with a step, it is the score."""
+        if self.shape.model == "distmult":
+            return entity * other
+        if self.shape.model != "complex":
+            raise ConfigError(f"{self.shape.model} cannot guess relations; complex or distmult can")
+        (ar, ai), (br, bi) = entity.chunk(2, -1), other.chunk(2, -1)
+        return torch.cat([ar * br + ai * bi, ar * bi - ai * br], -1)
+
+    def penalty(self, entity: Tensor, step: Tensor, other: Tensor) -> Tensor:
+        """N3: the mean over triples of the sum of cubed absolute values of all three factors."""
+        parts = (entity, other) if self.shape.model == "rotate" else (entity, step, other)
+        return torch.stack([self._cubes(part) for part in parts]).sum()
+
+    def _cubes(self, rows: Tensor) -> Tensor:
+        if not self.shape.is_complex:
+            return rows.abs().pow(3).sum(-1).mean()
+        real, imaginary = rows.chunk(2, -1)
+        return (real.square() + imaginary.square()).pow(1.5).sum(-1).mean()
+
+
+class KgeScorer:
+    """Log-probabilities of all entities, as the softmax over them sees it."""
+
+    def __init__(self, kge: Kge) -> None:
+        self.kge = kge
+        with torch.no_grad():
+            self._aims = kge.aim(kge.entities).contiguous()
+
+    def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
+        kge = self.kge
+        step = predicates.astype(np.int64) + (0 if side == "tail" else kge.shape.num_predicates)
+        with torch.no_grad():
+            entity = kge.entities[torch.from_numpy(given.astype(np.int64))]
+            scores = kge.query(entity, kge.steps[torch.from_numpy(step)]) @ self._aims.T
+            # The same for every candidate of a question, so it changes no rank of the embedding,
+            # but it makes questions comparable with each other and with proofs.
+            scores -= torch.logsumexp(scores, 1, keepdim=True)
+        return np.asarray(scores.numpy(), np.float32)
+
+
+def softmax_loss(query: Tensor, aims: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+    """The mean cross-entropy of `query @ aims.T + bias` at the columns `target`.
+
+    The scores are made, used and dropped a block of rows at a time, gradients included: they never
+    stand in memory as a whole.
+    """
+    loss: Tensor = _Softmax.apply(query, aims, bias, target)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, aims: Tensor, bias: Tensor, target: Tensor) -> Tensor:
+        n = len(query)
+        to_query, to_aims = torch.empty_like(query), torch.zeros_like(aims)
+        loss = torch.zeros((), dtype=torch.float64)
+        for first in range(0, n, ROWS):
+            rows, wanted = query[first : first + ROWS], target[first : first + ROWS, None]
+            scores = torch.addmm(bias, rows, aims.T)
+            scores -= scores.amax(1, keepdim=True)
+            right = scores.gather(1, wanted)
+            scores.exp_()
+            total = scores.sum(1, keepdim=True)
+            loss += (total.log() - right).sum()
+            scores /= total * n
+            scores.scatter_add_(1, wanted, torch.full_like(right, -1 / n))
+            torch.mm(scores, aims, out=to_query[first : first + ROWS])
+            to_aims.addmm_(scores.T, rows)
+        ctx.save_for_backward(to_query, to_aims)
+        return (loss / n).to(query.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        to_query, to_aims = ctx.saved_tensors
+        return to_query * grads[0], to_aims * grads[0], None, None
+
+
+def save_kge(path: Path, kge: Kge, **more: Any) -> None:
+    """Write a folder with the tables as safetensors, the shape and `more` as JSON."""
+    with FOLDER.replacing(path) as folder:
+        write_tables(folder / "tables.safetensors", {"entities": kge.entities, "steps": kge.steps})
+        FOLDER.write(folder, {"shape": asdict(kge.shape), **json.loads(json.dumps(more))})
+
+
+def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
+    """The embedding in a folder, and what else was written with it."""
+    fields = FOLDER.read(path)
+    tables = read_tables(path / "tables.safetensors", FOLDER)
+    try:
+        shape = KgeShape(**fields.pop("shape"))
+        kge = Kge(shape, tables["entities"], tables["steps"])
+    except (KeyError, TypeError) as error:
+        raise FOLDER.damaged(path, f"it lacks {error}") from None
+    return kge, {k: v for k, v in fields.items() if k not in ("format", "version", "sha256")}
+
+
+def write_tables(path: Path, tables: dict[str, Tensor]) -> None:
+    try:
+        save_file({name: table.detach().contiguous() for name, table in tables.items()}, path)
+    except SafetensorError as error:
+        # What the disk says, as every other writer would pass it on.
+        raise OSError(str(error)) from None
+
+
+def read_tables(path: Path, kind: Kind) -> dict[str, Tensor]:
+    try:
+        tables: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise kind.damaged(path.parent, f"{path.name} cannot be read: {error}") from None
+    for name, table in tables.items():
+        if table.is_floating_point() and not bool(torch.isfinite(table).all()):
+            raise BadFile(f"{path} holds numbers in {name} that are not finite; train it again")
+    return tables
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """The product of complex numbers that stand as (real parts, imaginary parts)."""
+    (ar, ai), (br, bi) = a.chunk(2, -1), b.chunk(2, -1)
+    return torch.cat([ar * br - ai * bi, ar * bi + ai * br], -1)
+
+
+def _far(query: Tensor) -> Tensor:
+    """The query of a squared distance; see the top of this module."""
+    square = query.square().sum(-1, keepdim=True)
+    return torch.cat([2 * query, -square, torch.ones_like(square)], -1)

@@ -1,0 +1,201 @@
+"""Graphs from folders of triples, and from PyKEEN's data sets."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.errors import BadProgram, MissingFile
+from batchwright.files import existing
+from batchwright.logic.facts import Facts
+from batchwright.logic.vocab import Vocab
+
+__all__ = ["Graph", "PykeenDataset", "load_graph", "read_lines", "read_triples"]
+
+Ints = NDArray[np.int32]
+Named = tuple[str, str, str]
+"""Head, relation, tail by name."""
+
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_ARGUMENT = rf"\s*({_QUOTED}|[^\s,()'\"][^,()]*?)\s*"
+_PROLOG = re.compile(rf"\s*({_QUOTED}|[^\s,()'\"]+)\s*\(((?:{_QUOTED}|[^()'\"])*)\)\s*\.?\s*$")
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A knowledge graph in three parts of int32 triples (head, predicate, tail), [n, 3].
+
+    `train` holds the facts; `valid` and `test` hold the questions.
+    """
+
+    name: str
+    vocab: Vocab
+    train: Ints
+    valid: Ints
+    test: Ints
+    inverse: Ints
+    """For each predicate the one that is declared as its inverse, or -1."""
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The facts of `train`: what proofs may use."""
+        return Facts.of(self.train, self.vocab)
+
+    @cached_property
+    def known(self) -> Facts:
+        """Everything known to be true in any part, declared inverses included.
+
+        This is for filtering: candidates that are true are not counted as wrong answers.
+        """
+        parts = np.concatenate([self.train, self.valid, self.test])
+        turned = _turned(parts, self.inverse)
+        return Facts.of(np.concatenate([parts, turned]), self.vocab)
+
+    def with_inverses(self) -> "Graph":
+        """The same graph with `p_inverse(t, h)` in `train` for each p(h, t) there.
+
+        `valid` and `test` stay as they are: they are asked as they were written.
+        """
+        preds = self.vocab.num_predicates
+        numbers = np.arange(preds, dtype=np.int32)
+        inverse = np.concatenate([numbers + preds, numbers]).astype(np.int32)
+        train = np.concatenate([self.train, _turned(self.train, inverse)])
+        return replace(self, vocab=self.vocab.with_inverses(), train=train, inverse=inverse)
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.train):,} train, {len(self.valid):,} valid, {len(self.test):,} test"
+        vocab = self.vocab
+        return (
+            f"Graph({self.name}: {vocab.num_entities:,} entities, "
+            f"{vocab.num_predicates:,} predicates, {sizes})"
+        )
+
+
+class _Factory(Protocol):
+    """What is read of PyKEEN's `TriplesFactory`."""
+
+    mapped_triples: Any
+    entity_to_id: Mapping[str, int]
+    relation_to_id: Mapping[str, int]
+
+
+class PykeenDataset(Protocol):
+    """What is read of PyKEEN's `Dataset`."""
+
+    training: _Factory
+    validation: Any
+    testing: Any
+
+
+def load_graph(source: str | Path | PykeenDataset) -> Graph:
+    """The graph in a folder with `train.txt`, and `valid.txt` and `test.txt` if there are any.
+
+    A line is `head<tab>relation<tab>tail` or `relation(head, tail).`; lines that begin with `%`
+    or `#` and empty lines are skipped. A PyKEEN data set is taken as the object it is. Ids go by
+    sorted name over all three parts, so entities met only in `test` have one as well.
+    """
+    if not isinstance(source, str | Path):
+        return _from_pykeen(source)
+    folder = existing(Path(source), "folder of triples")
+    if not folder.is_dir():
+        raise BadProgram(f"{folder} is a file; name the folder that holds train.txt")
+    if not (folder / "train.txt").exists():
+        raise MissingFile(f"no train.txt in {folder}; a graph is a folder with train.txt")
+    parts = [
+        list(read_triples(folder / name)) if (folder / name).exists() else []
+        for name in ("train.txt", "valid.txt", "test.txt")
+    ]
+    if not parts[0]:
+        raise BadProgram(f"{folder / 'train.txt'} holds no facts; give at least one")
+    every = [named for part in parts for named in part]
+    heads, relations, tails = zip(*every, strict=True)
+    return _graph(folder.name, Vocab.of({*heads, *tails}, relations), parts)
+
+
+def read_triples(path: Path) -> Iterator[Named]:
+    """The triples of one file by name; a bad line is told with file, line and reason."""
+    for number, line in read_lines(path):
+        if "\t" in line:
+            fields = line.rstrip("\r\n").split("\t")
+            if len(fields) != 3 or not all(field.strip() for field in fields):
+                raise BadProgram(
+                    f"{path}, line {number}: {len(fields)} fields between tabs, some perhaps "
+                    f"empty; write head<tab>relation<tab>tail"
+                )
+            yield fields[0].strip(), fields[1].strip(), fields[2].strip()
+        else:
+            yield _prolog_fact(line, f"{path}, line {number}")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file that say something, with their numbers from 1."""
+    try:
+        text = existing(path, "file").read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, MissingFile):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
+        raise BadProgram(f"{path} cannot be read: {reason}; give a text file") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip() and line.lstrip()[0] not in "%#":
+            yield number, line
+
+
+def _prolog_fact(line: str, where: str) -> Named:
+    match = _PROLOG.match(line)
+    if match is None:
+        raise BadProgram(
+            f"{where}: {line.strip()[:60]!r} is no fact; write head<tab>relation<tab>tail or "
+            f"relation(head, tail)."
+        )
+    arguments = re.findall(rf"{_ARGUMENT}(?:,|$)", match[2])
+    if len(arguments) != 2:
+        raise BadProgram(f"{where}: {match[1]} has {len(arguments)} arguments, and facts have two")
+    return _unquoted(arguments[0]), _unquoted(match[1]), _unquoted(arguments[1])
+
+
+def _unquoted(name: str) -> str:
+    if name[0] in "'\"" and name[-1] == name[0] and len(name) > 1:
+        return re.sub(r"\\(.)", r"\1", name[1:-1])
+    return name
+
+
+def _graph(name: str, vocab: Vocab, parts: list[list[Named]]) -> Graph:
+    entity, predicate = vocab.entity_ids, vocab.predicate_ids
+    arrays = [
+        np.array([(entity[h], predicate[r], entity[t]) for h, r, t in part], np.int32).reshape(
+            -1, 3
+        )
+        for part in parts
+    ]
+    train, valid, test = arrays
+    return Graph(name, vocab, train, valid, test, np.full(vocab.num_predicates, -1, np.int32))
+
+
+def _from_pykeen(dataset: PykeenDataset) -> Graph:
+    factory = dataset.training
+    entities = {number: name for name, number in factory.entity_to_id.items()}
+    relations = {number: name for name, number in factory.relation_to_id.items()}
+    # Data sets with no validation part carry None there.
+    parts = [
+        []
+        if part is None
+        else [
+            (entities[h], relations[r], entities[t])
+            for h, r, t in np.asarray(part.mapped_triples).tolist()
+        ]
+        for part in (dataset.training, dataset.validation, dataset.testing)
+    ]
+    vocab = Vocab.of(entities.values(), relations.values())
+    return _graph(type(dataset).__name__.lower(), vocab, parts)
+
+
+def _turned(triples: Ints, inverse: Ints) -> Ints:
+    """p_inverse(t, h) for every p(h, t) whose predicate has an inverse."""
+    turned = np.stack([triples[:, 2], inverse[triples[:, 1]], triples[:, 0]], axis=1)
+    return turned[turned[:, 1] >= 0]

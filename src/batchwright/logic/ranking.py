@@ -1,0 +1,338 @@
+"""Filtered ranking: where the true answer stands among all entities, other truths left out.
+
+For every triple p(h, t) two questions are asked, p(h, ?) and p(?, t). Every entity is a candidate;
+those that are true answers in any part of the graph, other than the one asked for, are left out.
+With `greater` candidates above the answer and `ties` beside it, its rank is
+
+    1 + greater + ties / 2
+
+so that a scorer which gives everything the same score does not come first. A score that is not
+a number counts as minus infinity. Best and worst rank among the ties are kept as an alarm, and
+the expected reciprocal rank (the mean over all places that the ties could take) beside the
+reciprocal of the mean one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.errors import ConfigError
+from batchwright.jit import kernel
+from batchwright.logic.facts import Facts
+from batchwright.permutation import mix
+from batchwright.rng import key
+
+__all__ = [
+    "SIDES",
+    "Block",
+    "Metrics",
+    "Ranks",
+    "Scorer",
+    "Side",
+    "average_precision",
+    "blocks",
+    "rank",
+    "summary",
+]
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+Side = Literal["tail", "head"]
+"""Which end of the triple is asked for."""
+SIDES: tuple[Side, ...] = ("tail", "head")
+
+BLOCK_CELLS = 2**24
+"""Scores of one block of questions: 64 MiB, whatever the number of entities."""
+
+TIE_ALARM = 0.002
+"""Optimistic and pessimistic MRR further apart than this say more about ties than about truth."""
+
+
+class Scorer(Protocol):
+    """Anything that can say how likely every entity is as the missing end of a triple."""
+
+    def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
+        """Scores [Q, N]: of p(given, e) for every entity e if `side` is tail, else of p(e, given).
+
+        The array is the caller's to change.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Means over some questions."""
+
+    queries: int
+    mrr: float
+    """Of the rank at the middle of its ties."""
+    expected_mrr: float
+    """Over all orders of the ties."""
+    hits_1: float
+    hits_3: float
+    hits_10: float
+    mean_rank: float
+    optimistic_mrr: float
+    pessimistic_mrr: float
+
+    @property
+    def tied(self) -> bool:
+        """Whether the order of ties would change the result."""
+        return self.optimistic_mrr - self.pessimistic_mrr > TIE_ALARM
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ranks:
+    """Candidates above and beside the answer, question by question, [Q] each.
+
+    >>> ranks = Ranks(np.zeros(2, np.int32), np.array([True, True]), np.array([0, 2]),
+    ...               np.array([0, 2]))
+    >>> ranks.middle.tolist(), round(ranks.metrics().mrr, 4)
+    ([1.0, 4.0], 0.625)
+    """
+
+    predicates: Ints
+    is_tail: NDArray[np.bool_]
+    greater: Longs
+    ties: Longs
+    sampled_greater: Longs = field(default_factory=lambda: np.empty(0, np.int64))
+    """The same among a draw of wrong candidates; empty if none was asked for."""
+    sampled_ties: Longs = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.greater)
+
+    @property
+    def middle(self) -> NDArray[np.float64]:
+        return np.asarray(1 + self.greater + self.ties / 2, np.float64)
+
+    def where(self, chosen: NDArray[np.bool_]) -> "Ranks":
+        """The questions that are chosen."""
+        sampled = chosen[: len(self.sampled_greater)]
+        return Ranks(
+            self.predicates[chosen],
+            self.is_tail[chosen],
+            self.greater[chosen],
+            self.ties[chosen],
+            self.sampled_greater[sampled],
+            self.sampled_ties[sampled],
+        )
+
+    def sampled(self) -> "Ranks":
+        """The ranks among the drawn candidates in place of those among all."""
+        return Ranks(self.predicates, self.is_tail, self.sampled_greater, self.sampled_ties)
+
+    def metrics(self) -> Metrics:
+        if not len(self):
+            raise ConfigError("there are no questions to average over; rank at least one triple")
+        best, worst = 1.0 + self.greater, 1.0 + self.greater + self.ties
+        middle = self.middle
+        harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, worst.max() + 1))])
+        over_ties = harmonic[self.greater + self.ties + 1] - harmonic[self.greater]
+        return Metrics(
+            queries=len(self),
+            mrr=float((1 / middle).mean()),
+            expected_mrr=float((over_ties / (self.ties + 1)).mean()),
+            hits_1=float((middle <= 1).mean()),
+            hits_3=float((middle <= 3).mean()),
+            hits_10=float((middle <= 10).mean()),
+            mean_rank=float(middle.mean()),
+            optimistic_mrr=float((1 / best).mean()),
+            pessimistic_mrr=float((1 / worst).mean()),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Some questions of one side, and how to count the ranks of their answers."""
+
+    side: Side
+    first: int
+    """The number of the first question among all of both sides."""
+    given: Ints
+    predicates: Ints
+    answers: Ints
+    known: Facts
+
+    def count(self, scores: Floats, sampled: int = 0, seed: int = 0) -> tuple[Longs, ...]:
+        """Candidates above and beside each answer, among all and among `sampled` drawn ones.
+
+        What is drawn for a question depends on `seed` and its number, not on the block.
+        """
+        if scores.shape != (len(self.given), self.known.num_entities):
+            raise ConfigError(
+                f"a scorer gave {list(scores.shape)} scores for {len(self.given)} questions over "
+                f"{self.known.num_entities:,} entities; every entity needs one"
+            )
+        tails = self.side == "tail"
+        counts = np.zeros((4, len(self.given)), np.int64)
+        count_ranks(
+            np.ascontiguousarray(scores, np.float32),
+            self.answers,
+            self.predicates.astype(np.int64) * self.known.num_entities + self.given,
+            self.known.ps_ptr if tails else self.known.po_ptr,
+            self.known.ps_obj if tails else self.known.po_sub,
+            sampled,
+            np.uint64(key(seed, "ranking/sampled")),
+            self.first,
+            counts,
+        )
+        return tuple(counts)
+
+
+def blocks(
+    triples: Ints, known: Facts, sides: Sequence[Side] = SIDES, cells: int = BLOCK_CELLS
+) -> Iterator[Block]:
+    """The questions of all triples, side after side, in blocks that fit in memory."""
+    rows = max(1, cells // max(1, known.num_entities))
+    for number, side in enumerate(sides):
+        given, asked = (0, 2) if side == "tail" else (2, 0)
+        for start in range(0, len(triples), rows):
+            part = triples[start : start + rows]
+            yield Block(
+                side,
+                number * len(triples) + start,
+                np.ascontiguousarray(part[:, given]),
+                np.ascontiguousarray(part[:, 1]),
+                np.ascontiguousarray(part[:, asked]),
+                known,
+            )
+
+
+def rank(
+    scorer: Scorer,
+    triples: Ints,
+    known: Facts,
+    *,
+    sides: Sequence[Side] = SIDES,
+    sampled: int = 0,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Ranks:
+    """Rank the answers of all triples; `known` holds whatever is true in any part of the graph.
+
+    `sampled` wrong candidates are drawn besides, for comparison with results that were taken so:
+    they are far easier.
+    """
+    total = len(triples) * len(sides)
+    counts = np.zeros((4, total), np.int64)
+    for block in blocks(triples, known, sides):
+        scores = scorer.scores(block.given, block.predicates, block.side)
+        end = block.first + len(block.given)
+        counts[:, block.first : end] = block.count(scores, sampled, seed)
+        if progress:
+            progress(end, total)
+    drawn = counts[2:] if sampled else counts[2:, :0]
+    asked = np.repeat([side == "tail" for side in sides], len(triples))
+    return Ranks(np.tile(triples[:, 1], len(sides)), asked, counts[0], counts[1], *drawn)
+
+
+def summary(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
+    """Metrics over both sides, each side, drawn candidates and each relation, ready for JSON."""
+    found: dict[str, Any] = {"both": asdict(ranks.metrics()), "tied": ranks.metrics().tied}
+    for side, chosen in (("tail", ranks.is_tail), ("head", ~ranks.is_tail)):
+        if chosen.any():
+            found[side] = asdict(ranks.where(chosen).metrics())
+    if len(ranks.sampled_greater):
+        found["sampled"] = asdict(ranks.sampled().metrics())
+    by_relation: dict[str, Mapping[str, Any]] = {}
+    for predicate in np.unique(ranks.predicates):
+        part = ranks.where(ranks.predicates == predicate)
+        by_relation[names[predicate]] = asdict(part.metrics())
+    return {**found, "by_relation": by_relation}
+
+
+def average_precision(scorer: Scorer, triples: Ints, candidates: Ints) -> float:
+    """The area under precision and recall over all pairs of a head and a candidate tail.
+
+    The heads are those of `triples`, which also say what is true. Scores are compared over all
+    pairs at once; equal scores are taken together, so that their order cannot help.
+    """
+    heads, first = np.unique(triples[:, :2], axis=0, return_index=True)
+    if not len(heads) or not len(candidates):
+        raise ConfigError("an average precision needs at least one triple and one candidate")
+    asked = triples[first]
+    scores = scorer.scores(asked[:, 0].copy(), asked[:, 1].copy(), "tail")[:, candidates]
+    true = {tuple(triple) for triple in triples.tolist()}
+    label = np.array([[(h, p, int(c)) in true for c in candidates] for h, p in heads.tolist()])
+    score = np.nan_to_num(scores.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    levels, group = np.unique(-score.ravel(), return_inverse=True)
+    hits = np.bincount(group, weights=label.ravel(), minlength=len(levels))
+    found, seen = np.cumsum(hits), np.cumsum(np.bincount(group, minlength=len(levels)))
+    if not found[-1]:
+        raise ConfigError("none of the candidates is the tail of any triple; name the right ones")
+    return float((hits * found / seen).sum() / found[-1])
+
+
+@kernel
+def count_ranks(
+    scores: Floats,
+    answers: Ints,
+    rows: Longs,
+    ptr: Ints,
+    others: Ints,
+    sampled: int,
+    seed: np.uint64,
+    first: int,
+    counts: Longs,
+) -> None:
+    """Count into [4, Q]: above and beside among all, and above and beside among drawn ones."""
+    n = scores.shape[1]
+    marked = np.full(n, -1, np.int64)
+    for q in range(scores.shape[0]):
+        line = scores[q]
+        wanted = line[answers[q]]
+        if np.isnan(wanted):
+            wanted = np.float32(-np.inf)
+        above = 0
+        beside = 0
+        for e in range(n):
+            # Nothing compares with NaN, so it is never above; beside it is only minus infinity.
+            if line[e] > wanted:
+                above += 1
+            elif line[e] == wanted or (wanted == -np.inf and np.isnan(line[e])):
+                beside += 1
+        wrong = n
+        seen_answer = False
+        for i in range(ptr[rows[q]], ptr[rows[q] + 1]):
+            e = others[i]
+            marked[e] = q
+            wrong -= 1
+            seen_answer = seen_answer or e == answers[q]
+            if line[e] > wanted:
+                above -= 1
+            elif line[e] == wanted or (wanted == -np.inf and np.isnan(line[e])):
+                beside -= 1
+        if not seen_answer:
+            # A question whose own triple is not among the known ones.
+            marked[answers[q]] = q
+            wrong -= 1
+            beside -= 1
+        counts[0, q] = above
+        counts[1, q] = beside
+        if sampled == 0:
+            continue
+        if wrong <= sampled:
+            counts[2, q] = above
+            counts[3, q] = beside
+            continue
+        draws = mix(seed, np.uint64(first + q))
+        counter = 0
+        left = sampled
+        while left > 0:
+            high = mix(draws, np.uint64(counter)) >> np.uint64(32)
+            counter += 1
+            e = int((high * np.uint64(n)) >> np.uint64(32))
+            if marked[e] == q:
+                continue
+            marked[e] = q
+            left -= 1
+            if line[e] > wanted:
+                counts[2, q] += 1
+            elif line[e] == wanted or (wanted == -np.inf and np.isnan(line[e])):
+                counts[3, q] += 1

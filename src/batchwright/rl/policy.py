@@ -1,0 +1,214 @@
+"""One policy for every environment: it points at one of the candidates that the mask allows.
+
+An encoder turns an observation into a state vector and scores candidates by their product with
+it, so the number of candidates is no part of the network, and a candidate that can be described
+can be chosen, seen before or not. Actor and critic each have an encoder of their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from batchwright import rng
+from batchwright.envs.api import Env
+from batchwright.envs.prover import FACT, BatchedVecEnv
+from batchwright.errors import BadLoss, ConfigError
+from batchwright.rl import kernels
+
+__all__ = ["Encoder", "FeatureEncoder", "GoalEncoder", "Policy", "choose", "policy_for"]
+
+Tensors = Mapping[str, Tensor]
+"""An observation of N environments as tensors, the first axis N."""
+
+
+class Encoder(nn.Module):
+    """What a network must do to serve as actor or critic."""
+
+    width: int
+
+    def state(self, obs: Tensors) -> Tensor:
+        """The observation as vectors [N, width]."""
+        raise NotImplementedError
+
+    def point(self, obs: Tensors, state: Tensor) -> Tensor:
+        """The product of each state with each of its candidates [N, K].
+
+        Anything may stand where `obs["mask"]` is false.
+        """
+        raise NotImplementedError
+
+
+class Policy(nn.Module):
+    """An actor that points and a critic beside it, with no weight in common."""
+
+    def __init__(self, actor: Encoder, critic: Encoder, *, temperature: float = 1.0) -> None:
+        super().__init__()
+        if temperature <= 0:
+            raise ConfigError(f"temperature is {temperature}; it must be above 0")
+        self.actor = actor
+        self.critic = critic
+        self.temperature = temperature
+        self.head = nn.Linear(critic.width, 1)
+        nn.init.orthogonal_(self.head.weight, 1.0)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+    def logits(self, obs: Tensors) -> Tensor:
+        """[N, K]; the lowest finite number where the mask is false.
+
+        Finite, so that no gradient and no entropy becomes 0 * infinity. Its probability is
+        exactly zero beside any candidate that is allowed.
+        """
+        scores = self.actor.point(obs, self.actor.state(obs)) / self.temperature
+        return scores.masked_fill(~obs["mask"], torch.finfo(scores.dtype).min)
+
+    def value(self, obs: Tensors) -> Tensor:
+        """[N]"""
+        return cast(Tensor, self.head(self.critic.state(obs))).squeeze(-1)
+
+
+class FeatureEncoder(Encoder):
+    """For observations with `features` [N, num_features] and a fixed set of actions."""
+
+    def __init__(
+        self, num_features: int, num_actions: int, *, width: int = 64, layers: int = 2
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.body = _layers([num_features, *[width] * layers], nn.Tanh)
+        # Small, so that a new policy is close to uniform and explores.
+        self.actions = nn.Parameter(nn.init.orthogonal_(torch.empty(num_actions, width), 0.01))
+
+    def state(self, obs: Tensors) -> Tensor:
+        return cast(Tensor, self.body(obs["features"]))
+
+    def point(self, obs: Tensors, state: Tensor) -> Tensor:
+        return state @ self.actions.T
+
+
+class GoalEncoder(Encoder):
+    """For a prover: `goals` [N, A, 3], `query` [N, 3] and `candidates` [N, K, 4], integers.
+
+    An atom is (predicate, term, term), a candidate (kind, predicate or rule, term, term), as
+    `batchwright.envs.prover` lists them; -1 is padding and weighs nothing, in means as well. One
+    table holds the vectors of all of them, so an entity is the same wherever it stands. Beside
+    the table, a candidate's term tells whether it is one of the terms of the first goal or of
+    the query: that is true of entities never seen in training as well.
+
+    Only candidates that the mask allows are computed: most of a padded [N, K] would be waste.
+    """
+
+    def __init__(
+        self, num_predicates: int, num_terms: int, num_rules: int, *, width: int = 64
+    ) -> None:
+        super().__init__()
+        self.width = width
+        kinds = 4
+        # Where each sort begins in the table; row 0 is padding.
+        starts = np.cumsum([1, kinds, num_predicates, num_rules, num_terms]).tolist()
+        self._kinds, self._predicates, self._rules, self._terms, size = starts
+        self.table = nn.Embedding(size, width, padding_idx=0)
+        nn.init.normal_(self.table.weight, 0.0, width**-0.5)
+        with torch.no_grad():
+            self.table.weight[0] = 0.0
+        self.atom = nn.Linear(3 * width, width)
+        self.body = _layers([3 * width, 2 * width, width], nn.ReLU, last=False)
+        self.columns = nn.Parameter(torch.ones(4, width))
+        self.same = nn.Linear(8, width)
+        self.candidate = _layers([width, width], nn.ReLU, last=False)
+
+    def state(self, obs: Tensors) -> Tensor:
+        goals = obs["goals"]
+        vectors = self._atoms(torch.cat([goals, obs["query"][:, None]], 1))  # [N, A + 1, width]
+        real = (goals[:, 1:, 0] >= 0)[..., None]
+        others = (vectors[:, 1:-1] * real).sum(1) / real.sum(1).clamp(min=1)
+        joined = torch.cat([vectors[:, 0], others, vectors[:, -1]], -1)
+        return cast(Tensor, self.body(joined))
+
+    def point(self, obs: Tensors, state: Tensor) -> Tensor:
+        mask = obs["mask"]
+        row, column = mask.nonzero(as_tuple=True)
+        given = obs["candidates"][row, column].long()  # [M, 4]
+        kind, terms = given[:, :1], given[:, 2:]
+        number = given[:, 1:2] + torch.where(kind == FACT, self._predicates, self._rules)
+        rows = torch.cat([kind + self._kinds, number, terms + self._terms], 1)
+        vector = (self.table(torch.where(given >= 0, rows, 0)) * self.columns).sum(1)
+        known = torch.cat([obs["goals"][:, 0, 1:], obs["query"][:, 1:]], 1)[row]  # [M, 4]
+        equal = (terms[..., None] == known[:, None]) & (terms >= 0)[..., None]
+        vector = vector + self.same(equal.flatten(1).to(vector.dtype))
+        vector = vector + self.candidate(F.relu(vector))
+        scores: Tensor = (state[row] * vector).sum(-1) / self.width**0.5
+        return scores.new_zeros(mask.shape).index_put((row, column), scores)
+
+    def _atoms(self, atoms: Tensor) -> Tensor:
+        atoms = atoms.long()
+        rows = torch.cat([atoms[..., :1] + self._predicates, atoms[..., 1:] + self._terms], -1)
+        joined: Tensor = self.atom(self.table(torch.where(atoms >= 0, rows, 0)).flatten(-2))
+        return F.relu(joined)
+
+
+def policy_for(env: Env, *, width: int = 64, temperature: float = 1.0, seed: int = 0) -> Policy:
+    """The policy that fits an environment's observations, the same weights for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.key(seed, "policy"))
+        actor, critic = (_encoder_for(env, width) for _ in range(2))
+        return Policy(actor, critic, temperature=temperature)
+
+
+def choose(
+    logits: Tensor, mask: NDArray[np.bool_], key: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """An action for each row and the logarithm of its probability.
+
+    It is drawn with numbers that (key, row) names; without a key it is the best one. It never
+    lies outside the mask.
+    """
+    given = logits.detach().float().cpu().numpy()
+    actions, logp = np.empty(len(given), np.int64), np.empty(len(given), np.float32)
+    if key is None:
+        bad = kernels.greedy(given, mask, actions, logp)
+    else:
+        bad = kernels.sample(given, mask, np.uint64(key), actions, logp)
+    if bad >= 0 and not mask[bad].any():
+        raise ConfigError(
+            f"environment {bad} allows no action at all; a state without one must end its episode"
+        )
+    if bad >= 0:
+        raise BadLoss(
+            f"the policy's scores for environment {bad} are not finite numbers; "
+            f"start anew with a lower learning rate"
+        )
+    return actions, logp
+
+
+def _encoder_for(env: Env, width: int) -> Encoder:
+    if isinstance(env, BatchedVecEnv):
+        sizes = env.facts.num_predicates, env.num_terms, len(env.rules)
+        return GoalEncoder(*sizes, width=width)
+    if "features" in env.spec:
+        (num_features,) = env.spec["features"].shape
+        return FeatureEncoder(num_features, env.num_actions, width=width)
+    raise ConfigError(
+        f"no encoder is known for observations of {', '.join(sorted(env.spec))}; show features, "
+        f"or build a Policy with an Encoder of your own"
+    )
+
+
+def _layers(sizes: Sequence[int], activation: type[nn.Module], *, last: bool = True) -> Any:
+    """Linear layers with orthogonal weights; an activation after each, after the last if asked."""
+    modules: list[nn.Module] = []
+    for inside, outside in pairwise(sizes):
+        linear = nn.Linear(inside, outside)
+        nn.init.orthogonal_(linear.weight, 2**0.5)
+        nn.init.zeros_(linear.bias)
+        modules += [linear, activation()]
+    return nn.Sequential(*modules[: None if last else -1])

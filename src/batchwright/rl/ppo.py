@@ -1,0 +1,304 @@
+"""Proximal policy optimisation, top to bottom.
+
+    rollout [T, B] -> values -> advantages -> epochs of minibatches -> metrics -> checkpoint
+
+Invalid steps are in no loss, no mean and no metric, and nothing is estimated through them.
+Masks hold in the rollout and in the update. Every random number is named by the seed and a
+counter, so a run that was killed and resumed ends with the same bits as one that was not.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from batchwright import rng
+from batchwright.envs.api import Env
+from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile
+from batchwright.permutation import permutation
+from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
+from batchwright.rl.gae import gae
+from batchwright.rl.policy import Policy
+from batchwright.rl.rollout import Rollout, Runner
+
+__all__ = ["PPO", "PPOConfig"]
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class PPOConfig:
+    """How PPO learns; names and numbers are those usual for small discrete problems."""
+
+    total_steps: int = 100_000
+    """Steps of all environments together; rounded up to whole rollouts."""
+    num_steps: int = 128
+    """Steps of each environment between two updates."""
+    epochs: int = 4
+    minibatches: int = 4
+    lr: float = 2.5e-4
+    anneal_lr: bool = True
+    """Fall to zero in a straight line over the run."""
+    gamma: float = 0.99
+    lam: float = 0.95
+    clip: float = 0.2
+    value_clip: float | None = None
+    """How far a value may move from that of the rollout before its loss stops pulling."""
+    value_coef: float = 0.5
+    entropy_coef: float = 0.01
+    final_entropy_coef: float | None = None
+    """Where `entropy_coef` has moved to, in a straight line, when the run ends."""
+    max_grad_norm: float = 0.5
+    target_kl: float | None = None
+    """End an update before the step on a minibatch that has moved further than this."""
+    normalize_advantages: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("total_steps", "num_steps", "epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("lr", "clip", "max_grad_norm", "value_clip", "target_kl"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value}; it must be above 0")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+
+
+class PPO:
+    """A policy that learns in an environment, and all that its next update depends on."""
+
+    def __init__(self, env: Env, policy: Policy, config: PPOConfig) -> None:
+        self.config = config
+        self.policy = policy
+        self.runner = Runner(env, config.num_steps, seed=config.seed)
+        actor = [p for p in policy.actor.parameters() if p.requires_grad]
+        critic = [
+            p for n in (policy.critic, policy.head) for p in n.parameters() if p.requires_grad
+        ]
+        self._networks = [actor, critic]
+        self.optimizer = torch.optim.Adam(actor + critic, lr=config.lr, eps=1e-5, fused=True)
+        self.updates = 0
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.config.num_steps * self.runner.env.num_envs
+
+    @property
+    def total_updates(self) -> int:
+        return -(-self.config.total_steps // self.steps_per_update)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all environments together so far."""
+        return self.updates * self.steps_per_update
+
+    def learn(
+        self,
+        *,
+        on_update: Callable[["PPO", Metrics], object] | None = None,
+        save_to: Path | None = None,
+        save_every: int = 10,
+        keep: int = 2,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Metrics:
+        """Update until `total_steps` are done or `stop()` is true; the metrics of the last update.
+
+        With `save_to` there is a checkpoint every `save_every` updates and at the end; a stop
+        saves as well. `on_update` sees the learner and the metrics after each update.
+        """
+        metrics: Metrics = {}
+        while self.updates < self.total_updates:
+            metrics = self.step()
+            if on_update:
+                on_update(self, metrics)
+            stopping = stop()
+            over = stopping or self.updates == self.total_updates
+            if save_to and (over or self.updates % save_every == 0):
+                self.save(save_to, keep=keep)
+            if stopping:
+                break
+        return metrics
+
+    def step(self) -> Metrics:
+        """One rollout and one update."""
+        start = time.perf_counter()
+        rollout = self.runner.collect(self.policy)
+        collected = time.perf_counter() - start
+        metrics = self._charts(rollout) | self.update(rollout)
+        seconds = time.perf_counter() - start
+        metrics["charts/SPS"] = self.steps_per_update / seconds
+        metrics["charts/rollout_s"] = collected
+        metrics["charts/update_s"] = seconds - collected
+        return metrics
+
+    def update(self, rollout: Rollout) -> Metrics:
+        """Learn from a rollout: `epochs` passes over its valid steps in shuffled minibatches."""
+        config, device = self.config, self.policy.device
+        progress = self.updates / self.total_updates
+        lr = config.lr * (1.0 - progress) if config.anneal_lr else config.lr
+        entropy_coef = config.entropy_coef
+        if config.final_entropy_coef is not None:
+            entropy_coef += (config.final_entropy_coef - entropy_coef) * progress
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        metrics: Metrics = {"charts/learning_rate": lr, "charts/entropy_coef": entropy_coef}
+
+        advantages_TB, returns_TB = gae(
+            rollout.rewards,
+            rollout.values,
+            rollout.last_value,
+            rollout.terminated,
+            rollout.truncated,
+            config.gamma,
+            config.lam,
+            rollout.final_values,
+            rollout.valid,
+        )
+        steps = np.flatnonzero(rollout.valid)
+        if not len(steps):
+            # Nothing to learn from; whether a run of nothing but failures goes on is not for
+            # PPO to decide, the environment's error budget stops it.
+            self.updates += 1
+            return metrics
+        if not np.isfinite(returns_TB.ravel()[steps]).all():
+            raise BadLoss(
+                f"update {self.updates + 1}: a reward or a value is not a finite number; "
+                f"check_env(env) tells if it is the environment's"
+            )
+        metrics["losses/explained_variance"] = _explained(
+            rollout.values.ravel()[steps], returns_TB.ravel()[steps]
+        )
+
+        def flat(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(array.reshape(-1, *array.shape[2:])).to(device)
+
+        obs = {name: flat(array) for name, array in rollout.obs.items()}
+        actions, old_logp = flat(rollout.actions), flat(rollout.logp)
+        advantages, returns = flat(advantages_TB), flat(returns_TB)
+        old_values = flat(rollout.values)
+
+        parts: list[Tensor] = []
+        stopped = False
+        for epoch in range(config.epochs):
+            key = np.uint64(rng.key(config.seed, "minibatches", self.updates, epoch))
+            order = torch.from_numpy(steps[permutation(len(steps), key)]).to(device)
+            for rows in order.tensor_split(min(config.minibatches, len(steps))):
+                seen = {name: tensor[rows] for name, tensor in obs.items()}
+                logp_all = torch.log_softmax(self.policy.logits(seen), -1)
+                logp = logp_all.gather(-1, actions[rows, None]).squeeze(-1)
+                # Where the mask is false the probability is exactly 0, and so is the product.
+                entropy = -(logp_all.exp() * logp_all).sum(-1).mean()
+                value = self.policy.value(seen)
+
+                log_ratio = logp - old_logp[rows]
+                ratio = log_ratio.exp()
+                with torch.no_grad():
+                    kl = ((ratio - 1.0) - log_ratio).mean()
+                    clipped = ((ratio - 1.0).abs() > config.clip).float().mean()
+                if config.target_kl is not None and float(kl) > config.target_kl:
+                    stopped = True
+                    break
+
+                advantage = advantages[rows]
+                if config.normalize_advantages and len(rows) > 1:
+                    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                bounded = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
+                policy_loss = -torch.min(advantage * ratio, advantage * bounded).mean()
+                error = (value - returns[rows]).square()
+                if config.value_clip is not None:
+                    moved = value - old_values[rows]
+                    near = old_values[rows] + moved.clamp(-config.value_clip, config.value_clip)
+                    error = torch.max(error, (near - returns[rows]).square())
+                value_loss = 0.5 * error.mean()
+                loss = policy_loss + config.value_coef * value_loss - entropy_coef * entropy
+
+                self.optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(loss)
+                # Apart: they share no weight, and the large errors of values not yet learned would
+                # shrink the actor's step to nothing.
+                norms = [clip_grad_norm_(net, config.max_grad_norm) for net in self._networks]
+                norm = torch.stack(norms).norm()
+                if not torch.isfinite(norm):
+                    raise BadLoss(
+                        f"update {self.updates + 1}: the loss is {loss.item()} and the norm of its "
+                        f"gradient {float(norm)}; go on from the last checkpoint with a lower lr"
+                    )
+                self.optimizer.step()
+                measured = (policy_loss, value_loss, entropy, kl, clipped, norm)
+                parts.append(torch.stack([m.detach() for m in measured]))
+            if stopped:
+                break
+        self.updates += 1
+        if parts:
+            means = torch.stack(parts).mean(0).tolist()
+            names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm")
+            metrics |= {f"losses/{n}": mean for n, mean in zip(names, means, strict=True)}
+        metrics["losses/minibatches"] = float(len(parts))
+        return metrics
+
+    def save(self, folder: Path, *, keep: int = 2) -> Path:
+        """Write a checkpoint of the learner and its environment into `folder`."""
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        optimizer = {names[id(p)]: dict(s) for p, s in self.optimizer.state.items()}
+        state = {
+            "config": asdict(self.config),
+            "updates": self.updates,
+            "policy": dict(self.policy.state_dict()),
+            "optimizer": optimizer,
+            "runner": self.runner.state_dict(),
+        }
+        return save_checkpoint(folder, self.updates, state, keep=keep)
+
+    def resume(self, folder: Path) -> None:
+        """Become what the newest whole checkpoint in `folder` was; made for the same config."""
+        path = latest(folder)
+        if path is None:
+            raise MissingFile(f"no checkpoint in {folder}; check the path, or start anew")
+        state = load_checkpoint(path)
+        given = asdict(self.config)
+        for name, value in state["config"].items():
+            if given.get(name) != value:
+                raise Mismatch(
+                    f"{path} is of a run with {name}={value}, not {given.get(name)}; "
+                    f"resume with the same configuration"
+                )
+        own = self.policy.state_dict()
+        shapes = {name: tuple(t.shape) for name, t in own.items()}
+        if shapes != {name: array.shape for name, array in state["policy"].items()}:
+            raise Mismatch(f"{path} is of another policy; build it as the run did")
+        self.policy.load_state_dict({n: torch.from_numpy(a) for n, a in state["policy"].items()})
+        for name, parameter in self.policy.named_parameters():
+            if name in state["optimizer"]:
+                self.optimizer.state[parameter] = {
+                    key: torch.from_numpy(array).to(parameter.device)
+                    for key, array in state["optimizer"][name].items()
+                }
+        self.runner.load_state_dict(state["runner"])
+        self.updates = int(state["updates"])
+
+    def _charts(self, rollout: Rollout) -> Metrics:
+        charts = {
+            "charts/global_step": float(self.steps + self.steps_per_update),
+            "charts/episodes": float(len(rollout.episode_returns)),
+            "charts/invalid_steps": float((~rollout.valid).sum()),
+        }
+        if rollout.episode_returns:
+            charts["charts/episodic_return"] = float(np.mean(rollout.episode_returns))
+            charts["charts/episodic_length"] = float(np.mean(rollout.episode_lengths))
+        return charts
+
+
+def _explained(values: NDArray[np.float32], returns: NDArray[np.float32]) -> float:
+    """The share of the variance of the returns that the values foretold; nan if there is none."""
+    spread = float(np.var(returns))
+    return 1.0 - float(np.var(returns - values)) / spread if spread else float("nan")

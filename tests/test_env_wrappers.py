@@ -1,0 +1,329 @@
+"""TorchRL and Gymnasium see the same episodes as the environment itself, by their own classes."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from batchwright.envs import BatchedVecEnv, CartPole, Env
+from batchwright.envs.gymnasium import GymnasiumVectorEnv
+from batchwright.envs.torchrl import TorchRLEnv
+from batchwright.errors import ConfigError, Mismatch
+from batchwright.logic import Facts, Vocab, parse_rules
+
+torch.set_num_threads(1)
+# Their own, on import and in use; nothing that we could do otherwise.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torchrl"),
+    pytest.mark.filterwarnings("ignore::UserWarning:tensordict"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def poles(seed: int = 3, num_envs: int = 5) -> CartPole:
+    return CartPole(num_envs, seed=seed, max_steps=12)
+
+
+def prover(seed: int = 3, num_envs: int = 5) -> BatchedVecEnv:
+    """A chain of ten cities; which can be reached from which."""
+    vocab = Vocab.of([f"c{i}" for i in range(10)], ["road", "reach"])
+    road, reach = vocab.predicate("road"), vocab.predicate("reach")
+    facts = Facts.of([(i, road, i + 1) for i in range(9)], vocab)
+    rules = parse_rules(
+        "reach(X, Y) :- road(X, Y).\nreach(X, Y) :- road(X, Z), reach(Z, Y).", vocab
+    )
+    queries = [(i, reach, j) for i in range(9) for j in range(i + 1, min(10, i + 4))]
+    return BatchedVecEnv(
+        facts, rules, queries, num_envs, seed=seed, max_candidates=8, depth=6, negatives=1
+    )
+
+
+MAKERS: list[Callable[..., Env]] = [poles, prover]
+both = pytest.mark.parametrize("make", MAKERS)
+
+
+def allowed(mask: NDArray[np.bool_], t: int) -> NDArray[np.int64]:
+    draws = np.random.default_rng([7, t]).random(mask.shape)
+    return np.argmax(np.where(mask, draws, -1.0), -1).astype(np.int64)
+
+
+@both
+def test_torchrl_finds_the_specs_kept(make: Callable[..., Env]) -> None:
+    from torchrl.envs.utils import check_env_specs
+
+    check_env_specs(TorchRLEnv(make()), break_when_any_done="both")
+    check_env_specs(TorchRLEnv(make(), remake=make), seed=1)
+
+
+@both
+def test_a_torchrl_rollout_is_the_life_of_the_environment(make: Callable[..., Env]) -> None:
+    steps = iter(range(1000))
+
+    def policy(td: Any) -> Any:
+        return td.set("action", torch.from_numpy(allowed(td["mask"].numpy(), next(steps))))
+
+    rollout = TorchRLEnv(make()).rollout(40, policy, break_when_any_done=False)
+    env = make()
+    obs = {name: array.copy() for name, array in env.reset().items()}
+    ends = 0
+    for t in range(40):
+        for name in env.spec:
+            assert np.array_equal(rollout[name][:, t].numpy(), obs[name]), (name, t)
+        step = env.step(allowed(obs["mask"], t))
+        ended = step.done
+        ends += int(ended.sum())
+        assert np.array_equal(rollout["next", "reward"][:, t, 0].numpy(), step.reward)
+        assert np.array_equal(rollout["next", "terminated"][:, t, 0].numpy(), step.terminated)
+        assert np.array_equal(rollout["next", "truncated"][:, t, 0].numpy(), step.truncated)
+        assert np.array_equal(rollout["next", "done"][:, t, 0].numpy(), ended)
+        for name in env.spec:
+            seen = rollout["next", name][:, t].numpy()
+            assert np.array_equal(seen[~ended], step.obs[name][~ended])
+            assert np.array_equal(seen[ended], step.final_obs[name][ended])
+        obs = {name: array.copy() for name, array in step.obs.items()}
+    assert ends > 5
+
+
+@both
+def test_the_rollout_into_one_tensordict_is_the_same(make: Callable[..., Env]) -> None:
+    counts = [iter(range(1000)), iter(range(1000))]
+    env = TorchRLEnv(make())
+    slow = env.rollout(
+        30,
+        lambda td: td.set("action", torch.from_numpy(allowed(td["mask"].numpy(), next(counts[0])))),
+        break_when_any_done=False,
+    )
+    other = TorchRLEnv(make())
+    fast = other.allocate(30)
+    storage = fast["features" if "features" in fast.keys() else "goals"].data_ptr()  # noqa: SIM118
+    other.rollout_into(
+        fast, lambda obs: torch.from_numpy(allowed(obs["mask"].numpy(), next(counts[1])))
+    )
+
+    keys = set(slow.keys(True, True))
+    assert set(fast.keys(True, True)) == keys
+    assert fast.batch_size == slow.batch_size
+    for key in keys:
+        assert torch.equal(fast[key], slow[key]), key
+        assert fast[key].dtype == slow[key].dtype
+    # And once more, into the same memory, from where the environments are.
+    other.rollout_into(fast)
+    assert fast["features" if "features" in slow else "goals"].data_ptr() == storage
+    following = slow[:, -1]["next"]
+    over = following["done"][:, 0]
+    for name in make().spec:
+        assert torch.equal(fast[name][:, 0][~over], following[name][~over])
+
+
+@both
+def test_a_partial_reset_begins_episodes_there_and_nowhere_else(make: Callable[..., Env]) -> None:
+    env = TorchRLEnv(make())
+    td = env.reset()
+    # Two steps, so that no episode is at its beginning.
+    for t in range(2):
+        action = torch.from_numpy(allowed(td["mask"].numpy(), t))
+        td = env.step_and_maybe_reset(td.set("action", action))[1]
+    before = td.clone()
+    where = torch.tensor([True, False, False, True, False])
+    after = env.reset(td.clone().set("_reset", where[:, None]))
+
+    for name in make().spec:
+        assert torch.equal(after[name][~where], before[name][~where])
+    changed = [not torch.equal(after[name][where], before[name][where]) for name in make().spec]
+    assert any(changed)
+
+
+def test_an_end_is_followed_by_the_episode_that_the_environment_began_itself() -> None:
+    """TorchRL asks for a reset after an end; that must not skip an episode."""
+    env, wrapped = poles(), TorchRLEnv(poles())
+    env.reset()
+    td = wrapped.reset()
+    for _ in range(60):
+        action = np.ones(5, np.int64)
+        step = env.step(action)
+        _, td = wrapped.step_and_maybe_reset(td.set("action", torch.from_numpy(action)))
+        assert np.array_equal(td["features"].numpy(), step.obs["features"])
+    assert (env.state_dict()["episodes"] > 3).all()
+    assert np.array_equal(env.state_dict()["episodes"], wrapped.env.state_dict()["episodes"])
+
+
+@both
+def test_torchrl_may_give_any_action(make: Callable[..., Env]) -> None:
+    env = TorchRLEnv(make())
+    td = env.reset()
+    for number in (0, env.env.num_actions - 1):
+        td = env.step(td.set("action", torch.full((5,), number)))["next"]
+    assert torch.isfinite(td["reward"]).all()
+
+
+def test_random_actions_of_torchrl_keep_to_the_mask() -> None:
+    rollout = TorchRLEnv(prover()).rollout(50, break_when_any_done=False)
+    assert rollout["mask"].gather(-1, rollout["action"][..., None]).all()
+
+
+@both
+def test_a_collector_with_gae_and_clip_ppo_loss_of_torchrl_trains_on_it(
+    make: Callable[..., Env],
+) -> None:
+    from tensordict.nn import TensorDictModule
+    from torch import nn
+    from torchrl.collectors import Collector
+    from torchrl.modules import MaskedCategorical, ProbabilisticActor, ValueOperator
+    from torchrl.objectives import ClipPPOLoss
+    from torchrl.objectives.value import GAE
+
+    from batchwright.rl import policy_for
+
+    torch.manual_seed(0)
+    core = make()
+    policy = policy_for(core, width=16)
+    names = list(core.spec)
+
+    class Actor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = policy.actor
+
+        def forward(self, *obs: torch.Tensor) -> torch.Tensor:
+            given = dict(zip(names, obs, strict=True))
+            flat = {n: a.flatten(0, a.ndim - len(core.spec[n].shape) - 1) for n, a in given.items()}
+            scores = self.policy.point(flat, self.policy.state(flat))
+            return scores.reshape(given["mask"].shape)
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.critic, self.head = policy.critic, policy.head
+
+        def forward(self, *obs: torch.Tensor) -> torch.Tensor:
+            given = dict(zip(names, obs, strict=True))
+            flat = {n: a.flatten(0, a.ndim - len(core.spec[n].shape) - 1) for n, a in given.items()}
+            return self.head(self.critic.state(flat)).reshape(*given["mask"].shape[:-1], 1)
+
+    actor = ProbabilisticActor(
+        TensorDictModule(Actor(), names, ["logits"]),
+        in_keys=["logits", "mask"],
+        distribution_class=MaskedCategorical,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(Critic(), names)
+    collector = Collector(TorchRLEnv(core), actor, frames_per_batch=100, total_frames=200)
+    advantage = GAE(gamma=0.99, lmbda=0.95, value_network=critic)
+    loss_module = ClipPPOLoss(actor, critic)
+    optimizer = torch.optim.Adam(loss_module.parameters(), lr=1e-3)
+    before = [p.detach().clone() for p in loss_module.parameters()]
+    try:
+        for data in collector:
+            assert data.shape == (5, 20)
+            assert data["mask"].gather(-1, data["action"][..., None]).all()
+            advantage(data)
+            losses = loss_module(data.reshape(-1))
+            total = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+            optimizer.zero_grad()
+            total.backward()
+            assert torch.isfinite(total)
+            optimizer.step()
+    finally:
+        collector.shutdown()
+    after = list(loss_module.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_a_seed_needs_a_way_to_make_the_environment_of_it() -> None:
+    with pytest.raises(ConfigError, match="remake"):
+        TorchRLEnv(poles()).set_seed(1)
+    with pytest.raises(ConfigError, match="remake"):
+        GymnasiumVectorEnv(poles()).reset(seed=1)
+    env = TorchRLEnv(poles(), remake=poles)
+    env.set_seed(9)
+    assert np.array_equal(env.reset()["features"].numpy(), poles(9).reset()["features"])
+
+
+def test_a_tensordict_of_another_size_is_refused() -> None:
+    with pytest.raises(Mismatch, match="of 5 environments, not of 3"):
+        TorchRLEnv(poles(num_envs=3)).rollout_into(TorchRLEnv(poles()).allocate(4))
+
+
+@both
+def test_gymnasiums_own_checks_pass(make: Callable[..., Env]) -> None:
+    from gymnasium.utils import env_checker
+
+    env = GymnasiumVectorEnv(make(), remake=make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        env_checker.check_reset_return_type(env)
+        env_checker.check_reset_options(env)
+        env_checker.check_reset_return_info_deprecation(env)
+        env_checker.check_seed_deprecation(env)
+    first, _ = env.reset(seed=5)
+    again, _ = env.reset(seed=5)
+    assert env_checker.data_equivalence(first, again, exact=True)
+    # Their check of this asks one environment for one end; these are its own parts.
+    kept = [(first, {}), (again, {})]
+    for t in range(3):
+        step = env.step(allowed(kept[-1][0]["mask"], t))
+        kept.append((step[0], step[4]))
+    for one, other in itertools.combinations(kept, 2):
+        assert not env_checker.data_shares_objects(one, other)
+
+
+@both
+def test_gymnasium_sees_the_life_of_the_environment(make: Callable[..., Env]) -> None:
+    from gymnasium.vector import AutoresetMode
+
+    wrapped, env = GymnasiumVectorEnv(make()), make()
+    assert wrapped.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    shown, _ = wrapped.reset()
+    env.reset()
+    ends = 0
+    for t in range(40):
+        assert shown in wrapped.observation_space
+        actions = allowed(shown["mask"], t)
+        assert actions in wrapped.action_space
+        step = env.step(actions)
+        shown, reward, terminated, truncated, infos = wrapped.step(actions)
+        assert all(np.array_equal(shown[name], step.obs[name]) for name in env.spec)
+        assert np.array_equal(reward, step.reward)
+        assert np.array_equal(terminated, step.terminated)
+        assert np.array_equal(truncated, step.truncated)
+        if step.done.any():
+            assert np.array_equal(infos["_final_obs"], step.done)
+        for b in np.flatnonzero(step.done):
+            ends += 1
+            final = infos["final_obs"][b]
+            assert final in wrapped.single_observation_space
+            assert all(np.array_equal(final[n], step.final_obs[n][b]) for n in env.spec)
+    assert ends > 5
+
+
+def test_gymnasiums_own_wrapper_counts_the_episodes() -> None:
+    from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+    env = RecordEpisodeStatistics(GymnasiumVectorEnv(poles()))
+    env.reset()
+    lengths = []
+    for _ in range(30):
+        infos = env.step(np.ones(5, np.int64))[4]
+        if "episode" in infos:
+            lengths += infos["episode"]["l"][infos["_episode"]].tolist()
+            assert (infos["episode"]["r"] == infos["episode"]["l"]).all()
+    assert len(lengths) > 5
+    assert all(8 <= n <= 12 for n in lengths)
+
+
+def test_gymnasiums_reset_mask_resets_those_only() -> None:
+    env = GymnasiumVectorEnv(poles())
+    env.reset()
+    before = env.step(np.zeros(5, np.int64))[0]
+    where = np.array([False, True, False, False, True])
+    after, _ = env.reset(options={"reset_mask": where})
+    same = (after["features"] == before["features"]).all(1)
+    assert np.array_equal(same, ~where)
+    with pytest.raises(Mismatch, match="must be bool of shape"):
+        env.reset(options={"reset_mask": np.zeros(3, np.bool_)})

@@ -1,0 +1,189 @@
+"""The exhaustive prover finds what plain breadth-first search finds, and its trees are proofs."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.errors import BadProgram, ConfigError, Mismatch
+from batchwright.logic.facts import Facts
+from batchwright.logic.loaders import load_graph
+from batchwright.logic.prove import Node, prove, prove_all
+from batchwright.logic.rules import Rules, parse_rules
+from batchwright.logic.vocab import Vocab
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from plain_prover import Atom, programs, shortest
+
+HERE = Path(__file__).parent
+FAMILY = Path(os.environ.get("BATCHWRIGHT_DATA", HERE / "../../shared/data")) / "kg" / "family"
+FAMILY_RULES = """
+father(X,Y) :- husband(X,Z), mother(Z,Y).
+father(X,Y) :- father(X,Z), sister(Z,Y).
+father(X,Y) :- father(X,Z), brother(Z,Y).
+mother(X,Y) :- wife(X,Z), father(Z,Y).
+mother(X,Y) :- mother(X,Z), brother(Z,Y).
+son(X,Y) :- father(Y,X), brother(X,Z).
+son(X,Y) :- brother(X,Z), daughter(Z,Y).
+daughter(X,Y) :- sister(X,Z), son(Z,Y).
+brother(X,Y) :- brother(X,Z), sister(Z,Y).
+brother(X,Y) :- brother(X,Z), brother(Z,Y).
+sister(X,Y) :- sister(X,Z), brother(Z,Y).
+sister(X,Y) :- sister(X,Z), sister(Z,Y).
+uncle(X,Y) :- brother(X,Z), father(Z,Y).
+uncle(X,Y) :- uncle(X,Z), brother(Z,Y).
+aunt(X,Y) :- sister(X,Z), father(Z,Y).
+aunt(X,Y) :- aunt(X,Z), sister(Z,Y).
+nephew(X,Y) :- brother(X,Z), niece(Z,Y).
+niece(X,Y) :- sister(X,Z), nephew(Z,Y).
+husband(X,Y) :- wife(Y,X).
+wife(X,Y) :- husband(Y,X).
+"""
+
+
+def check_tree(node: Node, triples: set[Atom], rules: Rules, hidden: set[Atom]) -> int:
+    """Every leaf is an allowed fact and every inner node an instance of its rule; the steps."""
+    p, x, y = node.atom
+    if node.rule is None:
+        assert (x, p, y) in triples - hidden
+        return 1
+    head, body = rules.clause(node.rule)
+    bound: dict[int, int] = {}
+    for one, atom in zip([head, *body], [node, *node.children], strict=True):
+        assert one[0] == atom.atom[0]
+        for pattern, term in zip(one[1:], atom.atom[1:], strict=True):
+            if pattern < rules.num_entities:
+                assert pattern == term
+            else:
+                assert bound.setdefault(pattern, term) == term
+    return 1 + sum(check_tree(child, triples, rules, hidden) for child in node.children)
+
+
+@settings(max_examples=100, deadline=None)
+@given(programs(), st.data())
+def test_ground_queries_have_the_shortest_proof_that_plain_search_finds(
+    program: tuple[Vocab, list[Atom], Rules], data: st.DataObject
+) -> None:
+    vocab, triples, rules = program
+    n, facts = vocab.num_entities, Facts.of(triples, vocab)
+    depth = data.draw(st.integers(1, 5))
+    entity = st.integers(0, n - 1)
+    queries = data.draw(
+        st.lists(
+            st.tuples(entity, st.integers(0, vocab.num_predicates - 1), entity),
+            min_size=1,
+            max_size=4,
+        )
+    )
+
+    found = prove_all(queries, facts, rules, depth)
+
+    for q, (h, p, t) in enumerate(queries):
+        hidden = {(h, p, t)}
+        expected = shortest((p, h, t), t, set(triples), rules, n, hidden, depth)
+        assert found.lengths[q] == expected.get(t, 0)
+        proofs, complete = prove((h, p, t), facts, rules, depth, hide=[(h, p, t)])
+        assert complete
+        assert len(proofs) == (t in expected)
+        for proof in proofs:
+            assert check_tree(proof.tree(rules), set(triples), rules, hidden) == expected[t]
+            assert proof.tree(rules).atom == (p, h, t)
+
+
+@settings(max_examples=80, deadline=None)
+@given(programs(most_body=3), st.data())
+def test_open_queries_have_every_answer_nearest_first(
+    program: tuple[Vocab, list[Atom], Rules], data: st.DataObject
+) -> None:
+    vocab, triples, rules = program
+    n, facts = vocab.num_entities, Facts.of(triples, vocab)
+    depth = data.draw(st.integers(1, 5))
+    p = data.draw(st.integers(0, vocab.num_predicates - 1))
+    e = data.draw(st.integers(0, n - 1))
+    tail = data.draw(st.booleans())
+
+    goal = (p, e, n) if tail else (p, n, e)
+    proofs, complete = prove((e, p, -1) if tail else (-1, p, e), facts, rules, depth)
+
+    assert complete
+    expected = shortest(goal, n, set(triples), rules, n, set(), depth)
+    assert {proof.answer: len(proof) for proof in proofs} == expected
+    assert [len(proof) for proof in proofs] == sorted(len(proof) for proof in proofs)
+    for proof in proofs:
+        atom = proof.tree(rules).atom
+        if proof.answer < n:
+            assert atom == ((p, e, proof.answer) if tail else (p, proof.answer, e))
+
+
+def test_every_proof_of_an_answer_can_be_had() -> None:
+    vocab = Vocab.of("abc", ["p", "q"])
+    facts = Facts.of([(0, 1, 2), (0, 1, 1), (1, 1, 2)], vocab)
+    rules = parse_rules("one:0.5:q(X,Y) -> p(X,Y)\ntwo:0.25:q(X,Z), q(Z,Y) -> p(X,Y)", vocab)
+
+    proofs, complete = prove((0, 0, 2), facts, rules, every=True)
+
+    assert complete
+    assert [(len(proof), proof.weight(rules)) for proof in proofs] == [(2, 0.5), (3, 0.25)]
+
+
+def test_a_search_that_is_cut_short_says_so() -> None:
+    vocab = Vocab.of(map(str, range(30)), ["p", "q"])
+    facts = Facts.of([(i, 0, j) for i in range(30) for j in range(30)], vocab)
+    rules = parse_rules("q(X,Y) :- p(X,Z), p(Z,W), q(W,Y).", vocab)
+
+    assert not prove((0, 1, 5), facts, rules, depth=7, max_nodes=1000).complete
+    assert prove_all([(0, 1, 5)], facts, rules, 7, max_nodes=1000).lengths.tolist() == [-1]
+    assert not prove((0, 0, -1), facts, rules, depth=1, max_proofs=7).complete
+
+
+def test_a_head_that_repeats_a_variable_unifies_with_two_different_ones() -> None:
+    vocab = Vocab.of("ab", ["p", "q", "r"])
+    facts = Facts.of([(0, 1, 1), (1, 1, 1)], vocab)
+    # p(X, Y) meets p(Z, Z): X and Y become one, so of q(a, b) and q(b, b) only the second fits.
+    rules = parse_rules("p(Z, Z).\nr(X, Y) :- p(X, Y), q(X, Y).", vocab)
+
+    assert [p.answer for p in prove((-1, 2, 1), facts, rules).found] == [1]
+    assert [p.answer for p in prove((1, 2, -1), facts, rules).found] == [1]
+    assert prove((0, 2, 1), facts, rules).found == []
+
+
+def test_a_query_is_not_proved_by_itself_nor_by_its_inverse() -> None:
+    vocab = Vocab.of("ab", ["child", "parent"])
+    facts = Facts.of([(0, 1, 1), (1, 0, 0)], vocab)
+    rules = parse_rules("parent(X,Y) :- child(Y,X).\nparent(X,Y) :- parent(X,Y).", vocab)
+    query = [(0, 1, 1)]
+
+    assert prove_all(query, facts, rules, hide_self=False).lengths.tolist() == [1]
+    assert prove_all(query, facts, rules).lengths.tolist() == [2]
+    inverse = np.array([1, 0], np.int32)
+    assert prove_all(query, facts, rules, inverse=inverse).lengths.tolist() == [0]
+
+
+def test_bad_questions_are_told() -> None:
+    vocab = Vocab.of("ab", ["p"])
+    facts, rules = Facts.of([(0, 0, 1)], vocab), Rules.of([], vocab)
+    with pytest.raises(BadProgram, match="two open arguments"):
+        prove((-1, 0, -1), facts, rules)
+    with pytest.raises(BadProgram, match="ids of the vocabulary"):
+        prove((0, 3, 1), facts, rules)
+    with pytest.raises(ConfigError, match="one step"):
+        prove((0, 0, 1), facts, rules, depth=0)
+    with pytest.raises(Mismatch, match="one vocabulary"):
+        prove((0, 0, 1), facts, Rules.of([], Vocab.of("abc", ["p"])))
+
+
+@pytest.mark.skipif(not FAMILY.is_dir(), reason="no family data set; set BATCHWRIGHT_DATA")
+def test_deeper_search_proves_more_of_a_sample_of_the_family_data() -> None:
+    graph = load_graph(FAMILY)
+    rules = parse_rules(FAMILY_RULES, graph.vocab)
+    sample = graph.train[::40]
+
+    shares = [prove_all(sample, graph.facts, rules, depth).share for depth in (1, 3, 5)]
+
+    assert shares[0] == 0.0
+    assert 0.6 < shares[1] < shares[2] < 1.0

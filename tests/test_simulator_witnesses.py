@@ -1,0 +1,250 @@
+"""The official clients of OpenAI and Ollama work against the simulator as against the real ones."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import ollama
+import openai
+import pytest
+from pydantic import BaseModel
+
+from batchwright.calls.ngrams import hashed_ngrams
+from batchwright.calls.simulator import RunningSimulator, Simulator
+
+PROMPT = [{"role": "user", "content": "Name three rivers"}]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[RunningSimulator]:
+    script = {"turn me away": "429", "break": "500", "come back later": ["429", None]}
+    simulator = Simulator(latency_s=0.0, script=script, retry_after_s=0.01, words=5)
+    with simulator.running(in_thread=True) as url:
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def local(url: str) -> Iterator[ollama.Client]:
+    with ollama.Client(url) as client:
+        yield client
+
+
+def test_openai_chat_complete_and_usage(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="sim", messages=PROMPT, temperature=0)
+
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert (choice.message.content or "").startswith("Name three rivers -> ")
+    assert choice.finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len((choice.message.content or "").split())
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    plain = client.completions.create(model="sim", prompt="Name three rivers", temperature=0)
+    assert plain.choices[0].text == choice.message.content
+
+
+def test_openai_streams_say_the_same_as_whole_answers(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "messages": PROMPT, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    usage = {"include_usage": True}
+    events = list(client.chat.completions.create(**asked, stream=True, stream_options=usage))
+
+    assert events[0].choices[0].delta.role == "assistant"
+    said = [e.choices[0].delta.content or "" for e in events if e.choices]
+    assert "".join(said) == whole.choices[0].message.content
+    assert len([piece for piece in said if piece]) == 9
+    assert [e.choices[0].finish_reason for e in events if e.choices][-1] == "stop"
+    assert events[-1].usage == whole.usage
+    assert all(event.usage is None for event in events[:-1])
+    pieces = client.completions.create(model="sim", prompt="Hello", temperature=0, stream=True)
+    text = client.completions.create(model="sim", prompt="Hello", temperature=0).choices[0].text
+    assert "".join(piece.choices[0].text for piece in pieces) == text
+
+
+def test_openai_takes_choices_limits_stops_and_formats(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "messages": PROMPT}
+    three = client.chat.completions.create(**asked, n=3, seed=4)
+    texts = [choice.message.content for choice in three.choices]
+    assert len(set(texts)) == 3
+    short = client.chat.completions.create(**asked, max_tokens=2).choices[0]
+    assert (short.message.content, short.finish_reason) == ("Name three", "length")
+    stopped = client.chat.completions.create(**asked, stop=" ->").choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == ("Name three rivers", "stop")
+
+    class Reason(BaseModel):
+        why: str
+        weight: float | None
+
+    class Rating(BaseModel):
+        good: bool
+        stars: int
+        kind: Literal["short", "long"]
+        reasons: list[Reason]
+
+    rated = client.chat.completions.parse(**asked, response_format=Rating)
+    assert rated.choices[0].message.parsed is not None
+
+
+def test_openai_embeddings_are_the_hashed_ngrams(client: openai.OpenAI) -> None:
+    texts = ["one text", "another text"]
+    packed = client.embeddings.create(model="sim-embed", input=texts)
+    plain = client.embeddings.create(model="sim-embed", input=texts, encoding_format="float")
+
+    wanted = hashed_ngrams(texts, 256)
+    for answer in (packed, plain):
+        assert [row.index for row in answer.data] == [0, 1]
+        got = np.array([row.embedding for row in answer.data], np.float32)
+        np.testing.assert_array_equal(got, wanted)
+    small = client.embeddings.create(model="sim-embed", input="one text", dimensions=16)
+    assert len(small.data[0].embedding) == 16
+
+
+def test_openai_lists_models_and_raises_its_own_errors(client: openai.OpenAI) -> None:
+    assert "sim-qa" in [model.id for model in client.models.list()]
+    assert client.models.retrieve("sim").id == "sim"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=PROMPT)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="messages"):
+        client.chat.completions.create(model="sim", messages="no list")
+    turned = [{"role": "user", "content": "turn me away"}]
+    with pytest.raises(openai.RateLimitError) as limited:
+        client.chat.completions.create(model="sim", messages=turned)
+    assert limited.value.response.headers["retry-after"] == "0.01"
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="sim", prompt="break")
+
+
+def test_openai_retries_after_the_wait_it_was_told(url: RunningSimulator) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=1) as client:
+        answer = client.completions.create(model="sim", prompt="come back later")
+
+    assert answer.choices[0].text.startswith("come back later")
+    seen = [c for c in url.stats(calls=True)["calls"] if c["prompt"] == "come back later"]
+    assert seen == [{"prompt": "come back later", "seen": 2, "finished": 1}]
+
+
+def test_a_wrong_key_is_an_authentication_error() -> None:
+    with Simulator(latency_s=0, api_key="right").running(in_thread=True) as url:
+        for key in ("right", "wrong"):
+            with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+                if key == "right":
+                    assert client.models.list().data
+                else:
+                    with pytest.raises(openai.AuthenticationError):
+                        client.completions.create(model="sim", prompt="hello")
+
+
+def test_ollama_chat_generate_and_counts(local: ollama.Client) -> None:
+    options = {"temperature": 0, "num_predict": 64}
+    answer = local.chat("sim", PROMPT, options=options, keep_alive="5m")
+
+    assert answer.done
+    assert answer.done_reason == "stop"
+    assert (answer.message.content or "").startswith("Name three rivers -> ")
+    assert answer.eval_count == len((answer.message.content or "").split())
+    said = local.generate("sim:latest", "Name three rivers", options=options)
+    assert said.response == answer.message.content
+    assert local.generate("sim", "Name", options={"num_predict": 1}).done_reason == "length"
+    assert local.generate("sim").done_reason == "load"
+
+
+def test_ollama_streams_say_the_same_as_whole_answers(local: ollama.Client) -> None:
+    options = {"temperature": 0}
+    whole = local.chat("sim", PROMPT, options=options)
+    parts = list(local.chat("sim", PROMPT, options=options, stream=True))
+
+    assert "".join(part.message.content or "" for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * 9 + [True]
+    assert parts[-1].eval_count == whole.eval_count
+    pieces = local.generate("sim", "Name three rivers", options=options, stream=True)
+    assert "".join(piece.response or "" for piece in pieces) == whole.message.content
+
+
+def test_ollama_formats(local: ollama.Client) -> None:
+    class Rating(BaseModel):
+        stars: int
+        words: list[str]
+
+    schema = Rating.model_json_schema()
+    answer = local.chat("sim", PROMPT, format=schema)
+    assert Rating.model_validate_json(answer.message.content or "").words
+    told = 'Paraphrase the query as {"mutated_query": "..."}.\nQuery: How far is Rome?'
+    mutated = local.generate("sim-mutator", told, format="json").response
+    assert mutated == '{"mutated_query": "Tell us, how far is Rome."}'
+
+
+def test_ollama_embeddings_old_and_new(local: ollama.Client) -> None:
+    wanted = hashed_ngrams(["one text", "another text"], 256)
+
+    several = local.embed("sim-embed", ["one text", "another text"])
+    np.testing.assert_array_equal(np.array(several.embeddings, np.float32), wanted)
+    single = local.embeddings("sim-embed", "one text")
+    np.testing.assert_array_equal(np.array(single.embedding, np.float32), wanted[0])
+    assert len(local.embed("sim-embed", "one text", dimensions=32).embeddings[0]) == 32
+
+
+def test_ollama_lists_shows_and_raises_its_own_errors(local: ollama.Client) -> None:
+    assert "sim:latest" in [model.model for model in local.list().models]
+    assert local.ps().models[0].digest
+    shown = local.show("sim")
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["general.architecture"] == "simulated"
+    for call in (local.show, local.generate, local.chat):
+        with pytest.raises(ollama.ResponseError, match="model 'llama9' not found") as missing:
+            call("llama9")
+        assert missing.value.status_code == 404
+    with pytest.raises(ollama.ResponseError) as limited:
+        local.generate("sim", "turn me away")
+    assert limited.value.status_code == 429
+
+
+def test_a_full_server_says_503_to_ollama_as_ollama_does() -> None:
+    async def both(url: str) -> list[Any]:
+        client = ollama.AsyncClient(url)
+        calls = [client.generate("sim", f"number {n}") for n in range(2)]
+        try:
+            return await asyncio.gather(*calls, return_exceptions=True)
+        finally:
+            await client.close()
+
+    with Simulator(kind="reject", knee=1, latency_s=0.3, sigma=0).running(in_thread=True) as url:
+        outcomes = asyncio.run(both(url))
+    refused = [one for one in outcomes if isinstance(one, ollama.ResponseError)]
+    assert [one.status_code for one in refused] == [503]
+    assert "maximum pending requests" in str(refused[0])
+
+
+def test_the_asynchronous_clients_work_too(url: RunningSimulator) -> None:
+    async def all_of_it() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            prompts = [f"question number {n}" for n in range(20)]
+            calls = [client.completions.create(model="sim", prompt=text) for text in prompts]
+            whole = [answer.choices[0].text for answer in await asyncio.gather(*calls)]
+            assert all(text.startswith(p) for text, p in zip(whole, prompts, strict=True))
+            opened = await client.chat.completions.create(
+                model="sim",
+                messages=PROMPT,
+                seed=1,
+                stream=True,
+            )
+            first = [event.choices[0].delta.content or "" async for event in opened]
+        other = ollama.AsyncClient(url)
+        try:
+            stream = await other.chat("sim", PROMPT, options={"seed": 1}, stream=True)
+            second = [part.message.content or "" async for part in stream]
+        finally:
+            await other.close()
+        return first, second
+
+    first, second = asyncio.run(all_of_it())
+    assert "".join(first) == "".join(second)
