@@ -1,4 +1,4 @@
-"""A server for tests that says exactly the bytes it is told to, or none: no HTTP library between."""
+"""A server for tests that says exactly the bytes it is told to, or none at all."""
 
 import asyncio
 import json

@@ -574,7 +574,7 @@ def test_a_full_disk_is_a_sentence_and_what_was_kept_can_still_be_read(tmp_path:
             from batchwright.errors import CannotWrite
             with Cache(sys.argv[1]) as cache:
                 cache.put_many([(question(n), answer(n)) for n in range(20)])
-                resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, resource.RLIM_INFINITY))
                 kept = 20
                 try:
                     while True:
@@ -599,7 +599,7 @@ def test_a_really_full_disk_too(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", small], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", small], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("cannot mount a small disk here")
@@ -674,7 +674,7 @@ def test_pruning_removes_by_age_model_and_size(tmp_path: Path) -> None:
         before = cache.stats().file_bytes
         removed = cache.prune(max_bytes=before // 2)
         assert path.stat().st_size <= before // 2
-        assert 150 < removed < 260
+        assert path.stat().st_size > before // 2 * 0.8
         # The oldest went, the newest stayed.
         keys = [chat("large", str(n), temperature=0).key for n in range(400)]
         assert set(cache.get_many(keys)) == set(keys[removed:])

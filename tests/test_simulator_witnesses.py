@@ -209,19 +209,14 @@ def test_ollama_lists_shows_and_raises_its_own_errors(local: ollama.Client) -> N
 
 
 def test_a_full_server_says_503_to_ollama_as_ollama_does() -> None:
-    async def both(url: str) -> list[Any]:
-        client = ollama.AsyncClient(url)
-        calls = [client.generate("sim", f"number {n}") for n in range(2)]
-        try:
-            return await asyncio.gather(*calls, return_exceptions=True)
-        finally:
-            await client.close()
-
-    with Simulator(kind="reject", knee=1, latency_s=0.3, sigma=0).running(in_thread=True) as url:
-        outcomes = asyncio.run(both(url))
-    refused = [one for one in outcomes if isinstance(one, ollama.ResponseError)]
-    assert [one.status_code for one in refused] == [503]
-    assert "maximum pending requests" in str(refused[0])
+    simulator = Simulator(kind="reject", knee=1, latency_s=60, sigma=0, words=600)
+    with simulator.running(in_thread=True) as url, ollama.Client(url) as client:
+        served = client.generate("sim", "first", stream=True)
+        assert next(served).response
+        with pytest.raises(ollama.ResponseError, match="maximum pending requests") as busy:
+            client.generate("sim", "second")
+        served.close()
+    assert busy.value.status_code == 503
 
 
 def test_the_asynchronous_clients_work_too(url: RunningSimulator) -> None:

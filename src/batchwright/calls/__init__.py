@@ -6,16 +6,28 @@
 """
 
 from batchwright.calls.budget import ErrorBudget
+from batchwright.calls.cache import Cache
 from batchwright.calls.endpoints import Endpoint, parse_model
+from batchwright.calls.limit import AutoLimit, FixedLimit
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Source, Usage
 from batchwright.calls.pool import Interrupted, Pool, Stream
+from batchwright.calls.queries import (
+    Texts,
+    Vectors,
+    batch_encode_queries,
+    batch_mutate_queries,
+    batch_query_target_model,
+)
 from batchwright.calls.request import Request, chat, complete, embed
 
 __all__ = [
+    "AutoLimit",
+    "Cache",
     "Done",
     "Endpoint",
     "ErrorBudget",
     "Failed",
+    "FixedLimit",
     "Interrupted",
     "Kind",
     "Outcome",
@@ -23,7 +35,12 @@ __all__ = [
     "Request",
     "Source",
     "Stream",
+    "Texts",
     "Usage",
+    "Vectors",
+    "batch_encode_queries",
+    "batch_mutate_queries",
+    "batch_query_target_model",
     "chat",
     "complete",
     "embed",

@@ -10,10 +10,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Background", "background"]
+__all__ = ["Background", "aside", "background"]
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -24,7 +27,7 @@ class Background:
     pid: int
     thread: threading.Thread
     at_exit: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
-    """Whatever has a `close()` that must run before the loop ends."""
+    """Pools: closed before the loop ends, and told to forget it after a fork."""
 
     @property
     def here(self) -> bool:
@@ -34,6 +37,26 @@ class Background:
     def soon(self, call: Callable[..., object], *given: object) -> None:
         """Run a function on the loop."""
         self.loop.call_soon_threadsafe(call, *given)
+
+
+async def aside(work: Callable[[], T]) -> T:
+    """Do something slow on a thread of its own; works while the interpreter ends, too.
+
+    The executors of the standard library take nothing any more at that time.
+    """
+    loop = asyncio.get_running_loop()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name="batchwright-aside", daemon=True).start()
+    return await asyncio.wrap_future(future, loop=loop)
 
 
 _current: Background | None = None
@@ -79,6 +102,8 @@ def _after_fork() -> None:
     _lock = threading.Lock()
     if _current is not None:
         _inherited.append(_current)
+        for one in list(_current.at_exit):
+            one.forget()
         _current = None
 
 

@@ -8,11 +8,12 @@ goes well. There are no chunks and no barriers; a slot that becomes free takes t
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from batchwright.calls.accounting import Ledger, estimate_tokens, estimate_usage
+from batchwright.calls.background import aside
 from batchwright.calls.budget import ErrorBudget, Failures
 from batchwright.calls.keeper import LEASE_S, Keeper
 from batchwright.calls.lane import Lane, remember
@@ -230,7 +231,7 @@ class Engine:
         if self.keeper is not None:
             await self.keeper.close(close_cache)
         self._record(self.loop.time())
-        await asyncio.to_thread(self._remember)
+        await aside(self._remember)
         for lane in self.lanes:
             if lane.transport is not None:
                 await lane.transport.close()
@@ -263,6 +264,9 @@ class Engine:
             if job is not None:
                 lane.in_flight += 1
                 self._launch(lane, job, hedge=False)
+            elif lane.blocked_until <= now:
+                # The money waits for what is under way; no other lane would do better.
+                return
 
     def _free(self, now: float, but: Lane | None = None) -> Lane | None:
         """The least loaded lane that takes a call now."""
@@ -299,7 +303,10 @@ class Engine:
         return None
 
     def _launch(self, lane: Lane, job: Job, *, hedge: bool) -> None:
-        task = self.loop.create_task(self._work(lane, job, hedge))
+        self._keep(self._work(lane, job, hedge))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._worked)
 
@@ -591,7 +598,7 @@ class Engine:
             self._record(now)
         if now - self._remembered_at >= REMEMBER_S:
             self._remembered_at = now
-            self.loop.run_in_executor(None, self._remember)
+            self._keep(aside(self._remember))
         if self.live:
             self._ticking = True
             self.loop.call_later(TICK_S, self._tick)

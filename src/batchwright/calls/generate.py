@@ -1,6 +1,7 @@
 """Models in transformers folders: whole batches of answers or vectors, each row its own."""
 
 import json
+import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ MAX_TOKENS = 512
 ROWS = 64
 """Texts that are embedded together; more of them gain nothing and take memory."""
 
+PRINTABLE = range(33, 127)
+"""Of all bytes, `tiny` says these: a random model would mostly say line ends and broken text."""
+
 SETTINGS = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
 
@@ -37,7 +41,7 @@ def load(name: str | Path) -> "Generator | Embedder":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, folder = str(name), Path(name)
     if text == "tiny":
-        return Generator(_tiny().to(device), load_tokenizer("bytes"), text)
+        return Generator(_tiny().to(device), load_tokenizer("bytes"), text, says=PRINTABLE)
     if text in models.EMBEDDERS:
         if models.find(text).path is None:
             raise MissingFile(f"{text} is not here yet; run: batchwright models get {text}")
@@ -84,13 +88,20 @@ class Generator:
     larger product allows. Settings it does not know are refused, not ignored.
     """
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, name: str) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Tokenizer, name: str, says: Sequence[int] | None = None
+    ) -> None:
         self.name = name
         self._model = model.eval()
         self._tokenizer = tokenizer
         self._context: int = getattr(model.config, "max_position_embeddings", None) or 1 << 30
         ends = model.generation_config.eos_token_id
         self._ends = {tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+        # A model may have more ids than its tokenizer has words.
+        said = range(tokenizer.vocab_size) if says is None else [*says, *self._ends]
+        weight = model.get_output_embeddings().weight
+        self._bias = weight.new_full((len(weight),), -math.inf)
+        self._bias[list(said)] = 0.0
 
     def __call__(self, requests: Sequence[Request]) -> Answers:
         rows: list[_Row | BatchwrightError] = []
@@ -181,9 +192,7 @@ class Generator:
                     logits_to_keep=1,
                 )
                 cache = out.past_key_values
-                # A model may have more ids than its tokenizer has words.
-                logits_BV = out.logits[:, -1, : self._tokenizer.vocab_size].double()
-                chosen = _choose(logits_BV, rows)
+                chosen = _choose((out.logits[:, -1] + self._bias).double(), rows)
                 live = [n for n, row in enumerate(rows) if not self._ended(row, chosen[n])]
                 if len(live) < len(rows):
                     rows = [rows[n] for n in live]

@@ -6,14 +6,15 @@ a full disk costs the next run money, not this one its answers.
 
 import asyncio
 import logging
+import queue
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from batchwright.calls.cache import Cache
 from batchwright.calls.outcome import Done
 from batchwright.calls.request import Request
-from batchwright.errors import BatchwrightError, CannotWrite
+from batchwright.errors import CannotWrite
 
 __all__ = ["Keeper"]
 
@@ -23,6 +24,8 @@ GROUP = 128
 """So many answers do not wait any longer."""
 LEASE_S = 30.0
 """A lease is prolonged three times in this; that of a dead process ends at once."""
+
+Work = tuple[Callable[[], Any], Callable[[Any, Exception | None], None]]
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,11 @@ class Keeper:
         self._cache = cache
         self._loop = loop
         self._fail = fail
-        self._thread = ThreadPoolExecutor(1, "batchwright-cache")
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._work,), name="batchwright-cache", daemon=True
+        )
+        self._thread.start()
         self._group: list[tuple[Request, Done, Callable[[], None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._busy = False
@@ -76,9 +83,10 @@ class Keeper:
             if not self._busy:
                 self._commit()
             await asyncio.sleep(0.001)
-        if close_cache:
-            await self._loop.run_in_executor(self._thread, self._cache.close)
-        self._thread.shutdown(wait=False)
+        ended = self._loop.create_future()
+        self._run(self._cache.close if close_cache else lambda: None, ended.set_result)
+        await ended
+        self._work.put(None)
 
     def _soon(self) -> None:
         if self._timer is None and not self._busy:
@@ -96,7 +104,7 @@ class Keeper:
             if group:
                 self._cache.put_many([(request, done) for request, done, _ in group])
             if released:
-                self._cache.release_many(released, self._cache.owner)
+                self._cache.release(*released, owner=self._cache.owner)
 
         def written(_: None) -> None:
             self._busy = False
@@ -115,27 +123,34 @@ class Keeper:
         What makes the whole cache useless, such as a damaged file, ends the run instead.
         """
 
-        def job() -> None:
-            try:
-                result = work()
-            except CannotWrite as error:
-                self._loop.call_soon_threadsafe(self._refused, error, then, otherwise)
-            except BatchwrightError as error:
-                self._loop.call_soon_threadsafe(self._fail, error)
-                self._loop.call_soon_threadsafe(then, otherwise)
-            else:
-                self._loop.call_soon_threadsafe(then, result)
+        def ended(result: Any, error: Exception | None) -> None:
+            self._loop.call_soon_threadsafe(self._ended, then, result, error, otherwise)
 
-        self._thread.submit(job).add_done_callback(self._ended)
+        self._work.put((work, ended))
 
-    def _ended(self, future: "Future[None]") -> None:
-        error = future.exception()
-        if isinstance(error, Exception):
-            # Not one of ours: a mistake in this package must not leave callers waiting.
-            self._loop.call_soon_threadsafe(self._fail, error)
-
-    def _refused(self, error: CannotWrite, then: Callable[[Any], None], otherwise: Any) -> None:
-        if not self.errors:
-            log.warning("answers are not kept: %s", error)
-        self.errors += 1
+    def _ended(
+        self, then: Callable[[Any], None], result: Any, error: Exception | None, otherwise: Any
+    ) -> None:
+        if error is None:
+            then(result)
+            return
+        if isinstance(error, CannotWrite):
+            if not self.errors:
+                log.warning("answers are not kept: %s", error)
+            self.errors += 1
+        else:
+            self._fail(error)
+        # Whatever it was, nobody may wait for ever.
         then(otherwise)
+
+
+def _serve(waiting: "queue.SimpleQueue[Work | None]") -> None:
+    while (one := waiting.get()) is not None:
+        work, ended = one
+        try:
+            result = work()
+        except Exception as error:
+            # Handed to the loop, which tells everyone who waits.
+            ended(None, error)
+        else:
+            ended(result, None)

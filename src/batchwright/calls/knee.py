@@ -1,139 +1,210 @@
 """Where goodput stops growing with the calls in flight, told from noisy measurements.
 
 Goodput against concurrency, both on a logarithmic scale, is close to a broken stick for any model
-server: it rises with some slope up to the knee and is flat or falls behind it. `Curve` keeps what
-was measured and weighs every stick against it; there is no target for the latency, so a batching
-server, whose calls get slower long before its goodput stops growing, is not misread.
+server: it rises with some slope up to the knee, and is flat or falls behind it. `Curve` keeps what
+was measured and weighs every stick against it. No latency is aimed at, so a batching server, whose
+calls get slower long before its goodput stops growing, is not misread.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Curve", "Knee"]
+__all__ = ["Curve", "Knee", "Round"]
 
 STEP = 0.04
-"""Resolution on the logarithmic scale; 4 percent more calls in flight are the next bin."""
-RISES = (1.0, 0.75, 0.5)
-"""Slopes below the knee: in proportion, or less where calls slow each other down."""
-FALLS = (0.0, -0.3, -0.7)
-"""Slopes above the knee: a queue, and two degrees of thrashing."""
+"""Resolution on the logarithmic scale: the next bin has 4 percent more calls in flight."""
+REACH = 0.45
+"""How far outside of what was measured a knee is looked for, on the logarithmic scale."""
+RISES, FALLS = (1.0, 0.75, 0.5), (0.0, -0.3, -0.7)
+"""Slopes below the knee: in proportion, or less where calls slow each other down; and above it:
+a queue, and two degrees of thrashing."""
+_RISE, _FALL = (np.repeat(RISES, len(FALLS)), np.tile(FALLS, len(RISES)))
 CROWDING = 0.2
 """More calls in flight must bring at least this share of their growth as goodput."""
-NOISE = 0.7
-"""Spread of one call's share of a rate: the coefficient of variation of latencies, rounded up."""
 FLOOR = 0.02
 """No measurement is trusted closer than this: servers wander."""
-REACH = 0.45
-"""How far outside of what was measured a knee is looked for; on the logarithmic scale."""
 
 
-@dataclass(frozen=True, slots=True)
-class Knee:
-    """The limit of least expected loss, and how far the knee may be from it."""
+@dataclass(slots=True)
+class Round:
+    """What is counted while the limit stays the same."""
+
+    begun: float | None
+    """None if the caller was idle: the first call that ends while the limit is full will tell."""
+    skip: int
+    """Calls still to end before counting: most of those in flight began under another limit."""
+    full: bool = False
+    ended: int = 0
+    good: int = 0
+    quick: int = 0
+    """Failures that took less than an answer takes; they say nothing about the load."""
+    late_s: float = math.inf
+    """Seconds a call after which the round is overdue and judged by what there is."""
+    _in_flight: int = 0
+    _seconds: float = 0.0
+    _squares: float = 0.0
+
+    def count(self, seconds: float, in_flight: int, ok: bool) -> None:
+        self.ended += 1
+        self.good += ok
+        self._in_flight += in_flight
+        self._seconds += seconds
+        self._squares += seconds * seconds
+
+    def again(self, now: float) -> None:
+        """Count from now on, under the same limit."""
+        self.begun, self.ended, self.good, self.quick = now, 0, 0, 0
+        self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
+
+    def elapsed(self, now: float) -> float:
+        """Seconds since the counting began."""
+        return max(1e-9, now - (now if self.begun is None else self.begun))
+
+    def rate(self, now: float) -> float:
+        """Good answers a second; a round without any counts as half of one."""
+        return max(0.5, self.good) / self.elapsed(now)
+
+    @property
+    def level(self) -> float:
+        """Calls in flight, on average."""
+        return self._in_flight / self.ended
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation of the latencies."""
+        mean = self._seconds / self.ended
+        return math.sqrt(max(0.0, self._squares / self.ended - mean * mean)) / max(1e-12, mean)
+
+
+class Knee(NamedTuple):
+    """The limit of least expected loss, and what is known about the stick."""
 
     limit: float
-    low: float
-    high: float
+    spread: float
+    """How many times the lowest likely knee the highest likely one is."""
     fall: float
+    """The slope above the knee; 0 for a server that only queues."""
+
+
+class _Belief(NamedTuple):
+    knees: NDArray[np.float64]
+    """Knees looked at, as logarithms."""
+    heights: NDArray[np.float64]
+    """[knee, shape] logarithm of the goodput at the knee."""
+    weights: NDArray[np.float64]
+    """[knee, shape] how likely each stick is."""
+    variance: float
+    """Of the heights."""
 
 
 class Curve:
-    """Goodput measured at different numbers of calls in flight."""
+    """Goodput measured at different numbers of calls in flight, and the stick that explains it.
 
-    def __init__(self, noise: float = NOISE) -> None:
+    >>> curve = Curve()
+    >>> for in_flight, rate in [(4, 4.0), (8, 8.0), (12, 10.1), (16, 9.9)]:
+    ...     curve.add(in_flight, calls=1000, seconds=1000 / rate)
+    >>> 9 < curve.knee().limit < 11
+    True
+    """
+
+    def __init__(self, noise: float = 0.6) -> None:
         self.noise = noise
-        self.measurements = 0
-        self._cached = None
-        self.low: float | None = None
-        self.high: float | None = None
-        self._bins: dict[int, tuple[float, float]] = {}  # calls and seconds
+        """Standard deviation that one call gives to a rate: the variation of the latencies."""
+        self.rounds = 0
+        self.bounds = (0.0, math.inf)
+        """Knees are looked for between these; ignored where measurements lie outside."""
+        self._bins: dict[int, tuple[float, float]] = {}
+        self._belief: _Belief | None = None
 
     def __len__(self) -> int:
         return len(self._bins)
 
     def add(self, in_flight: float, calls: float, seconds: float) -> None:
-        """`calls` answers came in `seconds` while `in_flight` calls were on their way."""
-        self._cached = None
-        self.measurements += 1
+        """`calls` good answers came in `seconds` while `in_flight` calls were on their way."""
         place = round(math.log(in_flight) / STEP)
         before = self._bins.get(place, (0.0, 0.0))
         self._bins[place] = (before[0] + calls, before[1] + seconds)
+        self.rounds += 1
+        self._belief = None
 
     def fade(self, share: float) -> None:
-        """Trust everything `share` as much as until now; what is worth less than a call goes."""
-        self._bins = {
-            place: (calls * share, seconds * share)
-            for place, (calls, seconds) in self._bins.items()
-            if calls * share >= 1.0
-        }
+        """Trust everything only `share` as much; what is worth less than a call is forgotten."""
+        faded = {place: (c * share, s * share) for place, (c, s) in self._bins.items()}
+        self._bins = {place: pair for place, pair in faded.items() if pair[0] >= 1.0}
+        self._belief = None
 
     @property
     def highest(self) -> float:
+        """The most calls in flight that were measured."""
         return math.exp(max(self._bins) * STEP)
 
     def evidence(self, low: float, high: float) -> float:
-        """Calls measured with `low` to `high` of them in flight."""
+        """How many calls were measured with `low` to `high` in flight."""
         first, last = math.log(low) / STEP, math.log(high) / STEP
         return sum(calls for place, (calls, _) in self._bins.items() if first <= place <= last)
 
-    def _weigh(self):
-        if self._cached is None:
-            self._cached = self._weigh_now()
-        return self._cached
-
-    def _weigh_now(self):
-        places = sorted(self._bins)
-        x = np.array(places) * STEP
-        calls, seconds = np.array([self._bins[place] for place in places]).T
-        y = np.log(calls / seconds)
-        weight = 1.0 / (self.noise**2 / calls + FLOOR**2)
-        first, last = x[0] - REACH, x[-1] + REACH
-        if self.low is not None:
-            first = min(max(first, math.log(self.low)), x[-1])
-        if self.high is not None:
-            last = max(min(last, math.log(self.high)), x[0] )
-        knees = np.arange(first, last + STEP / 2, STEP)
-        rise, fall = (g.ravel() for g in np.meshgrid(RISES, FALLS))
-        apart = x - knees[:, None]
-        below, above = np.minimum(apart, 0.0), np.maximum(apart, 0.0)
-        # [knees, shapes, bins]
-        rest = y - rise[:, None] * below[:, None] - fall[:, None] * above[:, None]
-        mean = (rest @ weight) / weight.sum()
-        miss = ((rest - mean[..., None]) ** 2) @ weight
-        belief = np.exp(-0.5 * (miss - miss.min()))
-        belief /= belief.sum()
-        return knees, rise, fall, mean, belief, 1 / weight.sum()
-
     def expect(self, in_flight: float) -> tuple[float, float]:
-        """Logarithm of the goodput expected with `in_flight` calls, and its standard deviation."""
-        knees, rise, fall, mean, belief, var = self._weigh()
-        apart = math.log(in_flight) - knees[:, None]
-        guess = mean + rise * np.minimum(apart, 0) + fall * np.maximum(apart, 0)
-        centre = float((belief * guess).sum())
-        return centre, math.sqrt(float((belief * (guess - centre) ** 2).sum()) + var)
+        """Logarithm of the goodput to be expected with so many calls, and its deviation."""
+        belief = self._weigh()
+        apart = math.log(in_flight) - belief.knees[:, None]
+        guess = belief.heights + _stick(apart)[..., 0]
+        mean = float((belief.weights * guess).sum())
+        variance = float((belief.weights * (guess - mean) ** 2).sum()) + belief.variance
+        return mean, math.sqrt(variance)
 
     def knee(self) -> Knee:
-        """Weigh all sticks by how well they explain the curve, and choose for the average one."""
-        knees, rise, fall, mean, belief, _ = self._weigh()
-        # What a limit at x loses if the knee is at k: log goodput, and the price of crowding.
-        apart = knees[:, None] - knees  # [limits, knees]
-        up, down = np.maximum(-apart, 0.0), np.maximum(apart, 0.0)
-        loss = up @ (belief @ rise) + down @ (belief @ (CROWDING - fall))
-        sums = np.cumsum(belief.sum(axis=1))
+        """The best limit if the sticks are as likely as the curve makes them."""
+        belief = self._weigh()
+        knees, weights = belief.knees, belief.weights
+        apart = knees[:, None] - knees  # [limit, knee]
+        # Below the knee goodput is lost; above it too if it falls, and the crowding has its price.
+        below = np.maximum(-apart, 0.0) @ (weights @ _RISE)
+        above = np.maximum(apart, 0.0) @ (weights @ (CROWDING - _FALL))
+        sums = np.cumsum(weights.sum(axis=1))
         low, high = np.interp((0.1, 0.9), sums, knees)
-        return Knee(float(np.exp(knees[loss.argmin()])), math.exp(low), math.exp(high), float((belief @ fall).sum()))
+        best = float(knees[np.argmin(below + above)])
+        fall = float((weights @ _FALL).sum())
+        return Knee(math.exp(best), math.exp(float(high - low)), fall)
 
-    def state(self) -> list[list[float]]:
-        """[calls in flight, calls, seconds] of each bin."""
-        rows = sorted(self._bins.items())
-        return [[round(math.exp(p * STEP), 3), round(c, 3), round(s, 6)] for p, (c, s) in rows]
+    def _weigh(self) -> _Belief:
+        if self._belief is None:
+            places = sorted(self._bins)
+            x = np.array(places) * STEP
+            calls, seconds = np.array([self._bins[place] for place in places]).T
+            trust = 1.0 / (self.noise**2 / calls + FLOOR**2)
+            first = max(x[0] - REACH, min(x[-1], math.log(max(1e-9, self.bounds[0]))))
+            last = min(x[-1] + REACH, max(x[0], math.log(self.bounds[1])))
+            knees = np.arange(first, last + STEP / 2, STEP)
+            # [knee, shape, bin]
+            rest = np.log(calls / seconds) - _stick(x - knees[:, None])
+            heights = (rest @ trust) / trust.sum()
+            misses = ((rest - heights[..., None]) ** 2) @ trust
+            weights = np.exp(-0.5 * (misses - misses.min()))
+            variance = 1.0 / float(trust.sum())
+            self._belief = _Belief(knees, heights, weights / weights.sum(), variance)
+        return self._belief
+
+    def rows(self) -> list[list[float]]:
+        """[calls in flight, good answers, seconds] of every bin."""
+        bins = sorted(self._bins.items())
+        return [[math.exp(place * STEP), calls, seconds] for place, (calls, seconds) in bins]
 
     @classmethod
-    def load(cls, rows: list[Any]) -> "Curve":
-        curve = cls()
+    def of(cls, rows: Iterable[Sequence[float]], noise: float) -> "Curve":
+        """The curve whose `rows` these are."""
+        curve = cls(noise)
         for in_flight, calls, seconds in rows:
-            curve.add(float(in_flight), float(calls), float(seconds))
+            curve.add(in_flight, calls, seconds)
         return curve
+
+
+def _stick(apart: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[knee, n] logarithmic distances from the knee to [knee, shape, n] heights above it."""
+    below, above = np.minimum(apart, 0.0), np.maximum(apart, 0.0)
+    sticks: NDArray[np.float64] = _RISE[:, None] * below[:, None] + _FALL[:, None] * above[:, None]
+    return sticks

@@ -1,4 +1,4 @@
-"""How many calls may be in flight: a fixed number, or what the server turns out to bear."""
+"""How many calls may be in flight: a fixed number, or as many as the server turns out to bear."""
 
 import math
 from collections import deque
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from batchwright.calls.knee import Curve
-from batchwright.errors import ConfigError
+from batchwright.calls.knee import Curve, Round
+from batchwright.errors import ConfigError, Mismatch
 
 __all__ = ["AutoLimit", "Change", "FixedLimit", "Limit"]
 
+VERSION = 1
 HISTORY = 256
 Phase = Literal["ramp", "dive", "hold", "probe", "doubt", "climb"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The limit moved, and why."""
+    """The limit moved at time `t`, and why."""
 
     t: float
     before: int
@@ -26,429 +27,527 @@ class Change:
 
 
 class Limit(Protocol):
-    @property
-    def limit(self) -> int: ...
+    """What a pool asks before a call and tells after it.
+
+    Times are seconds of any monotonic clock. `in_flight` counts the calls at the server, the one
+    that begins or ends included; a call that waits for its next try is not at the server.
+    """
 
     @property
-    def pause_until(self) -> float: ...
+    def limit(self) -> int:
+        """Calls allowed in flight now."""
 
-    def on_start(self, now: float, in_flight: int) -> None: ...
+    @property
+    def pause_until(self) -> float:
+        """No call may begin before this time."""
 
-    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None: ...
+    def on_start(self, now: float, in_flight: int) -> None:
+        """A call was sent."""
 
-    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None: ...
+    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        """A call was answered after `seconds`, or failed for another reason than a reject."""
 
-    def take_changes(self) -> list[Change]: ...
+    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
+        """The server refused a call because there are too many (429, 503)."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def take_changes(self) -> list[Change]:
+        """The changes since the last time this was asked."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned, as JSON can hold it."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin with what an earlier run learned."""
 
 
 class FixedLimit:
-    pass
+    """Always `n` calls; only Retry-After makes it wait.
+
+    >>> FixedLimit(8).limit
+    8
+    """
+
+    def __init__(self, n: int) -> None:
+        if n < 1:
+            raise ConfigError(f"a limit of {n} calls in flight is not possible; give 1 or more")
+        self.limit = n
+        self.pause_until = 0.0
+
+    def on_start(self, now: float, in_flight: int) -> None:
+        pass
+
+    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        pass
+
+    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
+        if retry_after_s is not None:
+            self.pause_until = max(self.pause_until, now + retry_after_s)
+
+    def take_changes(self) -> list[Change]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
 
 
 class AutoLimit:
-    GROW = 2.0
+    """Finds the server's knee by its goodput, and follows it.
+
+    ramp    double while goodput grows with it
+    dive    halve while goodput does not suffer; when it has fallen, or the start was too high
+    hold    stay at the knee that the measurements tell
+    probe   a little more or less for a moment, to see whether the knee has moved
+    doubt   measure again what was far from expected, before believing it
+    climb   above the number at which the server rejected, a few calls more at a time
+
+    A reject says that this many calls are one too many: the limit goes just below, once for each
+    burst of them and to no less than half. While the caller does not fill the limit, nothing is
+    learned and nothing moves. A pure state machine: the same calls give the same limits.
+
+    >>> limit = AutoLimit()
+    >>> limit.limit
+    16
+    >>> limit.on_reject(now=0.1, in_flight=13, retry_after_s=None)
+    >>> limit.limit
+    12
+    """
+
+    GROWTH = 2.0
+    """Factor of the ramp."""
     RAMP_SHARE = 0.5
-    RAMP_LEAST = 12
+    """A step of the ramp is judged when this share of the limit has ended."""
+    RAMP_CALLS = 12
     PAYS = 0.4
+    """The ramp goes on if goodput grew by the growth of the limit to this power."""
     EXIT = 1.25
-    HOLD_CALLS = 48
-    PROBE_CALLS = 72
-    DIVE_CALLS = 32
+    """What the last good step of the ramp is multiplied with, and with how goodput grew since."""
+    HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
+    """Calls that a round needs at least, however small the limit is."""
     PROBE_ROUNDS = 1.5
-    DIVE_ROUNDS = 1.0
-    SKIP = 0.6
-    UP = 1.2
-    DOWN = 0.83
-    GAP_ROUNDS = 6
-    GAP_CALLS = 40
-    LLR = 3.0
-    LLR_UP = 5.0
-    H1 = 0.9
-    TEST_SHARE = 0.35
+    UP, DOWN = 1.2, 0.83
+    """Factors of the probes."""
     DOWN_EVERY = 5
-    SKIP_DOWN = 0.5
-    FADE_CALLS = 4000.0
-    SURPRISE = 0.12
-    SIGMAS = 2.5
-    SURE = 1.35
+    DOWN_EVERY_THRASH = 6
+    """One probe of so many goes down."""
+    SKIP_UP, SKIP_DOWN = 0.6, 0.5
+    """Shares of the limit that end uncounted after it went up or down."""
+    GAP_ROUNDS, GAP_CALLS = 6, 40
+    """Calls between two probes: so many times the limit, and so many more."""
+    LIKELIER, LIKELIER_UP = 3.0, 5.0
+    """Log likelihood ratio that ends a probe without and with effect."""
+    FURTHER = 1.5
+    """Log likelihood ratio at which a probe goes further up, where the difference is plainer."""
+    TEST_SHARE = 0.35
+    """Share of the limit that must have ended before a probe is judged."""
+    PAID = 0.9
+    """The slope that a moved knee is expected to show in a probe."""
+    SURPRISE, SURPRISE_SIGMAS = 0.12, 2.5
+    """How far a round must be from what was expected, on the logarithmic scale, to be doubted."""
+    YOUNG = 3
     LATE = 1.5
+    """A round that takes so many times the expected time is judged before its end."""
+    MEMORY_CALLS = 4000.0
+    """Measurements fade to a third in so many calls."""
+    SURE = 1.35
+    """Likely knees are at most this factor apart when the search is over."""
 
     def __init__(self, start: int = 16, least: int = 1, most: int = 4096) -> None:
-        self._start = start
-        self._least = least
-        self._most = most
-        self._limit = start
-        self._base = float(start)
-        self._phase: Phase = "ramp"
+        if not 1 <= least <= most:
+            raise ConfigError(f"least={least}, most={most} is not possible; 1 <= least <= most")
+        self.least = least
+        self.most = most
+        self.start = max(least, min(most, start))
         self.pause_until = 0.0
-        self._noise = 0.6
-        self._curve = Curve(self._noise)
-        self._ceiling: int | None = None
+        self.history: deque[Change] = deque(maxlen=HISTORY)
+        """The last changes. One entry a burst of rejects; a single call more that was tried
+        above the ceiling is noted only if it was let in."""
+        self._fresh: deque[Change] = deque(maxlen=HISTORY)
+        self._limit = self.start
+        self._base = float(self.start)
+        self._phase: Phase = "ramp"
+        self._curve = Curve()
+        self._sure = False
+        self._latency_s = 0.0
+        self._rung: tuple[float, float, float] | None = None
+        """Limit, goodput and seconds of the last step of a ramp or dive."""
         self._gap = 1
         self._calm = 0
-        self._sure = False
-        self._cycle = 0
+        self._probes = 0
+        self._doubt = 0.0
+        self._undecided = False
+        self._ceiling: int | None = None
+        """The most calls that the server did not reject, once it did."""
         self._trial: int | None = None
+        """Calls that ended since one more than the ceiling was let in."""
         self._trial_gap = 1
-        self._trial_wait = 0
+        self._since_trial = 0
         self._climb_from = 0
-        self._rung: tuple[float, float, float] | None = None  # limit, rate, seconds
-        self._latency = 0.0
+        self._burst: Change | None = None
         self._burst_until = -math.inf
         self._burst_floor = 0
-        self._burst: Change | None = None
-        self.history: deque[Change] = deque(maxlen=HISTORY)
-        self._fresh: deque[Change] = deque(maxlen=HISTORY)
-        self._begin(None)
+        self._round = Round(None, 0)
+
+    def __repr__(self) -> str:
+        return f"AutoLimit({self._limit}, {self._phase}, {self.least} to {self.most})"
 
     @property
     def limit(self) -> int:
         return self._limit
-
-    def _note(self, change: Change) -> None:
-        if self._burst is not None:
-            burst, self._burst = self._burst, None
-            self._note(burst)
-        if change.before != change.after:
-            self.history.append(change)
-            self._fresh.append(change)
 
     def take_changes(self) -> list[Change]:
         taken = list(self._fresh)
         self._fresh.clear()
         return taken
 
-    def _begin(self, now: float | None) -> None:
-        self._calls = self._sum = 0
-        self._s1 = self._s2 = 0.0
-        self._open = False
-        self._t0 = now
-        self._filled = False
-        self._skip = 0 if self._phase in ("ramp", "climb") else math.ceil(self.SKIP * self._limit)
-        self._late_s = math.inf
-
-    def _move(self, now: float, level: float, why: str, phase: Phase) -> None:
-        self._phase = phase
-        down = level < self._limit
-        after = max(self._least, min(self._most, round(level)))
-        self._note(Change(now, self._limit, after, why))
-        self._limit = after
-        self._trial = None
-        self._begin(now)
-        if down and self._skip:
-            self._skip = math.ceil(self.SKIP_DOWN * after)
-
     def on_start(self, now: float, in_flight: int) -> None:
         pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         if self._burst is not None and now > self._burst_until:
-            burst, self._burst = self._burst, None
-            self._note(burst)
-        if not ok:
-            return
-        self._latency += (seconds - self._latency) * (0.05 if self._latency else 1.0)
-        limit = self._limit
-        if in_flight > limit:
-            if not self._filled:
-                self._t0 = now
-                return
-        elif in_flight < 0.8 * limit - 1:
-            if self._filled:
+            self._note(None)
+        if ok:
+            self._latency_s += (seconds - self._latency_s) * (0.05 if self._latency_s else 1.0)
+        limit, stretch = self._limit, self._round
+        if in_flight < 0.8 * limit - 1:
+            if stretch.full:
                 self._begin(None)
             return
-        if not self._filled:
-            self._filled = True
-            if self._t0 is None:
-                self._t0 = now - seconds
-        if self._trial is not None:
-            self._trial += 1
-            if self._trial >= max(4, 0.5 * limit):
-                self._ceiling = limit
-                self._climb_from = limit
-                self._trial_gap = 1
-                self._move(now, limit + 2, "no reject above the ceiling", "climb")
+        if not stretch.full:
+            if in_flight > limit:
+                stretch.begun = now  # the limit went down; the calls above it end first
                 return
-        else:
-            self._trial_wait += 1
-            if (
-                limit == self._ceiling
-                and self._phase == "hold"
-                and self._trial_wait >= self._trial_gap * limit
-                and limit < self._most
-            ):
-                self._trial = 0
-                self._limit = limit = limit + 1
-        if self._skip > 0:
-            self._skip -= 1
-            self._t0 = now
-            if not self._skip and len(self._curve):
-                expected, spread = self._curve.expect(limit)
-                self._late_s = self.LATE / math.exp(expected - spread)
+            stretch.full = True
+            if stretch.begun is None:
+                stretch.begun = now - seconds
+        if not ok and seconds < 0.5 * self._latency_s:
+            stretch.quick += 1
+            if stretch.quick > 2 + 0.1 * stretch.ended:
+                self._begin(None)
             return
-        self._calls += 1
-        self._sum += in_flight
-        self._s1 += seconds
-        self._s2 += seconds * seconds
-        elapsed = now - self._t0
+        if self._tries_ceiling(now):
+            return
+        if stretch.skip:
+            stretch.skip -= 1
+            stretch.begun = now
+            if not stretch.skip and len(self._curve):
+                expected, spread = self._curve.expect(limit)
+                stretch.late_s = self.LATE * math.exp(spread - expected)
+            return
+        stretch.count(seconds, in_flight, ok)
         if self._phase == "ramp":
-            self._on_ramp(now, elapsed)
+            self._on_ramp(now)
         elif self._phase == "climb":
-            if self._calls >= max(4, 0.5 * limit):
+            if stretch.ended >= max(4, 0.5 * limit):
                 self._on_climbed(now)
         else:
-            self._on_steady(now, elapsed)
-
-    def _on_ramp(self, now: float, elapsed: float) -> None:
-        limit = self._limit
-        need = max(self.RAMP_LEAST, self.RAMP_SHARE * limit)
-        overdue = self._rung is not None and elapsed > 1.5 * self._rung[2] and self._calls > 4
-        if self._calls < need and not overdue:
-            return
-        rate = self._calls / elapsed
-        if self._rung is not None:
-            before, rate_before, _ = self._rung
-            pays = math.log(rate / rate_before) / math.log(limit / before)
-            if pays < self.PAYS:
-                if pays > -0.2 and self._calls < 2 * need and not overdue:
-                    return
-                self._over(now, before, rate / rate_before)
-                return
-        self._rung = (limit, rate, elapsed)
-        self._base = limit
-        if limit >= self._most:
-            self._move(now, limit, "", "hold")
-            return
-        self._move(now, limit * self.GROW, "ramp: goodput grows", "ramp")
-
-    def _over(self, now: float, before: float, ratio: float) -> None:
-        limit = self._limit
-        self._rung = None
-        self._gap = 1
-        self._calm = 0
-        if before <= self._start:
-            self._base = before
-            self._move(now, before, "ramp over at once", "dive")
-            return
-        self._curve.low = before / 1.25
-        self._curve.high = limit
-        self._base = max(before, min(0.9 * limit, self.EXIT * ratio * before))
-        self._move(now, self._base, "ramp over: goodput stopped growing", "hold")
-
-    def _on_steady(self, now: float, elapsed: float) -> None:
-        limit, phase, calls = self._limit, self._phase, self._calls
-        if phase == "hold":
-            need = max(self.HOLD_CALLS, limit)
-        elif phase == "probe":
-            need = max(self.PROBE_CALLS, self.PROBE_ROUNDS * limit)
-        elif phase == "dive":
-            need = max(self.DIVE_CALLS, self.DIVE_ROUNDS * limit)
-        elif self._doubt > 0:
-            need = max(self.HOLD_CALLS, limit)
-        else:
-            need = max(16, 0.35 * limit)
-        if calls < need and (elapsed < need * self._late_s or calls < 8):
-            if phase != "probe" or calls % 8 or not self._tested(now, elapsed):
-                return
-            if self._phase != "probe":
-                return
-        elif phase == "probe" and calls < 2 * need and self._open:
-            if calls % 8 or not self._tested(now, elapsed):
-                return
-            if self._phase != "probe":
-                return
-        rate = calls / elapsed
-        level = self._sum / calls
-        mean = self._s1 / calls
-        cv = math.sqrt(max(0.0, self._s2 / calls - mean * mean)) / mean
-        self._noise += 0.1 * (min(1.5, max(0.4, cv)) - self._noise)
-        self._curve.noise = self._noise
-        if phase == "dive":
-            self._on_dive(now, level, rate, elapsed)
-            return
-        if self._curve.measurements >= 3:
-            expected, spread = self._curve.expect(level)
-            apart = math.log(rate) - expected
-            noise = math.hypot(self._curve.noise / math.sqrt(calls), spread)
-            if phase == "doubt":
-                noise *= 0.6
-                if apart * self._doubt < 0:
-                    apart = 0.0
-            if abs(apart) > max(self.SURPRISE, self.SIGMAS * noise):
-                if phase == "doubt":
-                    self._changed(now, level, rate, elapsed)
-                else:
-                    self._phase = "doubt"
-                    self._doubt = apart
-                    self._calls = self._sum = 0
-                    self._s1 = self._s2 = 0.0
-                    self._t0 = now
-                return
-        if phase == "doubt":
-            self._phase = phase = "hold" if limit == round(self._base) else "probe"
-        self._curve.fade(math.exp(-calls / self.FADE_CALLS))
-        self._curve.add(level, calls, elapsed)
-        self._settle(now)
-
-    def _tested(self, now: float, elapsed: float) -> bool:
-        """Whether a probe is decided."""
-        limit, calls = self._limit, self._calls
-        self._open = False
-        if not self._sure or self._curve.measurements < 4 or calls < max(16, self.TEST_SHARE * limit):
-            return False
-        level = self._sum / calls
-        up = limit > self._base
-        if (up and level < 1.05 * self._base) or (not up and level > 0.95 * self._base):
-            return False
-        expected, spread = self._curve.expect(level)
-        other = self._curve.expect(self._base)[0] + (self.H1 * math.log(level / self._base) if up else 0.0)
-        seen = math.log(calls / elapsed)
-        var = self._curve.noise**2 / calls + (spread ** 2 if seen > expected else 0.0)
-        llr = ((seen - expected)**2 - (seen - other)**2) / (2 * var)
-        if up and llr > self.LLR_UP and other > expected:
-            self._doubt = 1.0
-            self._changed(now, level, calls / elapsed, elapsed)
-            return True
-        self._open = llr > -self.LLR
-        return not self._open
-
-    def _changed(self, now: float, level: float, rate: float, elapsed: float) -> None:
-        self._curve = Curve(self._noise)
-        self._curve.add(level, self._calls, elapsed)
-        self._gap = 1
-        self._calm = 0
-        if self._doubt > 0:
-            self._rung = (level, 0.7 * rate, elapsed)
-            self._move(now, self._limit * self.GROW, "goodput rose", "ramp")
-        else:
-            self._rung = (level, rate, elapsed)
-            self._move(now, self._limit * 0.5, "goodput fell", "dive")
-
-    def _on_dive(self, now: float, level: float, rate: float, elapsed: float) -> None:
-        self._curve.add(level, self._calls, elapsed)
-        if self._rung is not None:
-            before, rate_before, _ = self._rung
-            paid = math.log(rate_before / rate) / math.log(before / level) if level < before else 1.0
-            if paid > 0.25 or self._curve.knee().limit > 0.95 * level:
-                self._phase = "probe"
-                self._rung = None
-                self._settle(now)
-                return
-        if self._limit <= self._least:
-            self._phase = "hold"
-            self._settle(now)
-            return
-        self._rung = (level, rate, elapsed)
-        self._move(now, self._limit * 0.5, "fewer calls do as much", "dive")
-
-    def _settle(self, now: float) -> None:
-        knee = self._curve.knee()
-        best = max(self._least, min(self._most, knee.limit))
-        if self._ceiling is not None:
-            best = min(best, self._ceiling)
-        moved = abs(math.log(best / self._base))
-        self._base = best
-        at_ceiling = self._ceiling is not None and round(best) >= self._ceiling
-        sure = self._sure = at_ceiling or knee.high / knee.low < self.SURE
-        if self._phase == "probe":
-            self._calm = 0
-            self._gap = 1 if moved > 0.08 or not sure else min(64, 2 * self._gap)
-            self._move(now, best, "probe over", "hold")
-            return
-        self._calm += self._calls
-        if sure:
-            self._curve.low = self._curve.high = None
-        period = self.GAP_ROUNDS * self._limit + self.GAP_CALLS
-        if knee.fall > -0.15:
-            period *= 0.5
-        period = min(self._gap * max(self.HOLD_CALLS, self._limit), period)
-        if self._calm >= (4 * period if at_ceiling else period):
-            self._calm = 0
-            below = self._curve.evidence(0.55 * best, 0.93 * best)
-            above = self._curve.evidence(1.07 * best, 1.8 * best)
-            if at_ceiling:
-                side = -1
-            elif min(below, above) < 0.5 * self.PROBE_CALLS:
-                side = -1 if below <= above else 1
-            else:
-                self._cycle = (self._cycle + 1) % self.DOWN_EVERY
-                side = 1 if self._cycle else -1
-            target = max(best + 1, best * self.UP) if side > 0 else min(best - 1, best * self.DOWN)
-            target = min(target, 1.35 * self._curve.highest)
-            if self._ceiling is not None:
-                target = min(target, self._ceiling)
-            if target >= self._least and round(target) != round(best):
-                self._move(now, target, "probe up" if side > 0 else "probe down", "probe")
-                return
-        if round(best) != self._limit:
-            self._move(now, best, "knee", "hold")
-            return
-        self._calls = self._sum = 0
-        self._s1 = self._s2 = 0.0
-        self._t0 = now
-
-    def _on_climbed(self, now: float) -> None:
-        self._ceiling = self._limit
-        self._base = self._limit
-        if self._limit >= 1.25 * self._climb_from:
-            self._rung = None
-            self._curve = Curve(self._noise)
-            self._ceiling = None
-            self._move(now, self._limit * self.GROW, "climbed", "ramp")
-            return
-        step = 2 * (self._limit - self._climb_from + 1)
-        self._move(now, self._limit + step, "no reject above the ceiling", "climb")
+            self._on_round(now)
 
     def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
         if self._trial is not None:
-            self._trial = None
-            self._trial_wait = 0
+            self._trial, self._since_trial = None, 0
             self._trial_gap = min(4, 2 * self._trial_gap)
             self._limit -= 1
             if in_flight > self._limit:
                 return
-        wait = retry_after_s if retry_after_s is not None else 0.5 * (self._latency or 0.2)
         if now > self._burst_until:
-            self._burst_until = now + max(self._latency, 0.05)
-            self._burst_floor = max(self._least, self._limit // 2)
-        target = max(self._least, in_flight - 1)
-        if target < self._burst_floor:
-            target = self._burst_floor
+            self._note(None)
+            self._burst_until = now + max(self._latency_s, 0.05)
+            self._burst_floor = max(self.least, self._limit // 2)
+        bearable = max(self.least, in_flight - 1)
+        if bearable < self._burst_floor:
+            # Fewer calls are refused as well: it is not their number alone.
+            bearable = self._burst_floor
+            wait = 0.5 * (self._latency_s or 0.2) if retry_after_s is None else retry_after_s
             self.pause_until = max(self.pause_until, now + wait)
-        if target < self._limit:
-            self._ceiling = target
-            self._base = float(target)
+        if bearable < self._limit:
+            before = self._limit if self._burst is None else self._burst.before
+            self._burst = Change(now, before, bearable, "429 burst")
+            self._limit = self._ceiling = bearable
+            self._base = float(bearable)
             self._phase = "hold"
-            self._trial_wait = 0
-            self._trial_gap = 1
-            self._gap = max(self._gap, 2)
-            before = self._limit
-            if self._burst is not None:
-                before = self._burst.before
-            self._burst = Change(now, before, target, "429 burst")
-            self._limit = target
+            self._rung = None
+            self._gap = max(2, self._gap)
+            self._trial_gap, self._since_trial = 1, 0
             self._begin(now)
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "base": self._base, "ceiling": self._ceiling, "latency": self._latency, "noise": self._noise,
-            "curve": self._curve.state(),
+            "version": VERSION,
+            "limit": self._base,
+            "ceiling": self._ceiling,
+            "latency_s": self._latency_s,
+            "noise": self._curve.noise,
+            "curve": self._curve.rows(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._base = state["base"]
-        self._limit = max(self._least, min(self._most, round(self._base)))
-        self._ceiling = state["ceiling"]
-        self._latency = state["latency"]
-        self._curve = Curve.load(state["curve"])
-        self._noise = state["noise"]
-        self._curve.noise = self._noise
-        self._curve.measurements = 3
+        if state.get("version") != VERSION:
+            raise Mismatch(
+                f"a limit's memory of version {state.get('version')!r} cannot be read; "
+                f"this is version {VERSION}, leave the memory out and it is learned again"
+            )
+        self.__init__(self.start, self.least, self.most)  # type: ignore[misc]
+        self._base = max(float(self.least), min(float(self.most), float(state["limit"])))
+        self._limit = round(self._base)
+        self._ceiling = None if state["ceiling"] is None else int(state["ceiling"])
+        self._latency_s = float(state["latency_s"])
+        self._curve = Curve.of(state["curve"], float(state["noise"]))
         self._curve.fade(0.5)
-        self._phase = "hold"
-        self._gap = 4
+        self._curve.rounds = 3
+        if len(self._curve) or self._ceiling is not None:
+            self._phase = "hold"
+            self._gap = 4
         self._begin(None)
+
+    def _note(self, change: Change | None) -> None:
+        """Write down a burst that is over, and a change."""
+        for one in (self._burst, change):
+            if one is not None and one.before != one.after:
+                self.history.append(one)
+                self._fresh.append(one)
+        self._burst = None
+
+    def _begin(self, now: float | None, down: bool = False) -> None:
+        """Count anew; `now` is None if the caller does not fill the limit."""
+        share = self.SKIP_DOWN if down else self.SKIP_UP
+        passing = self._phase in ("ramp", "climb")
+        self._undecided = False
+        self._round = Round(now, 0 if passing else math.ceil(share * self._limit))
+
+    def _move(self, now: float, level: float, why: str, phase: Phase) -> None:
+        before = self._limit
+        self._limit = max(self.least, min(self.most, round(level)))
+        self._note(Change(now, before, self._limit, why))
+        self._phase = phase
+        self._trial = None
+        self._begin(now, down=self._limit < before)
+
+    def _on_ramp(self, now: float) -> None:
+        limit, stretch, rung = self._limit, self._round, self._rung
+        need = max(self.RAMP_CALLS, self.RAMP_SHARE * limit)
+        elapsed = stretch.elapsed(now)
+        overdue = rung is not None and elapsed > 1.5 * rung[2] and stretch.ended > 4
+        if stretch.ended < need and not overdue:
+            return
+        rate = stretch.rate(now)
+        if rung is not None:
+            before, rate_before, _ = rung
+            slope = math.log(rate / rate_before) / math.log(limit / before)
+            if slope < self.PAYS:
+                if slope < -0.2 or overdue or stretch.ended >= 2 * need:
+                    self._end_ramp(now, before, rate / rate_before)
+                return
+        self._base = float(limit)
+        if limit >= self.most:
+            self._move(now, limit, "", "hold")
+            return
+        self._rung = (limit, rate, elapsed)
+        self._move(now, limit * self.GROWTH, "ramp: goodput grows", "ramp")
+
+    def _end_ramp(self, now: float, before: float, ratio: float) -> None:
+        self._rung = None
+        self._gap, self._calm = 1, 0
+        if before <= self.start:
+            self._base = before
+            self._move(now, before, "ramp over at once", "dive")
+            return
+        self._curve.bounds = (before / 1.25, self._limit)
+        self._base = max(before, min(0.9 * self._limit, self.EXIT * ratio * before))
+        self._move(now, self._base, "ramp over: goodput grew no more", "hold")
+
+    def _on_round(self, now: float) -> None:
+        """Judge a round of dive, hold, probe or doubt when there is enough of it."""
+        limit, phase, stretch = self._limit, self._phase, self._round
+        need: float = max(self.HOLD_CALLS, limit)
+        if phase == "probe":
+            need = max(self.PROBE_CALLS, self.PROBE_ROUNDS * limit)
+        elif phase == "dive":
+            need = max(self.DIVE_CALLS, limit)
+        elif phase == "doubt" and self._doubt < 0:
+            need = max(16, 0.35 * limit)
+        ended, elapsed = stretch.ended, stretch.elapsed(now)
+        enough = ended >= need or (ended >= 8 and elapsed > need * stretch.late_s)
+        if phase == "probe" and (not enough or (self._undecided and ended < 2 * need)):
+            if ended % 8 or not self._decided(now) or self._round is not stretch:
+                return
+        elif not enough:
+            return
+        noise = min(1.5, max(0.4, stretch.variation))
+        self._curve.noise += 0.1 * (noise - self._curve.noise)
+        if phase == "dive":
+            self._on_dive(now)
+            return
+        if self._curve.rounds >= self.YOUNG and self._surprised(now):
+            return
+        if phase == "doubt":
+            self._phase = "hold" if limit == round(self._base) else "probe"
+        self._curve.fade(math.exp(-ended / self.MEMORY_CALLS))
+        self._curve.add(stretch.level, max(0.5, stretch.good), elapsed)
+        self._settle(now)
+
+    def _surprised(self, now: float) -> bool:
+        """Whether a round is far from what was expected; the second time it is believed."""
+        stretch = self._round
+        expected, spread = self._curve.expect(stretch.level)
+        apart = math.log(stretch.rate(now)) - expected
+        noise = math.hypot(self._curve.noise / math.sqrt(stretch.ended), spread)
+        if self._phase == "doubt":
+            noise *= 0.6
+            if apart * self._doubt < 0:
+                return False
+        if abs(apart) <= max(self.SURPRISE, self.SURPRISE_SIGMAS * noise):
+            return False
+        if self._phase == "doubt":
+            self._changed(now)
+        else:
+            self._phase, self._doubt = "doubt", apart
+            stretch.again(now)
+        return True
+
+    def _changed(self, now: float) -> None:
+        """The knee has moved: what was measured before says nothing about it."""
+        stretch = self._round
+        level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
+        self._curve = Curve(self._curve.noise)
+        self._curve.add(level, max(0.5, stretch.good), elapsed)
+        self._gap, self._calm = 1, 0
+        if self._doubt > 0:
+            # A step of the ramp sees its new calls end only in part.
+            self._rung = (level, 0.7 * rate, elapsed)
+            self._move(now, self._limit * self.GROWTH, "goodput rose", "ramp")
+        else:
+            self._rung = (level, rate, elapsed)
+            self._move(now, self._limit * 0.5, "goodput fell", "dive")
+
+    def _on_dive(self, now: float) -> None:
+        stretch, rung = self._round, self._rung
+        level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
+        self._curve.add(level, max(0.5, stretch.good), elapsed)
+        if rung is not None:
+            before, rate_before, _ = rung
+            cost = math.log(rate_before / rate) - 0.25 * math.log(max(1.0, before / level))
+            if cost > 0 or self._limit <= self.least or self._curve.knee().limit > 0.95 * level:
+                self._rung = None
+                self._phase = "probe"
+                self._settle(now)
+                return
+        self._rung = (level, rate, elapsed)
+        self._move(now, self._limit * 0.5, "fewer calls do as much", "dive")
+
+    def _decided(self, now: float) -> bool:
+        """Whether a probe is already clear: as expected, or as if the knee had moved."""
+        stretch, base, curve = self._round, self._base, self._curve
+        self._undecided = False
+        if not self._sure or curve.rounds < 4:
+            return False
+        if stretch.ended < max(16, self.TEST_SHARE * self._limit):
+            return False
+        apart = math.log(stretch.level / base)
+        if abs(apart) < 0.05:
+            return False
+        expected, spread = curve.expect(stretch.level)
+        moved = curve.expect(base)[0] + (self.PAID * apart if apart > 0 else 0.0)
+        seen = math.log(stretch.rate(now))
+        variance = curve.noise**2 / stretch.ended + (spread**2 if seen > expected else 0.0)
+        likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
+        if apart > 0 and likelier > self.LIKELIER_UP and moved > expected:
+            self._doubt = 1.0
+            self._changed(now)
+            return True
+        if apart > 0 and likelier > self.FURTHER and self._limit < 1.4 * base:
+            self._move(now, self._limit * 1.25, "probe up further", "probe")
+            return True
+        self._undecided = apart > 0 and likelier > -self.LIKELIER
+        return likelier < -self.LIKELIER
+
+    def _settle(self, now: float) -> None:
+        """Go where the curve says the knee is, or probe whether it still is there."""
+        knee = self._curve.knee()
+        best = max(float(self.least), min(float(self.most), knee.limit))
+        if self._ceiling is not None:
+            best = min(best, float(self._ceiling))
+        at_ceiling = self._ceiling is not None and round(best) >= self._ceiling
+        before, self._base = self._base, best
+        self._sure = at_ceiling or knee.spread < self.SURE
+        if self._phase == "probe":
+            steady = self._sure and abs(math.log(best / before)) <= 0.08
+            self._gap = min(64, 2 * self._gap) if steady else 1
+            self._calm = 0
+            if self._limit > before:
+                why = "probe up paid" if best > 1.05 * before else "probe up did not pay"
+            else:
+                why = (
+                    "probe down cost nothing" if best < 0.95 * before else "probe down cost goodput"
+                )
+            self._move(now, best, why, "hold")
+            return
+        if self._sure:
+            self._curve.bounds = (0.0, math.inf)
+        self._calm += self._round.ended
+        period = self.GAP_ROUNDS * self._limit + self.GAP_CALLS
+        if knee.fall > -0.15:
+            period //= 2  # where goodput does not fall above the knee, probes cost nothing
+        period = min(period, self._gap * max(self.HOLD_CALLS, self._limit))
+        if self._calm >= (4 * period if at_ceiling else period):
+            self._calm = 0
+            target = self._target(best, at_ceiling, knee.fall)
+            if self.least <= target <= self.most and target != round(best):
+                self._move(now, target, "probe up" if target > best else "probe down", "probe")
+                return
+        if round(best) != self._limit:
+            self._move(now, best, "knee seen", "hold")
+        else:
+            self._round.again(now)
+
+    def _target(self, best: float, at_ceiling: bool, fall: float) -> int:
+        """The level of the next probe: on the side of which less is known, else mostly up."""
+        below = self._curve.evidence(0.55 * best, 0.93 * best)
+        above = self._curve.evidence(1.07 * best, 1.8 * best)
+        if at_ceiling:
+            up = False
+        elif min(below, above) < 0.5 * self.PROBE_CALLS:
+            up = below > above
+        else:
+            self._probes += 1
+            every = self.DOWN_EVERY if fall > -0.15 else self.DOWN_EVERY_THRASH
+            up = self._probes % every != 0
+        if not up:
+            return round(min(best - 1, best * self.DOWN))
+        target = min(max(best + 1, best * self.UP), 1.35 * self._curve.highest)
+        return round(target if self._ceiling is None else min(target, self._ceiling))
+
+    def _tries_ceiling(self, now: float) -> bool:
+        """At the ceiling, let in one call more from time to time: is it still rejected?"""
+        limit = self._limit
+        if self._trial is not None:
+            self._trial += 1
+            if self._trial < max(4, 0.5 * limit):
+                return False
+            self._ceiling = self._climb_from = limit
+            self._trial_gap = 1
+            self._note(Change(now, limit - 1, limit, "no reject above the ceiling"))
+            self._move(now, limit + 2, "no reject above the ceiling", "climb")
+            return True
+        self._since_trial += 1
+        due = self._since_trial >= self._trial_gap * limit
+        if due and limit == self._ceiling and self._phase == "hold" and limit < self.most:
+            self._trial = 0
+            self._limit = limit + 1
+        return False
+
+    def _on_climbed(self, now: float) -> None:
+        limit = self._limit
+        self._base = float(limit)
+        if limit >= 1.25 * self._climb_from or limit >= self.most:
+            # That much more has room for a ramp, which looks at goodput too.
+            self._ceiling = None
+            self._rung = None
+            self._curve = Curve(self._curve.noise)
+            self._move(now, limit * self.GROWTH, "no reject far above the ceiling", "ramp")
+            return
+        self._ceiling = limit
+        step = 2 * (limit - self._climb_from + 1)
+        self._move(now, limit + step, "no reject above the ceiling", "climb")

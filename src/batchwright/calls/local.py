@@ -148,6 +148,8 @@ def _work(
 ) -> None:
     left: list[_Waiting] = []
     while not closing.is_set() and (first := waiting.get()) is not None:
+        if first.future.cancelled():
+            continue
         left = [first]
         until = time.monotonic() + wait_s
         while len(left) < batch:
@@ -158,7 +160,8 @@ def _work(
             if more is None:
                 waiting.put(None)
                 break
-            left.append(more)
+            if not more.future.cancelled():
+                left.append(more)
         if closing.is_set():
             break
         if taken := [one for one in left if not one.future.cancelled()]:

@@ -7,6 +7,7 @@ wait: `map` and `for` in plain code, `amap`, `call` and `async for` on any event
 """
 
 import asyncio
+import ctypes
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from collections.abc import (
     Sequence,
     Sized,
 )
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -245,6 +247,14 @@ class Pool:
         if not running.here:
             future.result()
 
+    def forget(self) -> None:
+        """After a fork: leave everything to the parent and begin anew."""
+        self._lock = threading.Lock()
+        if self._engine is not None:
+            # For ever: closing its sockets here would take them out of the parent's selector.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
+            self._engine = None
+
     def __enter__(self) -> Self:
         return self
 
@@ -291,12 +301,9 @@ class Pool:
         running = background()
         if self._engine is not None and self._background is running:
             return running, self._engine
-        if self._engine is not None:
-            # The parent's: its sockets are not ours to close.
-            _inherited.append(self._engine)
         if any(endpoint.remote for endpoint in self.endpoints):
             # Importing aiohttp takes a while, which is nobody's deadline to lose.
-            import batchwright.calls.transport
+            import_module("batchwright.calls.transport")
         keeper = None
         if self._cache is not None:
             from batchwright.calls.keeper import Keeper
@@ -576,7 +583,6 @@ class _One:
 
 
 _PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
-_inherited: list[Engine] = []
 
 
 def _wait(

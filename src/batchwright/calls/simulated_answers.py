@@ -49,7 +49,7 @@ INLINE = re.compile(rf"\b(?:question|query)(?: \w)?:\s*(.*?){END}", re.I | re.S)
 QUOTED = re.compile(r"[\"“](.{6,}?)[\"”]\s*$", re.S | re.M)
 REWRITE = re.compile(
     r"\b(?:rewrit|rephras|paraphras|reword|reformulat|mutat|shorten|expand|crossover|combine"
-    r"|similar question|operator:)",
+    r"|similar|operator:)",
     re.I,
 )
 SCALE = re.compile(r"(\d+)\s*(?:to|-|and)\s*(\d+)")

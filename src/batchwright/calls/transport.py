@@ -3,7 +3,6 @@
 The only module that knows aiohttp. One session an endpoint, all on the pool's loop.
 """
 
-import asyncio
 import base64
 import os
 import ssl
@@ -15,6 +14,7 @@ import aiohttp
 from yarl import URL
 
 from batchwright.calls import ollama, openai
+from batchwright.calls.background import aside
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
@@ -40,7 +40,7 @@ async def connect(endpoint: Endpoint) -> Transport:
     if endpoint.remote:
         return HttpTransport(endpoint)
     # A model may take seconds to load, and other endpoints go on meanwhile.
-    return await asyncio.to_thread(FunctionTransport, endpoint)
+    return await aside(lambda: FunctionTransport(endpoint))
 
 
 class HttpTransport:
@@ -59,12 +59,19 @@ class HttpTransport:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         connector: aiohttp.BaseConnector
+        # aiohttp would look the proxy up in a thread for every single call.
+        self._proxy: URL | None = None
+        self._proxy_headers: dict[str, str] | None = None
         if endpoint.socket is not None:
             connector = aiohttp.UnixConnector(path=endpoint.socket, limit=0)
-            proxy = None
         else:
             connector = aiohttp.TCPConnector(limit=0, ssl=_tls(endpoint))
-            proxy = _proxy(endpoint.base)
+            self._proxy, password = _proxy(endpoint.base)
+            if self._base.startswith("https:"):
+                self._proxy_headers = password
+            else:
+                # Without a tunnel the proxy reads the call itself.
+                headers |= password
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=headers,
@@ -72,9 +79,6 @@ class HttpTransport:
             timeout=aiohttp.ClientTimeout(),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        # aiohttp would look the proxy up in a thread for every single call.
-        self._proxy = proxy[0] if proxy else None
-        self._proxy_headers = proxy[1] if proxy else None
 
     async def send(self, request: Request) -> Outcome:
         try:
@@ -137,7 +141,7 @@ class FunctionTransport:
 
     async def close(self) -> None:
         # It waits for the batch that runs.
-        await asyncio.to_thread(self._batcher.close)
+        await aside(self._batcher.close)
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:
@@ -192,15 +196,13 @@ def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
     return ssl.create_default_context(cafile=file or None)
 
 
-def _proxy(base: str) -> tuple[URL, dict[str, str]] | None:
-    """The proxy that the environment names for an address, and the headers it wants."""
+def _proxy(base: str) -> tuple[URL | None, dict[str, str]]:
+    """The proxy that the environment names for an address, and the header it wants."""
     parts = urlsplit(base)
-    if urllib.request.proxy_bypass(parts.netloc):
-        return None
     found = urllib.request.getproxies()
     text = found.get(parts.scheme) or found.get("all")
-    if not text:
-        return None
+    if not text or urllib.request.proxy_bypass(parts.netloc):
+        return None, {}
     proxy = URL(text if "://" in text else f"http://{text}")
     if proxy.scheme not in ("http", "https"):
         raise ConfigError(

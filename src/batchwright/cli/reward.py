@@ -44,20 +44,11 @@ def score(
     """Score every response; a run that was stopped goes on from the answers it has."""
     from batchwright.rewards import RewardsConfig
     from batchwright.rewards.files import read_responses, write_rows
-    from batchwright.rewards.score import plan_work
 
     settings = RewardsConfig.load(config)
     ids, responses = read_responses(input)
-    work = plan_work(responses, settings.part)
     with _open(settings, cache, output) as scorer, progress_bar("scoring", quiet) as progress:
-        outcomes = []
-        if work.requests:
-            if scorer.pool is None:
-                raise ConfigError(
-                    f"{config} asks models and names no endpoints; add endpoints = [...]"
-                )
-            outcomes = scorer.pool.map(work.requests, progress=progress)
-        rewards = work.rewards(outcomes)
+        rewards = scorer.score(responses, progress=progress)
         rows = scorer.columns(rewards, missing="mask")
     write_rows(output, ({"id": id, **row} for id, row in zip(ids, rows, strict=True)))
     show(_facts(settings, rewards, output), _summary(settings, rewards, output), format)
@@ -84,7 +75,7 @@ def explain(
         raise UnknownSample(f"{input} has no row {id!r}; its {len(ids):,} ids begin with {ids[:3]}")
     work = plan_work([responses[ids.index(id)]], settings.part)
     with _open(settings, cache, None) as scorer:
-        outcomes = scorer.pool.map(work.requests) if scorer.pool and work.requests else []
+        outcomes = scorer.ask(work.requests)
         (found,) = work.rewards(outcomes)
     parts = []
     for rule, first, end in work.spans[0]:

@@ -100,11 +100,11 @@ def _check_address(host: str, port: int) -> None:
             f"the host {host} is not of this machine alone, and the server asks nobody for a "
             f"password; use 127.0.0.1, and from elsewhere a tunnel such as ssh -L"
         )
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"the port {port} is not possible; use 0 to 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
-    except OverflowError:
-        raise ConfigError(f"the port {port} is not possible; use 0 to 65535") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise NoServer(

@@ -147,9 +147,8 @@ def rewritten(text: str) -> str | None:
     if not lines:
         return None
     # Small models like to put a heading before, and reasons behind.
-    first = re.sub(
-        r"^(?:[\w ]{0,24}question[\w ]{0,10}|rewritten|answer):\s*", "", lines[0], flags=re.I
-    )
+    heading = r"^[\s*#]*(?:[\w ]{0,24}question[\w ]{0,10}|rewritten|answer)\s*:[\s*]*"
+    first = re.sub(heading, "", lines[0], flags=re.IGNORECASE)
     chosen = first or (lines[1] if len(lines) > 1 else "")
     chosen = chosen.strip("\"'“”* ")
     return chosen if re.search(r"\w", chosen) else None

@@ -315,6 +315,7 @@ class BatchedVecEnv:
         self._history = np.full((b * (depth + 1), goals + 1, 3), -1, np.int32)
         self._counters = np.zeros(core.COUNTERS, np.int64)
         self._scratch = np.zeros((2, scratch_size(goals, self.rules)), np.int32)
+        self._lists = np.zeros((2, b), np.int32)
         self._reward = np.zeros(b, np.float32)
         self._terminated, self._truncated, self._valid, self._lost = np.zeros((4, b), np.bool_)
         self._ended = np.zeros((b, core.ENDED_COLUMNS), np.int64)
@@ -347,6 +348,7 @@ class BatchedVecEnv:
             self._history,
             self._counters,
             self._scratch,
+            self._lists,
             *(self._obs[name] for name in ("candidates", "mask", "n_valid", "query")),
             self._reward,
             self._terminated,

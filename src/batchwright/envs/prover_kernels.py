@@ -1,9 +1,10 @@
-"""The prover environment on arrays: one flat numba kernel that acts, ends, begins and observes.
+"""The prover environment on arrays: numba kernels that act, look, finish and begin.
 
-For every slot it applies the action, and then observes; where the episode ended, it moves what it
-saw to the final buffers, begins the next episode and observes once more. Successors are never
-built to be looked at: a candidate is a row that says which fact or rule would be used, and only
-the chosen one is applied.
+`advance` is the step: it applies the actions, looks at the states they led to, finishes the
+episodes that came to an end, begins new ones in their slots and looks at those. Each part goes
+over a list of slots, so that reads from all over the graph overlap. Successors are never built to
+be looked at: a candidate is a row that says which fact or rule would be used, and only the chosen
+one is applied.
 """
 
 import numpy as np
@@ -45,7 +46,12 @@ HEAD, PREDICATE, TAIL = 12, 13, 14
 """The triple that the episode is about; for an open query with the answer that is looked for."""
 SIDE, FINAL = 15, 16
 """The open argument (0: none, 1: head, 2: tail), and rows in use in the final buffers."""
-SLOT_COLUMNS = 17
+KIND, LOW, SPAN, ENDING = 17, 18, 19, 20
+"""The facts that unify with the first goal, and how the last action tried to end the episode."""
+SLOT_COLUMNS = 21
+
+GOES_ON, GAVE_UP, WAS_INVALID = 0, 1, 2
+"""Values of ENDING."""
 
 # Columns of `ended`: what is known of an episode when it ends.
 E_PROVEN, E_EPISODE, E_INDEX, E_LABEL, E_ANSWER, E_DEPTH, E_STEPS, E_INVALID = range(8)
@@ -82,6 +88,7 @@ def advance(
     history: Ints,
     counters: Longs,
     scratch: Ints,
+    lists: Ints,
     candidates: Ints,
     mask: Bools,
     n_valid: Longs,
@@ -98,6 +105,138 @@ def advance(
     final_query: Ints,
 ) -> None:
     """Act in every slot; `actions` may also hold RESET, LOOK and IDLE."""
+    live, fresh = lists[0], lists[1]
+    width = mask.shape[1]
+    # Slots to look at come from the front, slots to begin anew from the back of their list.
+    alive = 0
+    begun = 0
+    for b in range(slots.shape[0]):
+        reward[b] = 0.0
+        terminated[b] = truncated[b] = False
+        ended[b, E_INVALID] = ended[b, E_PROVEN] = 0
+        valid[b] = slots[b, ACTIVE] != 0 and actions[b] >= -1
+        if actions[b] == RESET:
+            fresh[begun] = b
+            begun += 1
+        elif valid[b] or actions[b] == LOOK:
+            slots[b, ENDING] = GOES_ON
+            if valid[b]:
+                slots[b, STEPS] += 1
+                if actions[b] < 0 or actions[b] >= width or not mask[b, actions[b]]:
+                    slots[b, ENDING] = WAS_INVALID
+                elif actions[b] == width - 1:
+                    slots[b, ENDING] = GAVE_UP
+                elif actions[b] == width - 2:
+                    slots[b, PAGE] += 1
+            live[alive] = b
+            alive += 1
+    _act(prog, live, alive, actions, slots, goals, history, scratch, candidates, config)
+    _look(
+        *(prog, live, alive, slots, goals, history, inverse, config, scratch),
+        *(candidates, mask, n_valid),
+    )
+    for i in range(alive):
+        b = live[i]
+        if actions[b] == LOOK:
+            continue
+        if slots[b, PAGE] == 0:
+            counters[CUTS] += slots[b, CUT]
+        failed = slots[b, ENDING] != GOES_ON
+        proven = slots[b, COUNT] == 0 and not failed
+        stuck = n_valid[b] == 0
+        over = proven or failed or (stuck and slots[b, CUT] == 0)
+        stopped = not over and (stuck or slots[b, DEPTH] >= config[C_DEPTH])
+        if over or stopped:
+            terminated[b], truncated[b] = over, stopped
+            ended[b, E_PROVEN] = proven
+            ended[b, E_INVALID] = slots[b, ENDING] == WAS_INVALID
+            fresh[begun] = b
+            begun += 1
+    _finish(
+        *(prog, fresh, begun, slots, goals, candidates, mask, n_valid, query, rewards, config),
+        *(counters, reward, terminated, truncated, ended),
+        *(final_goals, final_candidates, final_mask, final_n_valid, final_query),
+    )
+    _begin(
+        *(fresh, begun, slots, goals, history, counters, config, queries, labels),
+        *(known_ptr, known_obj, query),
+    )
+    _look(
+        *(prog, fresh, begun, slots, goals, history, inverse, config, scratch),
+        *(candidates, mask, n_valid),
+    )
+    for i in range(begun):
+        counters[CUTS] += slots[fresh[i], CUT]
+
+
+@kernel
+def _act(
+    prog: Program,
+    live: Ints,
+    alive: int,
+    actions: Longs,
+    slots: Longs,
+    goals: Ints,
+    history: Ints,
+    scratch: Ints,
+    candidates: Ints,
+    config: Longs,
+) -> None:
+    """Resolve the first goal of the listed slots as their actions say."""
+    entities, depth = config[C_ENTITIES], config[C_DEPTH]
+    successors = candidates.shape[1] - 2
+    last = history.shape[1] - 1
+    bound, names = scratch[0], scratch[1]
+    for i in range(alive):
+        b = live[i]
+        action = actions[b]
+        if action < 0 or action >= successors or slots[b, ENDING] != GOES_ON:
+            continue
+        n, answer = slots[b, COUNT], slots[b, ANSWER]
+        if candidates[b, action, 0] == FACT:
+            s, o = candidates[b, action, 2], candidates[b, action, 3]
+            n, answer = resolve_fact(goals, b, n, answer, s, o, entities, names)
+        else:
+            n, answer = resolve_rule(
+                goals,
+                b,
+                n,
+                answer,
+                prog.head,
+                prog.body,
+                prog.body_len,
+                prog.variables,
+                candidates[b, action, 1],
+                entities,
+                bound,
+                names,
+            )
+        slots[b, COUNT], slots[b, ANSWER] = n, answer
+        slots[b, DEPTH] += 1
+        slots[b, PAGE] = 0
+        row = b * (depth + 1) + slots[b, DEPTH]
+        for k in range(n):
+            for c in range(3):
+                history[row, k, c] = goals[b, k, c]
+        history[row, last, 0], history[row, last, 1] = n, answer
+
+
+@kernel
+def _look(
+    prog: Program,
+    listed: Ints,
+    total: int,
+    slots: Longs,
+    goals: Ints,
+    history: Ints,
+    inverse: Ints,
+    config: Longs,
+    scratch: Ints,
+    candidates: Ints,
+    mask: Bools,
+    n_valid: Longs,
+) -> None:
+    """List the successors of the listed slots: the page of them that each slot is at."""
     ps_ptr, ps_sub, ps_obj, po_ptr, po_sub, loop_ptr, loop_sub = prog[:7]
     heads, body, body_len, variables, by_head, head_ptr = prog[7:]
     entities, depth = config[C_ENTITIES], config[C_DEPTH]
@@ -107,278 +246,327 @@ def advance(
     trial = np.empty((1, room, 3), np.int32)
     skip_s, skip_o = np.empty(depth + 4, np.int32), np.empty(depth + 4, np.int32)
     skip_at = np.empty(depth + 4, np.int64)
-    for b in range(slots.shape[0]):
-        action = actions[b]
-        if action == IDLE:
-            reward[b] = 0.0
-            terminated[b] = truncated[b] = False
-            continue
-        active = slots[b, ACTIVE] != 0
-        reward[b] = 0.0
-        terminated[b] = truncated[b] = False
-        ended[b, E_INVALID] = ended[b, E_PROVEN] = 0
+    for i in range(total):
+        b = listed[i]
+        if slots[b, COUNT] > 0:
+            kind, low, count = span(
+                ps_ptr,
+                ps_obj,
+                po_ptr,
+                loop_ptr,
+                entities,
+                goals[b, 0, 0],
+                goals[b, 0, 1],
+                goals[b, 0, 2],
+            )
+            slots[b, KIND], slots[b, LOW], slots[b, SPAN] = kind, low, count
+    for i in range(total):
+        b = listed[i]
+        n, answer, level = slots[b, COUNT], slots[b, ANSWER], slots[b, DEPTH]
         past = b * (depth + 1)
-        begin = action == RESET
-        valid[b] = active and not begin
-        n, answer = slots[b, COUNT], slots[b, ANSWER]
-        level = slots[b, DEPTH]
-        failed = False
-        gave_up = False
-        if action >= -1:
-            if not active:
-                continue
-            slots[b, STEPS] += 1
-            if action < 0 or action >= width or not mask[b, action]:
-                counters[INVALID] += 1
-                ended[b, E_INVALID] = 1
-                failed = True
-            elif action == width - 1:
-                failed = gave_up = True
-            elif action == width - 2:
-                slots[b, PAGE] += 1
-            else:
-                if candidates[b, action, 0] == FACT:
-                    s, o = candidates[b, action, 2], candidates[b, action, 3]
-                    n, answer = resolve_fact(goals, b, n, answer, s, o, entities, names)
-                else:
-                    n, answer = resolve_rule(
-                        goals,
-                        b,
-                        n,
-                        answer,
-                        heads,
-                        body,
-                        body_len,
-                        variables,
-                        candidates[b, action, 1],
+        found = np.int64(0)
+        filled = np.int64(0)
+        cut = np.int64(0)
+        more = False
+        if n > 0 and slots[b, ENDING] == GOES_ON:
+            kind, low, count = slots[b, KIND], slots[b, LOW], slots[b, SPAN]
+            p, x, y = goals[b, 0, 0], goals[b, 0, 1], goals[b, 0, 2]
+            start = slots[b, PAGE] * page_size
+            stop = start + page_size
+            if slots[b, SIDE] != 0 and level == 0:
+                # The known answers of an open query are not what is asked for.
+                count = 0
+            skips = 0
+            if count > 0:
+                # The query itself and its inverse never help in its own proof.
+                hs, hp, ho = slots[b, HEAD], slots[b, PREDICATE], slots[b, TAIL]
+                for _ in range(2):
+                    if (
+                        hp == p
+                        and (x >= entities or x == hs)
+                        and (y >= entities or y == ho)
+                        and (kind != LOOPS or hs == ho)
+                    ):
+                        skip_s[skips] = hs
+                        skip_o[skips] = ho
+                        skips += 1
+                    hs, hp, ho = ho, np.int64(inverse[slots[b, PREDICATE]]), hs
+                if n > 1:
+                    for h in range(past, past + level):
+                        if history[h, room, 0] == n - 1 and history[h, 0, 0] == goals[b, 1, 0]:
+                            same, s, o = _needed(goals, b, n, answer, history, h, entities, names)
+                            if same:
+                                skip_s[skips] = s
+                                skip_o[skips] = o
+                                skips += 1
+            places = 0
+            slow = False
+            for k in range(skips):
+                if skip_s[k] >= 0 and skip_o[k] >= 0:
+                    at = place(
+                        ps_ptr,
+                        ps_obj,
+                        po_sub,
+                        loop_sub,
                         entities,
-                        bound,
-                        names,
+                        kind,
+                        low,
+                        count,
+                        p,
+                        skip_s[k],
+                        skip_o[k],
                     )
-                level += 1
-                slots[b, COUNT], slots[b, ANSWER], slots[b, DEPTH] = n, answer, level
-                slots[b, PAGE] = 0
-                _keep(history, past + level, goals, b, n, answer)
-        # Twice at most: the state that the action led to, and the first one of the next episode.
-        while True:
-            if begin:
-                _begin(slots, b, goals, counters, config, queries, labels, known_ptr, known_obj)
-                active = slots[b, ACTIVE] != 0
-                n, answer, level = slots[b, COUNT], slots[b, ANSWER], np.int64(0)
-                _keep(history, past, goals, b, n, answer)
-                _ask(query, slots, b)
-            total = np.int64(0)
-            filled = np.int64(0)
-            cut = np.int64(0)
-            more = False
-            if n > 0 and not failed:
-                p, x, y = goals[b, 0, 0], goals[b, 0, 1], goals[b, 0, 2]
-                kind, low, count = span(ps_ptr, ps_obj, po_ptr, loop_ptr, entities, p, x, y)
-                start = slots[b, PAGE] * page_size
-                stop = start + page_size
-                if slots[b, SIDE] != 0 and level == 0:
-                    # The known answers of an open query are not what is asked for.
-                    count = 0
-                skips = 0
-                if count > 0:
-                    # The query itself and its inverse never help in its own proof.
-                    hs, hp, ho = slots[b, HEAD], slots[b, PREDICATE], slots[b, TAIL]
-                    for turn in range(2):
-                        if turn == 1:
-                            hs, hp, ho = ho, np.int64(inverse[hp]), hs
-                        if (
-                            hp == p
-                            and (x >= entities or x == hs)
-                            and (y >= entities or y == ho)
-                            and (kind != LOOPS or hs == ho)
-                        ):
-                            skip_s[skips] = hs
-                            skip_o[skips] = ho
-                            skips += 1
-                    if n > 1:
-                        for h in range(past, past + level):
-                            if history[h, room, 0] == n - 1 and history[h, 0, 0] == goals[b, 1, 0]:
-                                same, s, o = _needed(
-                                    goals, b, n, answer, history, h, entities, names
-                                )
-                                if same:
-                                    skip_s[skips] = s
-                                    skip_o[skips] = o
-                                    skips += 1
-                places = 0
-                slow = False
-                for i in range(skips):
-                    if skip_s[i] >= 0 and skip_o[i] >= 0:
-                        at = place(
-                            ps_ptr,
-                            ps_obj,
-                            po_sub,
-                            loop_sub,
-                            entities,
-                            kind,
-                            low,
-                            count,
-                            p,
-                            skip_s[i],
-                            skip_o[i],
-                        )
-                        if at >= 0:
-                            places = _insert(skip_at, places, at)
-                    elif kind == PAIRS and (skip_s[i] >= 0 or skip_o[i] >= 0):
-                        slow = True
-                    else:
-                        # Whatever the fact, the same visited state would follow.
-                        count = places = 0
-                        slow = False
-                        break
-                usable = count - places
-                if slow:
-                    usable = 0
-                    for at in range(low, low + count):
-                        if not _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
-                            usable += 1
-                if kind == GROUND and usable:
-                    if start == 0:
-                        _write(candidates, mask, b, 0, FACT, p, x, y)
-                        filled = 1
-                    total = 1
-                for j in range(head_ptr[p], head_ptr[p + 1]):
-                    r = by_head[j]
-                    ok, v0, t0, v1, t1 = unify(heads[r, 1], heads[r, 2], x, y, entities)
-                    if not ok:
-                        continue
-                    size = n - 1 + body_len[r]
-                    if size > room:
-                        cut += 1
-                        continue
-                    first = body[r, 0, 0] if body_len[r] > 0 else goals[b, min(1, room - 1), 0]
-                    back = False
-                    for h in range(past, past + level + 1):
-                        if size > 0 and history[h, room, 0] == size and history[h, 0, 0] == first:
-                            for i in range(n):
-                                for c in range(3):
-                                    trial[0, i, c] = goals[b, i, c]
-                            _, after = resolve_rule(
-                                trial,
-                                0,
-                                n,
-                                answer,
-                                heads,
-                                body,
-                                body_len,
-                                variables,
-                                r,
-                                entities,
-                                bound,
-                                names,
-                            )
-                            if after == history[h, room, 1] and same_state(
-                                trial, 0, history, h, size
-                            ):
-                                back = True
-                                break
-                    if back:
-                        continue
-                    if start <= total < stop:
-                        s = t0 if x == v0 else x
-                        o = t0 if y == v0 else y
-                        s = t1 if s == v1 else s
-                        o = t1 if o == v1 else o
-                        _write(candidates, mask, b, filled, RULE, r, s, o)
-                        filled += 1
-                    total += 1
-                if kind != GROUND:
-                    # Facts number `first` to `last` of the usable ones stand on this page.
-                    begin_at = max(start - total, 0)
-                    end_at = min(stop - total, usable)
-                    total += usable
-                    at = low + begin_at
-                    passed = 0
-                    if slow:
-                        at = low
-                        for _ in range(begin_at):
-                            while _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
-                                at += 1
-                            at += 1
-                    else:
-                        while passed < places and skip_at[passed] <= at:
-                            at += 1
-                            passed += 1
-                    for _ in range(end_at - begin_at):
-                        if slow:
-                            while _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
-                                at += 1
-                        while passed < places and skip_at[passed] == at:
-                            at += 1
-                            passed += 1
-                        if kind == SUBJECTS:
-                            _write(candidates, mask, b, filled, FACT, p, po_sub[at], y)
-                        elif kind == LOOPS:
-                            s = loop_sub[at]
-                            _write(candidates, mask, b, filled, FACT, p, s, s)
-                        else:
-                            _write(candidates, mask, b, filled, FACT, p, ps_sub[at], ps_obj[at])
-                        filled += 1
-                        at += 1
-                more = total > stop
-            if slots[b, PAGE] == 0 and action != LOOK:
-                counters[CUTS] += cut
-            for k in range(filled, slots[b, FILLED]):
-                _erase(candidates, mask, b, k)
-            slots[b, CUT], slots[b, FILLED], slots[b, MORE] = cut, filled, more
-            n_valid[b] = total
-            stuck = n > 0 and total == 0
-            # A first state with no way on is shown all the same: giving up is its one action.
-            _option(candidates, mask, b, width - 2, NEXT, more)
-            _option(candidates, mask, b, width - 1, END, config[C_END] != 0 or total == 0)
-            if begin or action == LOOK:
-                break
-            proven = n == 0 and not failed
-            over = proven or failed or (stuck and cut == 0)
-            stopped = not over and (stuck or level >= depth)
-            if not (over or stopped):
-                break
-            terminated[b] = over
-            truncated[b] = stopped
-            if over:
-                right = slots[b, LABEL] != 0
-                if proven and slots[b, SIDE] != 0:
-                    right = _correct(slots, b, ps_ptr, ps_obj, entities)
-                if proven:
-                    reward[b] = rewards[0] if right else rewards[2]
-                elif right:
-                    reward[b] = rewards[1]
+                    if at >= 0:
+                        places = _insert(skip_at, places, at)
+                elif kind == PAIRS and (skip_s[k] >= 0 or skip_o[k] >= 0):
+                    slow = True
                 else:
-                    reward[b] = rewards[3] + (rewards[4] if gave_up else np.float32(0.0))
-            counters[PROVEN] += proven
-            counters[TRUNCATED] += stopped
-            counters[FINISHED] += 1
-            ended[b, E_PROVEN] = proven
-            ended[b, E_EPISODE] = slots[b, EPISODE]
-            ended[b, E_INDEX] = slots[b, INDEX]
-            ended[b, E_LABEL] = slots[b, LABEL]
-            ended[b, E_ANSWER] = answer if answer < entities else -1
-            ended[b, E_DEPTH] = level
-            ended[b, E_STEPS] = slots[b, STEPS]
-            for i in range(room):
-                for c in range(3):
-                    final_goals[b, i, c] = goals[b, i, c]
+                    # Whatever the fact, the same visited state would follow.
+                    count = 0
+                    places = 0
+                    slow = False
+                    break
+            usable = count - places
+            if slow:
+                usable = 0
+                for at in range(low, low + count):
+                    if not _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
+                        usable += 1
+            if kind == GROUND and usable:
+                if start == 0:
+                    _write(candidates, mask, b, 0, FACT, p, x, y)
+                    filled = 1
+                found = 1
+            for j in range(head_ptr[p], head_ptr[p + 1]):
+                r = by_head[j]
+                ok, v0, t0, v1, t1 = unify(heads[r, 1], heads[r, 2], x, y, entities)
+                if not ok:
+                    continue
+                size = n - 1 + body_len[r]
+                if size > room:
+                    cut += 1
+                    continue
+                # A rule with no body leaves the goals behind the first one, if there are any.
+                first = body[r, 0, 0] if body_len[r] > 0 else goals[b, min(1, room - 1), 0]
+                back = False
+                for h in range(past, past + level + 1):
+                    if history[h, room, 0] == size and history[h, 0, 0] == first and size > 0:
+                        for k in range(n):
+                            for c in range(3):
+                                trial[0, k, c] = goals[b, k, c]
+                        _, after = resolve_rule(
+                            trial,
+                            0,
+                            n,
+                            answer,
+                            heads,
+                            body,
+                            body_len,
+                            variables,
+                            r,
+                            entities,
+                            bound,
+                            names,
+                        )
+                        if after == history[h, room, 1] and same_state(trial, 0, history, h, size):
+                            back = True
+                            break
+                if back:
+                    continue
+                if start <= found < stop:
+                    s = t0 if x == v0 else x
+                    o = t0 if y == v0 else y
+                    s = t1 if s == v1 else s
+                    o = t1 if o == v1 else o
+                    _write(candidates, mask, b, filled, RULE, r, s, o)
+                    filled += 1
+                found += 1
+            if kind != GROUND:
+                # Facts number `skipped` to `last` of the usable ones stand on this page.
+                skipped = max(start - found, 0)
+                last = min(stop - found, usable)
+                found += usable
+                at = low + skipped
+                passed = 0
+                if slow:
+                    at = low
+                    for _ in range(skipped):
+                        while _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
+                            at += 1
+                        at += 1
+                else:
+                    while passed < places and skip_at[passed] <= at:
+                        at += 1
+                        passed += 1
+                for _ in range(last - skipped):
+                    if slow:
+                        while _skipped(ps_sub, ps_obj, at, skip_s, skip_o, skips):
+                            at += 1
+                    while passed < places and skip_at[passed] == at:
+                        at += 1
+                        passed += 1
+                    if kind == SUBJECTS:
+                        _write(candidates, mask, b, filled, FACT, p, po_sub[at], y)
+                    elif kind == LOOPS:
+                        _write(candidates, mask, b, filled, FACT, p, loop_sub[at], loop_sub[at])
+                    else:
+                        _write(candidates, mask, b, filled, FACT, p, ps_sub[at], ps_obj[at])
+                    filled += 1
+                    at += 1
+            more = found > stop
+        for k in range(filled, slots[b, FILLED]):
+            _erase(candidates, mask, b, k)
+        slots[b, CUT], slots[b, FILLED], slots[b, MORE] = cut, filled, more
+        n_valid[b] = found
+        # A first state with no way on is shown all the same: giving up is its one action.
+        _option(candidates, mask, b, width - 2, NEXT, more)
+        _option(candidates, mask, b, width - 1, END, config[C_END] != 0 or found == 0)
+
+
+@kernel
+def _finish(
+    prog: Program,
+    listed: Ints,
+    total: int,
+    slots: Longs,
+    goals: Ints,
+    candidates: Ints,
+    mask: Bools,
+    n_valid: Longs,
+    query: Ints,
+    rewards: NDArray[np.float32],
+    config: Longs,
+    counters: Longs,
+    reward: NDArray[np.float32],
+    terminated: Bools,
+    truncated: Bools,
+    ended: Longs,
+    final_goals: Ints,
+    final_candidates: Ints,
+    final_mask: Bools,
+    final_n_valid: Longs,
+    final_query: Ints,
+) -> None:
+    """Reward the listed slots whose episode is over, and keep what they showed last."""
+    entities = config[C_ENTITIES]
+    room, width = goals.shape[1], candidates.shape[1]
+    for i in range(total):
+        b = listed[i]
+        stopped = truncated[b]
+        if not (stopped or terminated[b]):
+            continue
+        proven = ended[b, E_PROVEN] != 0
+        if not stopped:
+            right = slots[b, LABEL] != 0
+            if proven and slots[b, SIDE] != 0:
+                right = _correct(slots, b, prog.ps_ptr, prog.ps_obj, entities)
+            if proven:
+                reward[b] = rewards[0] if right else rewards[2]
+            elif right:
+                reward[b] = rewards[1]
+            else:
+                reward[b] = rewards[3]
+                if slots[b, ENDING] == GAVE_UP:
+                    reward[b] += rewards[4]
+        counters[PROVEN] += proven
+        counters[TRUNCATED] += stopped
+        counters[FINISHED] += 1
+        counters[INVALID] += ended[b, E_INVALID]
+        ended[b, E_EPISODE] = slots[b, EPISODE]
+        ended[b, E_INDEX] = slots[b, INDEX]
+        ended[b, E_LABEL] = slots[b, LABEL]
+        ended[b, E_ANSWER] = slots[b, ANSWER] if slots[b, ANSWER] < entities else -1
+        ended[b, E_DEPTH] = slots[b, DEPTH]
+        ended[b, E_STEPS] = slots[b, STEPS]
+        for k in range(room):
             for c in range(3):
-                final_query[b, c] = query[b, c]
-            # Only a truncated state has a future: of others no candidate is shown but END.
-            kept = filled if stopped else 0
-            for k in range(kept):
-                for c in range(4):
-                    final_candidates[b, k, c] = candidates[b, k, c]
-                final_mask[b, k] = True
-            for k in range(kept, slots[b, FINAL]):
-                _erase(final_candidates, final_mask, b, k)
-            slots[b, FINAL] = kept
-            _option(final_candidates, final_mask, b, width - 2, NEXT, stopped and more)
-            _option(final_candidates, final_mask, b, width - 1, END, True)
-            final_n_valid[b] = total if stopped else 0
-            begin = True
-            failed = False
+                final_goals[b, k, c] = goals[b, k, c]
+        for c in range(3):
+            final_query[b, c] = query[b, c]
+        # Only a truncated state has a future: of others no candidate is shown but END.
+        kept = slots[b, FILLED] if stopped else 0
+        for k in range(kept):
+            for c in range(4):
+                final_candidates[b, k, c] = candidates[b, k, c]
+            final_mask[b, k] = True
+        for k in range(kept, slots[b, FINAL]):
+            _erase(final_candidates, final_mask, b, k)
+        slots[b, FINAL] = kept
+        more = stopped and slots[b, MORE] != 0
+        _option(final_candidates, final_mask, b, width - 2, NEXT, more)
+        _option(final_candidates, final_mask, b, width - 1, END, True)
+        final_n_valid[b] = n_valid[b] if stopped else 0
+
+
+@kernel
+def _begin(
+    listed: Ints,
+    count: int,
+    slots: Longs,
+    goals: Ints,
+    history: Ints,
+    counters: Longs,
+    config: Longs,
+    queries: Ints,
+    labels: Bools,
+    known_ptr: Ints,
+    known_obj: Ints,
+    query: Ints,
+) -> None:
+    """Put the next episodes of the stream into the listed slots, in the order of the slots.
+
+    What an episode is depends on its number only.
+    """
+    entities, ratio, ask = config[C_ENTITIES], config[C_RATIO], config[C_ASK]
+    total = queries.shape[0]
+    last = history.shape[1] - 1
+    for i in range(count):
+        b = listed[i]
+        for k in range(slots[b, COUNT]):
+            goals[b, k, 0] = goals[b, k, 1] = goals[b, k, 2] = -1
+        slots[b, DEPTH] = slots[b, PAGE] = slots[b, STEPS] = slots[b, SIDE] = 0
+        slots[b, ENDING] = GOES_ON
+        number = counters[BEGUN]
+        if config[C_ONCE] != 0 and number >= total:
+            slots[b, ACTIVE] = slots[b, COUNT] = slots[b, LABEL] = 0
+            slots[b, EPISODE] = slots[b, INDEX] = slots[b, ANSWER] = -1
+            slots[b, HEAD] = slots[b, PREDICATE] = slots[b, TAIL] = -1
+            query[b, 0] = query[b, 1] = query[b, 2] = -1
+            continue
+        counters[BEGUN] += 1
+        positive, wrong = number, np.int64(0)
+        if ratio:
+            positive = number // (1 + ratio)
+            wrong = number - positive * (1 + ratio)
+        index = number
+        if config[C_ONCE] == 0:
+            epoch = positive // total
+            index = permute(positive - epoch * total, total, mix(config[C_KEY], epoch))
+        h, p, t = np.int64(queries[index, 0]), queries[index, 1], np.int64(queries[index, 2])
+        label = labels[index]
+        if wrong:
+            turn = (positive * ratio + wrong - 1) & 1
+            key = _episode_key(config[C_KEY], number)
+            ok, h, t = _corrupted(h, p, t, turn, entities, known_ptr, known_obj, key)
+            # Where every entity is a right answer nothing can be corrupted: the truth is asked.
+            label = label and not ok
+        side = ask
+        if ask == ASK_BOTH:
+            side = 1 + (number & 1)
+        slots[b, ACTIVE] = slots[b, COUNT] = 1
+        slots[b, EPISODE], slots[b, INDEX], slots[b, LABEL] = number, index, label
+        slots[b, HEAD], slots[b, PREDICATE], slots[b, TAIL] = h, p, t
+        slots[b, SIDE] = side
+        slots[b, ANSWER] = t if side == TRUTH else entities
+        goals[b, 0, 0] = query[b, 1] = p
+        goals[b, 0, 1] = entities if side == ASK_HEAD else h
+        goals[b, 0, 2] = entities if side == ASK_TAIL else t
+        query[b, 0] = -1 if side == ASK_HEAD else h
+        query[b, 2] = -1 if side == ASK_TAIL else t
+        row = b * (config[C_DEPTH] + 1)
+        for c in range(3):
+            history[row, 0, c] = goals[b, 0, c]
+        history[row, last, 0], history[row, last, 1] = 1, slots[b, ANSWER]
 
 
 @kernel
@@ -429,58 +617,6 @@ def expert_actions(
 
 
 @kernel
-def _begin(
-    slots: Longs,
-    b: int,
-    goals: Ints,
-    counters: Longs,
-    config: Longs,
-    queries: Ints,
-    labels: Bools,
-    known_ptr: Ints,
-    known_obj: Ints,
-) -> None:
-    """Put the next episode of the stream into a slot; what it is depends on its number only."""
-    number = counters[BEGUN]
-    entities, ratio, ask = config[C_ENTITIES], config[C_RATIO], config[C_ASK]
-    total = queries.shape[0]
-    for i in range(slots[b, COUNT]):
-        goals[b, i, 0] = goals[b, i, 1] = goals[b, i, 2] = -1
-    slots[b, DEPTH] = slots[b, PAGE] = slots[b, STEPS] = slots[b, SIDE] = 0
-    if config[C_ONCE] != 0 and number >= total:
-        slots[b, ACTIVE] = slots[b, COUNT] = slots[b, LABEL] = 0
-        slots[b, EPISODE] = slots[b, INDEX] = slots[b, ANSWER] = -1
-        slots[b, HEAD] = slots[b, PREDICATE] = slots[b, TAIL] = -1
-        return
-    counters[BEGUN] += 1
-    positive = number // (1 + ratio)
-    wrong = number - positive * (1 + ratio)
-    index = number
-    if config[C_ONCE] == 0:
-        epoch = positive // total
-        index = permute(positive - epoch * total, total, mix(config[C_KEY], epoch))
-    h, p, t = np.int64(queries[index, 0]), queries[index, 1], np.int64(queries[index, 2])
-    label = labels[index]
-    if wrong:
-        side = (positive * ratio + wrong - 1) & 1
-        key = _episode_key(config[C_KEY], number)
-        ok, h, t = _corrupted(h, p, t, side, entities, known_ptr, known_obj, key)
-        # Where every entity is a right answer there is nothing to corrupt: the truth is asked.
-        label = label and not ok
-    side = ask
-    if ask == ASK_BOTH:
-        side = 1 + (number & 1)
-    slots[b, ACTIVE] = slots[b, COUNT] = 1
-    slots[b, EPISODE], slots[b, INDEX], slots[b, LABEL] = number, index, label
-    slots[b, HEAD], slots[b, PREDICATE], slots[b, TAIL] = h, p, t
-    slots[b, SIDE] = side
-    goals[b, 0, 0] = p
-    goals[b, 0, 1] = entities if side == ASK_HEAD else h
-    goals[b, 0, 2] = entities if side == ASK_TAIL else t
-    slots[b, ANSWER] = t if side == TRUTH else entities
-
-
-@kernel
 def _corrupted(
     h: int, p: int, t: int, side: int, entities: int, ptr: Ints, obj: Ints, key: int
 ) -> tuple[bool, int, int]:
@@ -522,23 +658,6 @@ def _correct(slots: Longs, b: int, ps_ptr: Ints, ps_obj: Ints, entities: int) ->
 
 
 @kernel
-def _ask(query: Ints, slots: Longs, b: int) -> None:
-    query[b, 0] = -1 if slots[b, SIDE] == ASK_HEAD else slots[b, HEAD]
-    query[b, 1] = slots[b, PREDICATE]
-    query[b, 2] = -1 if slots[b, SIDE] == ASK_TAIL else slots[b, TAIL]
-
-
-@kernel
-def _keep(history: Ints, row: int, goals: Ints, b: int, n: int, answer: int) -> None:
-    """Write a state into the history: its goals, then their number and the answer."""
-    for i in range(n):
-        for c in range(3):
-            history[row, i, c] = goals[b, i, c]
-    last = history.shape[1] - 1
-    history[row, last, 0], history[row, last, 1] = n, answer
-
-
-@kernel
 def _needed(
     goals: Ints, b: int, n: int, answer: int, history: Ints, h: int, entities: int, names: Ints
 ) -> tuple[bool, int, int]:
@@ -546,7 +665,8 @@ def _needed(
     x, y = np.int64(goals[b, 0, 1]), np.int64(goals[b, 0, 2])
     s = x if x < entities else np.int64(-1)
     o = y if y < entities else np.int64(-1)
-    names[:] = -1
+    for k in range(names.size):
+        names[k] = -1
     following = entities
     last = history.shape[1] - 1
     # After the terms of the goals comes the answer.

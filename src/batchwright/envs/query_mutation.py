@@ -139,7 +139,7 @@ class BatchedQueryMutationEnv:
         self.counts: Counter[str] = Counter()
         """Steps, guarded rewritings and failures by kind since the beginning."""
         self._ask_mutator, self._ask_target, self._rate = mutator, target, reward
-        self._run, self._embed, self._dim, self._seed = run, embed, dim, seed
+        self.run, self._embed, self._dim, self._seed = run, embed, dim, seed
         self._on_turn, self._failures, self._order = on_turn, failures, order
         self._places = [_Place() for _ in range(num_envs)]
 
@@ -181,7 +181,7 @@ class BatchedQueryMutationEnv:
         async def begin() -> None:
             await asyncio.gather(*(self._begin(self._places[b], b) for b in chosen))
 
-        self._run(begin())
+        self.run(begin())
         return self._observe(self._places)
 
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
@@ -192,7 +192,7 @@ class BatchedQueryMutationEnv:
         async def act() -> list[tuple[Turn, bool, _Place]]:
             return await asyncio.gather(*(self.act(b, int(a)) for b, a in enumerate(given)))
 
-        done = self._run(act())
+        done = self.run(act())
         turns = [turn for turn, _, _ in done]
         ended = np.array([end for _, end, _ in done])
         gains = np.array([turn.gain for turn in turns], np.float32)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 
-__all__ = ["apply_chains", "count_chains", "learn_chains", "reach"]
+__all__ = ["apply_chains", "count_chains", "learn_chains", "reach", "walk"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -198,6 +198,118 @@ def count_chains(
 
 
 @kernel
+def _open(
+    u: int,
+    step: int,
+    ptr: Ints,
+    n: int,
+    preds: int,
+    by: int,
+    back: int,
+    hidden: int,
+    x: int,
+    y: int,
+) -> int:
+    """How many ends of a step from u are open: without the edge we came by and the hidden one."""
+    count = int(ptr[step * n + u + 1] - ptr[step * n + u])
+    returns = by >= 0 and step == turned(by, preds)
+    ahead = hidden >= 0 and step == hidden and u == x
+    behind = hidden >= 0 and step == turned(hidden, preds) and u == y
+    if returns:
+        count -= 1
+    if ahead and not (returns and back == y):
+        count -= 1
+    if behind and not (returns and back == x) and not (ahead and x == y):
+        count -= 1
+    return count
+
+
+@kernel
+def _shut(
+    u: int, step: int, v: int, preds: int, by: int, back: int, hidden: int, x: int, y: int
+) -> bool:
+    """Whether the edge from u to v is the one we came by, or the hidden one."""
+    if by >= 0 and step == turned(by, preds) and v == back:
+        return True
+    if hidden < 0:
+        return False
+    return (step == hidden and u == x and v == y) or (
+        step == turned(hidden, preds) and u == y and v == x
+    )
+
+
+@kernel
+def walk(
+    x: int,
+    body: Ints,
+    length: int,
+    ptr: Ints,
+    ends: Ints,
+    n: int,
+    preds: int,
+    hidden: int,
+    y: int,
+    stamp: Longs,
+    now: int,
+    share: Doubles,
+    out: Ints,
+) -> int:
+    """The distinct ends of a chain from x, and the chance of each if every step goes at random.
+
+    The fact of step `hidden` from x to y is taken out of the graph; -1 hides nothing.
+    """
+    count = 0
+    ways = _open(x, body[0], ptr, n, preds, -1, -1, hidden, x, y)
+    for i in range(ptr[body[0] * n + x], ptr[body[0] * n + x + 1]):
+        z = ends[i]
+        if _shut(x, body[0], z, preds, -1, -1, hidden, x, y):
+            continue
+        chance = 1.0 / ways
+        if length == 1:
+            if stamp[z] != now:
+                stamp[z] = now
+                share[z] = 0.0
+                out[count] = z
+                count += 1
+            share[z] += chance
+            continue
+        more = _open(z, body[1], ptr, n, preds, body[0], x, hidden, x, y)
+        for j in range(ptr[body[1] * n + z], ptr[body[1] * n + z + 1]):
+            w = ends[j]
+            if _shut(z, body[1], w, preds, body[0], x, hidden, x, y):
+                continue
+            if length == 2:
+                if stamp[w] != now:
+                    stamp[w] = now
+                    share[w] = 0.0
+                    out[count] = w
+                    count += 1
+                share[w] += chance / more
+                continue
+            last = _open(w, body[2], ptr, n, preds, body[1], z, hidden, x, y)
+            for k in range(ptr[body[2] * n + w], ptr[body[2] * n + w + 1]):
+                v = ends[k]
+                if _shut(w, body[2], v, preds, body[1], z, hidden, x, y):
+                    continue
+                if stamp[v] != now:
+                    stamp[v] = now
+                    share[v] = 0.0
+                    out[count] = v
+                    count += 1
+                share[v] += chance / more / last
+    return count
+
+
+@kernel
+def _weighted(share: float, power: float) -> float:
+    if power == 0.0:
+        return 1.0
+    if power == 0.5:
+        return float(np.sqrt(share))
+    return float(share**power)
+
+
+@kernel
 def apply_chains(
     given: Ints,
     heads: Longs,
@@ -209,30 +321,34 @@ def apply_chains(
     ends: Ints,
     n: int,
     preds: int,
-    greatest: bool,
+    share_power: float,
+    power: float,
     scores: NDArray[np.float32],
 ) -> None:
-    """Fill [Q, N] with the sum of the evidence of all rules that reach an entity, or the greatest.
+    """Fill [Q, N] with the sum over rules of (evidence * share ** share_power) ** power.
 
-    The rules of head step s are those from `rule_ptr[s]` to `rule_ptr[s + 1]`.
+    The rules of head step s are those from `rule_ptr[s]` to `rule_ptr[s + 1]`; share is the chance
+    that a random walk along the rule ends at the entity. With infinite `power` it is the greatest.
     """
     stamp = np.full(n, -1, np.int64)
-    uses = np.zeros(n, np.uint8)
+    share = np.zeros(n)
     out = np.empty(n, np.int32)
-    bits = np.zeros(2 * preds, np.uint8)
     now = 0
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
-            count = reach(
-                given[q], bodies[r], lengths[r], ptr, ends, n, preds, bits, stamp, now, uses, out
+            count = walk(
+                given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, stamp, now, share, out
             )
             now += 1
-            weight = np.float32(evidence[r])
             for i in range(count):
-                if greatest:
-                    scores[q, out[i]] = max(scores[q, out[i]], weight)
+                e = out[i]
+                part = evidence[r] * _weighted(share[e], share_power)
+                if np.isinf(power):
+                    scores[q, e] = max(scores[q, e], np.float32(part))
+                elif power == 1.0:
+                    scores[q, e] += np.float32(part)
                 else:
-                    scores[q, out[i]] += weight
+                    scores[q, e] += np.float32(part**power)
 
 
 @kernel
@@ -245,25 +361,27 @@ def learn_chains(
     ends: Ints,
     n: int,
     preds: int,
+    share_power: float,
     rate: float,
     evidence: Doubles,
     squares: Doubles,
 ) -> tuple[float, int]:
     """One pass of Adagrad over questions (x, step, y); the mean loss and how many counted.
 
-    The score of an entity is the sum of the evidence of all rules that reach it without the
-    question's own fact, 0 if there is none; the loss is the cross-entropy of the softmax over all
-    entities but other true answers. A question whose answer no rule reaches teaches nothing.
+    The score of an entity is the sum over rules of evidence * share ** share_power with the
+    question's own fact hidden, 0 if no rule reaches it; the loss is the cross-entropy of the
+    softmax over all entities but other true answers. A question whose answer no rule reaches
+    teaches nothing.
     """
     stamp = np.full(n, -1, np.int64)
-    uses = np.zeros(n, np.uint8)
+    share = np.zeros(n)
     out = np.empty(n, np.int32)
-    bits = np.zeros(2 * preds, np.uint8)
     score = np.zeros(n)
     seen = np.full(n, -1, np.int64)
     true = np.full(n, -1, np.int64)
     touched = np.empty(n, np.int32)
     hits = np.empty(1024, np.int32)
+    parts = np.empty(1024)
     hits_ptr = np.zeros(np.max(np.diff(rule_ptr)) + 1, np.int64)
     loss = 0.0
     counted = 0
@@ -274,38 +392,41 @@ def learn_chains(
         y = questions[q, 2]
         first = rule_ptr[step]
         rules = rule_ptr[step + 1] - first
-        for i in range(ptr[step * n + x], ptr[step * n + x + 1]):
-            true[ends[i]] = q
-        bits[step] = 1
-        reached = 0
-        filled = 0
         others = n
         for i in range(ptr[step * n + x], ptr[step * n + x + 1]):
-            others -= ends[i] != y
+            true[ends[i]] = q
+            if ends[i] != y:
+                others -= 1
+        reached = 0
+        filled = 0
         for r in range(rules):
             rule = first + r
-            count = reach(
-                x, bodies[rule], lengths[rule], ptr, ends, n, preds, bits, stamp, now, uses, out
+            count = walk(
+                x, bodies[rule], lengths[rule], ptr, ends, n, preds, step, y, stamp, now, share, out
             )
             now += 1
+            if filled + count > len(hits):
+                room = max(2 * len(hits), filled + count)
+                more = np.empty(room, np.int32)
+                more[:filled] = hits[:filled]
+                hits = more
+                more_parts = np.empty(room)
+                more_parts[:filled] = parts[:filled]
+                parts = more_parts
             for i in range(count):
                 e = out[i]
-                if uses[e] or (true[e] == q and e != y):
+                if true[e] == q and e != y:
                     continue
                 if seen[e] != q:
                     seen[e] = q
                     score[e] = 0.0
                     touched[reached] = e
                     reached += 1
-                score[e] += evidence[rule]
-                if filled == len(hits):
-                    more = np.empty(2 * filled, np.int32)
-                    more[:filled] = hits
-                    hits = more
+                parts[filled] = _weighted(share[e], share_power)
+                score[e] += evidence[rule] * parts[filled]
                 hits[filled] = e
                 filled += 1
             hits_ptr[r + 1] = filled
-        bits[step] = 0
         if seen[y] != q:
             continue
         top = 0.0
@@ -324,7 +445,7 @@ def learn_chains(
                 continue
             slope = 0.0
             for i in range(hits_ptr[r], hits_ptr[r + 1]):
-                slope += score[hits[i]]
+                slope += score[hits[i]] * parts[i]
             rule = first + r
             squares[rule] += slope * slope
             evidence[rule] -= rate * slope / np.sqrt(squares[rule])

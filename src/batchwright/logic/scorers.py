@@ -5,6 +5,7 @@ Everything that ranks entities has one method, `scores(given, predicates, side)`
 trained prover alike.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from batchwright.rng import key
 
 __all__ = [
     "BETAS",
-    "POWERS",
+    "WAYS",
     "Choice",
     "Hybrid",
     "Mean",
@@ -40,8 +41,12 @@ Doubles = NDArray[np.float64]
 BETAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Weights of the proofs that are tried on the valid part."""
 
-POWERS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, math.inf)
-"""Ways to join rules that are tried on the valid part; see `RuleScorer`."""
+WAYS = (
+    *((power, 0.0) for power in (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, math.inf)),
+    *((power, 0.5) for power in (1.0, 2.0, 4.0)),
+    (1.0, 1.0),
+)
+"""Ways to join rules that are tried on the valid part: power and share; see `RuleScorer`."""
 
 CERTAIN = 1 - 1e-4
 """Weights above this count as this, or one certain rule would outweigh all others for ever."""
@@ -53,22 +58,28 @@ FEWEST = 50
 class RuleScorer:
     """What chain rules say of every entity: one search answers p(h, ?) for all of them.
 
-    A rule of weight w is evidence e = -log(1 - w). An entity's score joins the evidence of all
-    rules that reach it, (sum of e ** power) ** (1 / power). With power 1 that is the noisy-or
-    (as a sum of logarithms, so that many rules do not all come to 1), with infinity the greatest
-    weight; what lies between trusts strong rules more than many weak ones.
+    A rule of weight w is evidence e = -log(1 - w) for the entities it reaches. With `share` above
+    0 they divide it: each gets e * chance ** share, with the chance that a random walk along the
+    rule ends there. An entity's score joins what all rules give it, (sum of parts ** power) **
+    (1 / power). With power 1 and share 0 that is the noisy-or (as a sum of logarithms, so that
+    many rules do not all come to 1), with infinite power the greatest weight; what lies between
+    trusts strong rules more than many weak ones.
     """
 
-    def __init__(self, facts: Facts, rules: Rules, power: float = 1.0) -> None:
+    def __init__(self, facts: Facts, rules: Rules, power: float = 1.0, share: float = 0.0) -> None:
         if (facts.num_entities, facts.num_predicates) != (rules.num_entities, rules.num_predicates):
             raise Mismatch(
                 f"the rules are over {rules.num_entities:,} entities and {rules.num_predicates:,} "
                 f"predicates, the facts over {facts.num_entities:,} and {facts.num_predicates:,}; "
                 f"read both with one vocabulary"
             )
-        if not power >= 1:
-            raise ConfigError(f"power {power} is not 1 or more; 1 is the noisy-or, inf the maximum")
+        if not power >= 1 or not 0 <= share <= 1:
+            raise ConfigError(
+                f"power {power} is 1 (noisy-or) or more (inf: the greatest), share {share} is from "
+                f"0 (whole) to 1 (divided); change the one that is not"
+            )
         self.power = power
+        self.share = share
         self._chains = chains_of(rules)
         self._steps = Steps.of(facts)
         weights = self._chains.weights
@@ -87,14 +98,12 @@ class RuleScorer:
         steps, chains = self._steps, self._chains
         found = np.zeros((len(given), steps.num_entities), np.float32)
         heads = predicates.astype(np.int64) + (0 if side == "tail" else steps.num_predicates)
-        greatest = math.isinf(self.power)
-        evidence = self.evidence if greatest or self.power == 1 else self.evidence**self.power
         apply_chains(
             np.ascontiguousarray(given, np.int32), heads, chains.ptr, chains.bodies,
-            chains.lengths, evidence, steps.ptr, steps.ends, steps.num_entities,
-            steps.num_predicates, greatest, found,
+            chains.lengths, self.evidence, steps.ptr, steps.ends, steps.num_entities,
+            steps.num_predicates, self.share, self.power, found,
         )  # fmt: skip
-        if not greatest and self.power != 1:
+        if 1 < self.power < math.inf:
             np.power(found, np.float32(1 / self.power), out=found)
         return found
 
@@ -120,11 +129,17 @@ class RuleScorer:
             self.evidence = self.evidence.copy()
         loss, _ = learn_chains(
             np.ascontiguousarray(both[order]), chains.ptr, chains.bodies, chains.lengths,
-            steps.ptr, steps.ends, steps.num_entities, steps.num_predicates, rate,
+            steps.ptr, steps.ends, steps.num_entities, steps.num_predicates, self.share, rate,
             self.evidence, self._squares,
         )  # fmt: skip
         self.learned_epochs += 1
         return loss
+
+    def copied(self) -> "RuleScorer":
+        """The same scorer with evidence of its own, which later passes do not change."""
+        other = copy.copy(self)
+        other.evidence = self.evidence.copy()
+        return other
 
 
 class Mean:
@@ -217,30 +232,32 @@ def choose_rules(
 ) -> tuple[RuleScorer, dict[str, float]]:
     """The way to join rules that ranks best on `valid`, and the MRR of each that was tried.
 
-    Tried are the powers, on confidences as they were counted, and evidence learned on `train`
-    for up to `epochs` passes.
+    Tried are `WAYS` on confidences as they were counted, and then evidence learned on `train`
+    for up to `epochs` passes, with the share that did best.
     """
     tried: dict[str, float] = {}
     best: tuple[float, RuleScorer] | None = None
-    learner = RuleScorer(facts, rules)
-    ways = [RuleScorer(facts, rules, power) for power in POWERS]
-    for number in range(len(ways) + epochs):
-        if number < len(ways):
-            scorer, name = ways[number], f"power {POWERS[number]:g}"
+    shares: dict[float, float] = {}
+    learner: RuleScorer | None = None
+    for number in range(len(WAYS) + epochs):
+        if number < len(WAYS):
+            power, share = WAYS[number]
+            scorer, name = RuleScorer(facts, rules, power, share), f"power {power:g}"
         else:
+            if learner is None:
+                learner = RuleScorer(facts, rules, share=max(shares, key=lambda s: shares[s]))
             learner.learn(train, seed=seed)
-            scorer, name = learner, f"learned {learner.learned_epochs}"
+            scorer = learner.copied()
+            share, name = learner.share, f"learned {learner.learned_epochs}"
         mrr = rank_each(valid, known, [scorer], list)[0].metrics().mrr
-        tried[name] = mrr
+        tried[f"{name}, share {share:g}"] = mrr
+        if number < len(WAYS) and power == 1:
+            shares[share] = mrr
         if best is None or mrr > best[0]:
-            if scorer is learner:
-                scorer = RuleScorer(facts, rules)
-                scorer.evidence = learner.evidence.copy()
-                scorer.learned_epochs = learner.learned_epochs
             best = mrr, scorer
         if progress:
-            progress(number + 1, len(ways) + epochs)
-    assert best is not None  # there is always a first power
+            progress(number + 1, len(WAYS) + epochs)
+    assert best is not None  # there is always a first way
     return best[1], tried
 
 

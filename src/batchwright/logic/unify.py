@@ -1,8 +1,8 @@
 """One step of resolution: the numba kernels that unify the first goal and rewrite the rest.
 
 A state is a stack of goals, `goals[g, :n]` of an int32 array [G, A, 3] (predicate, term, term),
-and the term `answer` that stands for what was asked. Terms below `entities` are entities; others are
-variables, numbered from `entities` in the order in which they appear (the answer last), so that
+and the term `answer` that stands for what was asked. Terms below `entities` are entities; others
+are variables, numbered from `entities` in the order in which they appear (the answer last), so that
 two states that differ in names of variables only are equal as arrays. The first goal is the one
 to resolve. Everything works in place. Kernels take whole arrays and an index rather than views:
 each view would count its references, and that takes longer than the step.
@@ -248,7 +248,8 @@ def canonical(goals: Ints, g: int, n: int, answer: int, entities: int, names: In
             term = goals[g, i, c]
             if term >= entities:
                 if not clean:
-                    names[:] = -1
+                    for k in range(names.size):
+                        names[k] = -1
                     clean = True
                 if names[term - entities] < 0:
                     names[term - entities] = following

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from batchwright.errors import Mismatch
+from batchwright.errors import BadRow, Mismatch
 from batchwright.rewards.config import Missing, RewardsConfig
-from batchwright.rewards.reward import Response
+from batchwright.rewards.reward import Response, words
 from batchwright.rewards.scorer import Column, Scorer
 
-__all__ = ["acompute_score", "compute_score", "scorer_for"]
+__all__ = ["acompute_score", "compute_score", "forget_scorers", "scorer_for"]
 
 _DOCUMENTED = {
     "verbosity_words": "word_count_before_measurements",
@@ -23,6 +23,7 @@ _DOCUMENTED = {
 """Columns under the names that the reward of lists between tags has had before."""
 
 Row = dict[str, Column]
+_opened: list[Scorer] = []
 
 
 def compute_score(
@@ -88,15 +89,28 @@ def scorer_for(config: str | None = None) -> Scorer:
     return _of_environment(given, bool(os.environ.get("OPENAI_API_KEY")))
 
 
+def forget_scorers() -> None:
+    """Close the scorers of this process; the next call reads its configuration anew."""
+    while _opened:
+        _opened.pop().close()
+    _of_file.cache_clear()
+    _of_environment.cache_clear()
+
+
 @cache
 def _of_file(path: str) -> Scorer:
-    return Scorer(RewardsConfig.load(path))
+    return _kept(Scorer(RewardsConfig.load(path)))
 
 
 @cache
 def _of_environment(given: tuple[tuple[str, str], ...], key: bool) -> Scorer:
     environ = dict(given) | ({"OPENAI_API_KEY": "set"} if key else {})
-    return Scorer(RewardsConfig.from_environment(environ))
+    return _kept(Scorer(RewardsConfig.from_environment(environ)))
+
+
+def _kept(scorer: Scorer) -> Scorer:
+    _opened.append(scorer)
+    return scorer
 
 
 def single_of(
@@ -106,8 +120,11 @@ def single_of(
     extra: Mapping[str, Any] | None,
 ) -> Response:
     """One sample of a trainer as a response."""
+    if extra is not None and not isinstance(extra, Mapping):
+        raise BadRow(f"the extra_info of a sample is {type(extra).__name__}; give a dict or None")
     known = dict(extra or {})
-    prompt = str(known.get("prompt") or known.get("question") or "")
+    asked = next((known[name] for name in ("prompt", "question") if name in known), "")
+    prompt = str(words(asked))
     # Anything but text is refused by name when it is scored.
     return Response(response, ground_truth, str(dataset or ""), prompt, known)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ from typing import Any
 from batchwright.data.source import open_source
 from batchwright.errors import BadRow, UnknownSample
 from batchwright.files import write_atomic
-from batchwright.rewards.reward import Response
+from batchwright.rewards.reward import Response, words
 
 __all__ = ["read_responses", "response_of", "values_of", "write_rows"]
 
@@ -54,7 +54,7 @@ def response_of(row: Mapping[str, Any]) -> Response:
         if name is not None:
             found[field] = row[name]
             used.add(name)
-    text = found.get("text")
+    text = words(found.get("text"))
     if not isinstance(text, str):
         seen = "no response" if text is None else f"a response that is {type(text).__name__}"
         raise BadRow(f"{seen}; a row needs a text in one of {', '.join(_COLUMNS['text'])}")
@@ -62,16 +62,15 @@ def response_of(row: Mapping[str, Any]) -> Response:
     given = found.get("extra")
     if isinstance(given, Mapping):
         extra |= given
-    prompt = found.get("prompt", "")
-    if not isinstance(prompt, str):
-        prompt = "\n".join(str(turn.get("content", "")) for turn in prompt)
+    prompt = str(words(found.get("prompt", "")))
     return Response(text, found.get("truth"), str(found.get("dataset", "")), prompt, extra)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """JSON lines, all or nothing; what is not a number is null."""
     lines = (json.dumps(_null(row), ensure_ascii=False, allow_nan=False) for row in rows)
-    write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "surrogatepass"))
+    # Half a surrogate pair has no UTF-8; behind a backslash it is JSON.
+    write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
 
 
 def values_of(path: Path, column: str) -> dict[str, Any]:

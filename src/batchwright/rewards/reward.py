@@ -1,11 +1,11 @@
 """A reward with its parts, and whether it may be learned from."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Part", "Response", "Reward"]
+__all__ = ["Part", "Response", "Reward", "words"]
 
 Fact = float | str | bool | None
 
@@ -72,3 +72,19 @@ class Reward:
         if self.valid:
             return ""
         return next((part.why for part in self.parts.values() if not part.valid), "")
+
+
+def words(said: Any) -> Any:
+    """The text of a list of messages, one below the other; anything else stays as it is.
+
+    >>> words([{"role": "assistant", "content": "So it is 4."}])
+    'So it is 4.'
+    """
+    if isinstance(said, str) or not isinstance(said, Iterable) or isinstance(said, Mapping):
+        return said
+    turns = list(said)
+    if not all(isinstance(turn, Mapping) for turn in turns):
+        return said
+    # A content may itself be a list: of texts, beside pictures.
+    contents = [words(turn.get("content") or turn.get("text") or "") for turn in turns]
+    return "\n".join(content for content in contents if isinstance(content, str))

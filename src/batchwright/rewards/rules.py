@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from batchwright.calls.outcome import Outcome
@@ -273,7 +274,11 @@ def listed(text: str, tag: str) -> list[Any] | None:
     >>> listed("<m>[True, 2, 'x']</m>", "m")
     [True, 2, 'x']
     """
-    found = re.findall(rf"<{re.escape(tag)}>\s*\[(.*?)\]\s*</{re.escape(tag)}>", text, re.DOTALL)
+    mark = re.escape(tag)
+    # The inside stops at the next tag: a text that repeats the tag a thousand times, as policies
+    # do, is still read once.
+    inside = rf"<{mark}>\s*\[((?:(?!<{mark}>).)*?)\]\s*</{mark}>"
+    found = re.findall(inside, text, re.DOTALL)
     return _values(found[-1]) if found else None
 
 
@@ -289,7 +294,7 @@ def last_number(text: str) -> Fraction | None:
     for written in reversed(numbers):
         above, _, below = re.sub(r"[,\s]", "", written).rstrip(".").partition("/")
         # A text may hold a number with more digits than any memory: 1e999999999.
-        if len(above) > 400 or re.search(r"[eE][-+]?\d{4,}", above):
+        if max(len(above), len(below)) > 400 or re.search(r"[eE][-+]?\d{4,}", above):
             continue
         if below and int(below) == 0:
             continue
@@ -311,6 +316,9 @@ def _truths(truth: Any) -> list[Any] | None:
         if not (inner.startswith("[") and inner.endswith("]")):
             return None
         return _values(inner[1:-1])
+    if isinstance(truth, np.ndarray):
+        # What Parquet columns of lists come back as.
+        return list(truth.tolist()) if truth.ndim == 1 else None
     return list(truth) if isinstance(truth, list | tuple) else None
 
 
@@ -323,7 +331,7 @@ def _values(inside: str) -> list[Any] | None:
             continue
         try:
             values.append(json.loads(word.replace("'", '"')))
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     return values
 

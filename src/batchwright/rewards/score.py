@@ -8,7 +8,7 @@ from batchwright.errors import BadRow, ConfigError
 from batchwright.rewards.reward import Part, Response, Reward
 from batchwright.rewards.rules import Rule
 
-__all__ = ["Work", "ascore_all", "plan_work", "score_all"]
+__all__ = ["Work", "ascore_all", "needed", "plan_work", "score_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def score_all(
     (1.0, 0.0)
     """
     work = plan_work(responses, parts)
-    outcomes = _needed(pool, work).map(work.requests) if work.requests else []
+    outcomes = needed(pool, work.requests).map(work.requests) if work.requests else []
     return work.rewards(outcomes)
 
 
@@ -86,14 +86,16 @@ async def ascore_all(
 ) -> list[Reward]:
     """`score_all` for those who are in an event loop already."""
     work = plan_work(responses, parts)
-    outcomes = await _needed(pool, work).amap(work.requests) if work.requests else []
+    outcomes = await needed(pool, work.requests).amap(work.requests) if work.requests else []
     return work.rewards(outcomes)
 
 
-def _needed(pool: Pool | None, work: Work) -> Pool:
+def needed(pool: Pool | None, requests: Sequence[Request]) -> Pool:
+    """The pool, or the reason why one has to be named."""
     if pool is None:
+        models = sorted({request.model for request in requests})
         raise ConfigError(
-            f"{len(work.requests)} calls to {work.requests[0].model} and others are needed, "
-            f"and there is no endpoint; name one"
+            f"{len(requests):,} calls to {', '.join(models)} are needed and no endpoint is named; "
+            f"add endpoints = [...]"
         )
     return pool

@@ -1,14 +1,16 @@
 """A configured reward, ready to score: makes its pool on first use, in whatever process that is."""
 
+import asyncio
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
 
-from batchwright.calls import Endpoint, ErrorBudget, Pool
-from batchwright.errors import BadReward
+from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
+from batchwright.errors import BadReward, NoServer
 from batchwright.rewards.config import Missing, RewardsConfig
+from batchwright.rewards.reach import knock, refuse_strangers
 from batchwright.rewards.reward import Response, Reward
-from batchwright.rewards.score import ascore_all, score_all
+from batchwright.rewards.score import needed, plan_work
 
 __all__ = ["Scorer"]
 
@@ -16,41 +18,77 @@ Column = float | str | bool
 
 
 class Scorer:
-    """Scores by a configuration. It can be sent to other processes: each opens its own pool."""
+    """Scores by a configuration. It can be sent to other processes: each opens its own pool.
+
+    Until one call was answered, a server that cannot be reached, or a key or a model that it
+    does not know, is `NoServer`; later the samples it concerns are invalid.
+
+    >>> scorer = Scorer(RewardsConfig.of({"part": [{"kind": "numeric"}]}))
+    >>> scorer.score([Response("4", "4")])[0].value
+    1.0
+    """
 
     def __init__(self, config: RewardsConfig) -> None:
         self.config = config
         self._pool: Pool | None = None
         self._pid = 0
+        self._answered = False
+        self._lock = threading.Lock()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"config": self.config, "_pool": None, "_pid": 0}
+    def __reduce__(self) -> tuple[type["Scorer"], tuple[RewardsConfig]]:
+        return type(self), (self.config,)
 
     @property
     def pool(self) -> Pool | None:
-        """The pool of this process; None if no part asks a model."""
+        """The pool of this process; None if no endpoint is named."""
         if not self.config.endpoints:
             return None
-        if self._pool is None or self._pid != os.getpid():
-            config = self.config
-            budget = ErrorBudget(config.error_budget, 1000) if config.error_budget else None
-            self._pid = os.getpid()
-            self._pool = Pool(
-                *(Endpoint(url, key_env=config.key_env) for url in config.endpoints),
-                limit=config.batch_size,
-                cache=config.cache,
-                deadline_s=config.deadline_s,
-                budget=budget,
-            )
-        return self._pool
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                config = self.config
+                budget = ErrorBudget(config.error_budget, 1000) if config.error_budget else None
+                self._pid = os.getpid()
+                self._pool = Pool(
+                    *(Endpoint(url, key_env=config.key_env) for url in config.endpoints),
+                    limit=config.batch_size,
+                    cache=config.cache,
+                    deadline_s=config.deadline_s,
+                    budget=budget,
+                )
+            return self._pool
 
-    def score(self, responses: Iterable[Response]) -> list[Reward]:
-        """Rewards in the order of the responses."""
-        return score_all(responses, self.config.part, self.pool)
+    def score(
+        self,
+        responses: Iterable[Response],
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Reward]:
+        """Rewards in the order of the responses; `progress` is told of the calls."""
+        work = plan_work(responses, self.config.part)
+        return work.rewards(self.ask(work.requests, progress))
 
     async def ascore(self, responses: Iterable[Response]) -> list[Reward]:
-        """The same from inside an event loop."""
-        return await ascore_all(responses, self.config.part, self.pool)
+        """The same from inside an event loop; samples that are scored at once share the pool."""
+        work = plan_work(responses, self.config.part)
+        if not work.requests:
+            return work.rewards([])
+        pool = needed(self.pool, work.requests)
+        if not self._answered:
+            await asyncio.to_thread(self._knock, pool, work.requests)
+        return work.rewards(self._seen(await pool.amap(work.requests)))
+
+    def ask(
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Outcome]:
+        """The outcomes of requests, in order."""
+        if not requests:
+            return []
+        pool = needed(self.pool, requests)
+        if not self._answered:
+            self._knock(pool, requests)
+        return self._seen(pool.map(requests, progress=progress))
 
     def columns(
         self, rewards: Sequence[Reward], missing: Missing | None = None
@@ -79,6 +117,23 @@ class Scorer:
         if self._pool is not None and self._pid == os.getpid():
             self._pool.close()
         self._pool = None
+
+    def _knock(self, pool: Pool, requests: Sequence[Request]) -> None:
+        try:
+            knock(pool.endpoints)
+        except NoServer:
+            # What is kept already needs no server.
+            if self.config.cache is None or not self.config.cache.exists():
+                raise
+            with Cache(self.config.cache) as cache:
+                kept = cache.get_many([request.key for request in requests])
+            if any(request.key not in kept for request in requests):
+                raise
+
+    def _seen(self, outcomes: list[Outcome]) -> list[Outcome]:
+        if not self._answered:
+            self._answered = refuse_strangers(outcomes)
+        return outcomes
 
     def _row(self, reward: Reward, policy: Missing) -> dict[str, Column]:
         nan = float("nan")

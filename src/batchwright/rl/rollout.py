@@ -4,7 +4,7 @@ A step runs the actor only. Values are not needed to act, so they are computed f
 rollout at once, and so are those of the final observations of truncated episodes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,7 +116,14 @@ class Runner:
             self.step += 1
         # Copied: the environment may write its next observation into the same memory.
         self._obs = {name: obs[name].copy() for name in out.obs}
+        return self._valued(policy, finals)
 
+    def _valued(
+        self, policy: Policy, finals: Sequence[tuple[int, NDArray[np.int64], Obs]]
+    ) -> Rollout:
+        """The rollout with the values of all it saw; `finals` are (step, rows, observations)."""
+        out = self._rollout
+        assert self._obs is not None
         flat = {name: tensor.flatten(0, 1) for name, tensor in self._tensors.items()}
         out.values[:] = _values(policy, flat).reshape(out.values.shape)
         out.last_value[:] = _values(policy, _as_tensors(self._obs))

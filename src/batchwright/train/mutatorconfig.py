@@ -45,7 +45,7 @@ class QueryMutatorConfig:
     """Steps of all environments together."""
     per_episode_max_steps: int = 2
     """Rewritings of one question at most."""
-    use_batching: bool = True
+    use_batching: Annotated[bool, Parameter(negative="--no-batching")] = True
     """Calls at the same time; --no-batching makes one after the other."""
     batch_size: str = "auto"
     """Calls in flight at each server, or auto."""

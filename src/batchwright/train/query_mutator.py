@@ -28,6 +28,7 @@ from batchwright.files import write_atomic
 from batchwright.rl import PPO, PPOConfig, policy_for
 from batchwright.rl.checkpoint import latest
 from batchwright.train.mutatorconfig import QueryMutatorConfig
+from batchwright.train.overlap import OverlappingRunner
 from batchwright.train.phrasing import Phrasing, open_phrasing
 from batchwright.train.settings import from_toml, to_toml
 from batchwright.train.stamp import write_stamp
@@ -77,6 +78,8 @@ def train_query_mutator(
         transcript = _Transcript(run / "rollouts")
         env = build_env(config, models, on_turn=transcript.add)
         ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
+        if config.overlap:
+            ppo.runner = OverlappingRunner(env, config.num_steps, seed=config.seed)
         checkpoints = run / "checkpoints"
         if resume and latest(checkpoints) is not None:
             ppo.resume(checkpoints)

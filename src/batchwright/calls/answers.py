@@ -1,0 +1,204 @@
+"""A file of prompts, a file of answers in the same order, and a run that may die in between.
+
+Lines are appended whole and in the order of the prompts, so that what is there is always a
+beginning of the result. Answers that came out of turn are in a cache until their turn comes.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome
+from batchwright.calls.request import Request, chat
+from batchwright.errors import BadRow, CannotWrite, Mismatch
+from batchwright.files import existing, fsync_folder
+
+__all__ = ["Answers", "Prompt", "read_prompts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row: its id and the request it stands for."""
+
+    id: str | int
+    request: Request
+
+    @property
+    def mark(self) -> str:
+        """By this an answer is known to belong to this very request."""
+        return self.request.key.hex()[:16]
+
+
+def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[Prompt]:
+    """Rows with `prompt` or `messages`, and maybe `id` and `parameters`, which go before ours.
+
+    A random request becomes an exact one by its row's number: run again, it has its answer.
+    """
+    prompts: list[Prompt] = []
+    seen: set[str | int] = set()
+    with existing(path, "file of prompts").open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            row = _row(path, number, line)
+            name = row.get("id", number - 1)
+            if not isinstance(name, str | int) or name in seen:
+                raise BadRow(f"{path}, line {number}: the id {name!r} is no name or is used twice")
+            seen.add(name)
+            own = row.get("parameters", {})
+            what = row.get("prompt") if "prompt" in row else row.get("messages")
+            if not isinstance(own, dict) or not isinstance(what, str | list) or not what:
+                raise BadRow(
+                    f"{path}, line {number}: a row needs a text in `prompt` or a list in "
+                    f"`messages`, and `parameters` must be an object; this one has {sorted(row)}"
+                )
+            words = {**parameters, **own}
+            request = chat(words.pop("model", model), what, **words)
+            if not request.exact:
+                request = chat(request.model, what, draw=number - 1, **words)
+            prompts.append(Prompt(name, request))
+    return prompts
+
+
+class Answers:
+    """The file of answers, locked while it is open.
+
+    `known` are the prompts that it answers already, from the first on; a last line that was cut
+    by a crash is taken away.
+    """
+
+    def __init__(self, path: Path, prompts: Sequence[Prompt], *, retry_failed: bool = False):
+        self.path = path
+        self._prompts = prompts
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {path}: {error.strerror}; name another") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lines = self._read()
+        except BlockingIOError:
+            os.close(self._file)
+            raise CannotWrite(
+                f"another process is writing {path}; wait for it or name another output"
+            ) from None
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.known = len(self._lines)
+        self.failed_before = [i for i, (_, row) in enumerate(self._lines) if "error" in row]
+        self._again = retry_failed and bool(self.failed_before)
+        self._waiting: dict[int, bytes] = {}
+        self._next = self.known
+
+    @property
+    def missing(self) -> list[int]:
+        """Indices of the prompts to make calls for."""
+        again = self.failed_before if self._again else []
+        return [*again, *range(self.known, len(self._prompts))]
+
+    @property
+    def written(self) -> int:
+        return self._next
+
+    def add(self, index: int, outcome: Outcome) -> None:
+        """Take an answer; it is written when all before it are. A cancelled call is left open."""
+        if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
+            return
+        line = json.dumps(_shown(self._prompts[index], outcome), ensure_ascii=False)
+        raw = line.encode("utf-8", "surrogatepass") + b"\n"
+        if index < self.known:
+            self._lines[index] = (raw, {})
+            return
+        self._waiting[index] = raw
+        ready = []
+        while self._next in self._waiting:
+            ready.append(self._waiting.pop(self._next))
+            self._next += 1
+        if ready:
+            self._append(b"".join(ready))
+
+    def close(self) -> None:
+        """Make it durable; rows that were made anew replace the old ones all at once."""
+        if self._again:
+            from batchwright.files import write_atomic
+
+            content = os.pread(self._file, os.fstat(self._file).st_size, 0)
+            tail = content[sum(len(raw) for raw in self._read_raw(self.known)) :]
+            write_atomic(self.path, b"".join(raw for raw, _ in self._lines) + tail)
+        os.fsync(self._file)
+        os.close(self._file)
+        fsync_folder(self.path.parent)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _append(self, raw: bytes) -> None:
+        view = memoryview(raw)
+        try:
+            while view:
+                view = view[os.write(self._file, view) :]
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot write {self.path}: {error.strerror}; free space and run again, "
+                f"what was written and what is in the cache is kept"
+            ) from error
+
+    def _read_raw(self, most: int | None = None) -> Iterator[bytes]:
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
+        lines = content.split(b"\n")[:-1]
+        return (line + b"\n" for line in lines[:most])
+
+    def _read(self) -> list[tuple[bytes, dict[str, Any]]]:
+        """Whole lines that belong to these prompts; a torn last one is cut off."""
+        found: list[tuple[bytes, dict[str, Any]]] = []
+        for number, raw in enumerate(self._read_raw()):
+            try:
+                row = json.loads(raw)
+                mark = row["key"]
+            except (ValueError, KeyError, TypeError):
+                mark = None
+            if number >= len(self._prompts) or mark != self._prompts[number].mark:
+                raise Mismatch(
+                    f"{self.path}, line {number + 1}: this is not an answer to prompt "
+                    f"{number + 1} with these settings; name another output, or move this away"
+                )
+            found.append((raw, row))
+        os.ftruncate(self._file, sum(len(raw) for raw, _ in found))
+        return found
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadRow(f"{path}, line {number}: not JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise BadRow(f'{path}, line {number}: not an object; write {{"prompt": "..."}}')
+    return row
+
+
+def _shown(prompt: Prompt, outcome: Outcome) -> dict[str, Any]:
+    row: dict[str, Any] = {"id": prompt.id}
+    if isinstance(outcome, Done):
+        row |= {"text": outcome.text, "finish": outcome.finish}
+        if outcome.usage is not None:
+            usage = outcome.usage
+            row["usage"] = {"prompt": usage.prompt_tokens, "completion": usage.completion_tokens}
+    else:
+        row |= {"error": str(outcome.kind), "detail": outcome.error}
+    return {**row, "key": prompt.mark}

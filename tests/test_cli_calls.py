@@ -1,0 +1,235 @@
+"""`batchwright calls run` and `probe`: answers in order, whatever happens in between."""
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batchwright.calls.simulator import Simulator
+from raw_server import RawServer, Seen
+
+COMMAND = Path(sys.executable).parent / "batchwright"
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+async def slower(seen: Seen) -> None:
+    await asyncio.sleep(0.005)
+    await seen.answer()
+
+
+def write_prompts(folder: Path, n: int) -> None:
+    rows = [{"id": f"row-{i}", "prompt": f"question {i}", "answer": 4} for i in range(n)]
+    rows[1] = {"messages": [{"role": "user", "content": "question 1"}], "parameters": {"seed": 3}}
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def answers(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+
+
+def line(url: str, more: str = "") -> str:
+    return f"calls run -i prompts.jsonl -o answers.jsonl --endpoint {url} --model m {more}"
+
+
+def test_every_prompt_is_answered_in_order_and_a_second_run_calls_nobody(call, tmp_path):
+    write_prompts(tmp_path, 40)
+
+    with RawServer(slower) as server:
+        first = call(line(server.url, "--temperature 0.5 --max-tokens 9 --format json"), tmp_path)
+        second = call(line(server.url, "--temperature 0.5 --max-tokens 9"), tmp_path)
+        assert len(server.seen) == 40
+        assert {seen.body["temperature"] for seen in server.seen} == {0.5}
+        assert sum("seed" in seen.body for seen in server.seen) == 1
+
+    rows = answers(tmp_path)
+    assert [row["text"] for row in rows] == [f"re: question {i}" for i in range(40)]
+    assert [row["id"] for row in rows[:3]] == ["row-0", 1, "row-2"]
+    assert rows[0]["usage"] == {"prompt": 7, "completion": 3}
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    assert (first.data["written"], first.data["calls"]["sent"]) == (40, 40)
+    assert "40 were there" in second.out
+    # What was only for going on is gone.
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "answers.jsonl",
+        "home",
+        "prompts.jsonl",
+    ]
+
+
+def test_a_dry_run_predicts_calls_hits_and_cost_and_calls_nobody(call, tmp_path):
+    write_prompts(tmp_path, 10)
+    prices = "--price-in 1 --price-out 2 --max-tokens 100 --temperature 0 --cache calls.db"
+
+    with RawServer(slower) as server:
+        before = call(line(server.url, f"{prices} --dry-run --format json"), tmp_path)
+        assert server.seen == []
+        assert not (tmp_path / "answers.jsonl").exists()
+        assert call(line(server.url, prices), tmp_path).code == 0
+        (tmp_path / "answers.jsonl").unlink()
+        after = call(line(server.url, f"{prices} --dry-run --format json"), tmp_path)
+        assert len(server.seen) == 10
+
+    assert (before.data["calls"], before.data["cache_hits"]) == (10, 0)
+    assert before.data["cost_most"] == pytest.approx(10 * 200e-6, rel=0.5)
+    assert (after.data["calls"], after.data["cache_hits"]) == (0, 10)
+
+
+def test_failed_calls_are_marked_and_made_again_when_asked(call, tmp_path):
+    write_prompts(tmp_path, 10)
+    healthy = False
+
+    async def handler(seen: Seen) -> None:
+        if seen.text in ("question 3", "question 9") and not healthy:
+            await seen.reply(400, {"error": {"message": "not today"}})
+        else:
+            await seen.answer()
+
+    with RawServer(handler) as server:
+        first = call(line(server.url), tmp_path)
+        marked = answers(tmp_path)
+        healthy = True
+        unasked = call(line(server.url), tmp_path)
+        again = call(line(server.url, "--retry-failed"), tmp_path)
+        assert len(server.seen) == 12
+
+    assert first.code == 1
+    assert "2 of 10 calls failed" in first.err
+    assert (marked[3]["error"], marked[3]["detail"]) == (
+        "http_4xx",
+        "the server answered 400: not today",
+    )
+    assert "text" not in marked[3]
+    assert (unasked.code, again.code) == (0, 0), again.err
+    assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(10)]
+
+
+def test_money_ends_the_run_and_more_money_ends_it_well(call, tmp_path):
+    write_prompts(tmp_path, 60)
+    # 7 in, 3 out: 0.00001 a call.
+    prices = "--price-in 1 --price-out 1 --batch-size 2 --max-tokens 3"
+
+    with RawServer(slower) as server:
+        short = call(line(server.url, f"{prices} --max-cost 0.0003"), tmp_path)
+        paid = len(server.seen)
+        kept = len(answers(tmp_path))
+        enough = call(line(server.url, f"{prices} --max-cost 1"), tmp_path)
+        assert len(server.seen) == 60
+
+    assert short.code == 1
+    assert "prompts are answered" in short.err
+    assert kept == paid < 60
+    assert enough.code == 0, enough.err
+
+
+def test_other_prompts_settings_or_bad_rows_are_refused(call, tmp_path):
+    write_prompts(tmp_path, 5)
+    with RawServer(slower) as server:
+        assert call(line(server.url), tmp_path).code == 0
+        other = call(line(server.url, "--temperature 1"), tmp_path)
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "x"}\n{"text": "y"}\n')
+        bad = call(line(server.url), tmp_path)
+        (tmp_path / "prompts.jsonl").write_text(
+            '{"id": 1, "prompt": "x"}\n{"id": 1, "prompt": "y"}'
+        )
+        twice = call(line(server.url), tmp_path)
+        (tmp_path / "prompts.jsonl").write_text("not json\n")
+        no_json = call(line(server.url), tmp_path)
+        size = call(line(server.url, "--batch-size many"), tmp_path)
+        assert len(server.seen) == 5
+
+    assert "line 1: this is not an answer to prompt 1" in other.err
+    assert "prompts.jsonl, line 2" in bad.err
+    assert "line 2: the id 1" in twice.err
+    assert "line 1: not JSON" in no_json.err
+    assert [one.code for one in (other, bad, twice, no_json, size)] == [1] * 5
+
+
+def test_a_torn_last_line_is_written_anew(call, tmp_path):
+    write_prompts(tmp_path, 6)
+    with RawServer(slower) as server:
+        assert call(line(server.url), tmp_path).code == 0
+        whole = (tmp_path / "answers.jsonl").read_bytes()
+        (tmp_path / "answers.jsonl").write_bytes(whole[: len(whole) - 20])
+        assert call(line(server.url), tmp_path).code == 0
+        assert len(server.seen) == 7
+
+    assert (tmp_path / "answers.jsonl").read_bytes() == whole
+
+
+def test_a_run_that_is_killed_again_and_again_pays_for_each_answer_once(tmp_path):
+    write_prompts(tmp_path, 150)
+    draw = random.Random(5)
+
+    async def handler(seen: Seen) -> None:
+        await asyncio.sleep(0.02)
+        await seen.answer()
+
+    with RawServer(handler) as server:
+        words = line(server.url, "--batch-size 4 --quiet").split()
+        kills = 0
+        while kills < 6:
+            before = len(server.seen)
+            process = subprocess.Popen(
+                [COMMAND, *words],
+                cwd=tmp_path,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            while process.poll() is None and len(server.seen) < before + 8:
+                time.sleep(0.005)
+            time.sleep(draw.uniform(0, 0.05))
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL if kills else signal.SIGINT)
+                kills += 1
+            process.wait(timeout=60)
+            rows = (tmp_path / "answers.jsonl").read_bytes().split(b"\n")[:-1]
+            texts = [json.loads(row)["text"] for row in rows]
+            assert texts == [f"re: question {i}" for i in range(len(texts))]
+            if process.returncode == 0:
+                break
+        done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, timeout=60)
+        # Only what was in flight at a kill is paid for again.
+        assert len(server.seen) <= 150 + 4 * kills
+
+    assert done.returncode == 0, done.stderr
+    assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(150)]
+
+
+def test_probe_draws_both_curves_and_prints_the_line_to_use(call, tmp_path):
+    with Simulator(kind="queue", knee=4, latency_s=0.02, sigma=0.0).running() as url:
+        told = call(f"calls probe -e {url} -m sim --most 8 --plot knee.png", tmp_path)
+        data = call(f"calls probe -e {url} -m sim --most 4 --format json", tmp_path)
+
+    assert told.code == 0, told.err
+    assert "throughput" in told.out
+    assert "latency p95" in told.out
+    assert (
+        f"use: batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {url}" in told.out
+    )
+    assert (tmp_path / "knee.png").read_bytes().startswith(b"\x89PNG")
+    levels = data.data["levels"]
+    assert [level["concurrency"] for level in levels] == [1, 2, 4]
+    assert data.data["knee"] in (1, 2, 4)
+    assert f"--batch-size {data.data['knee']}" in data.data["use"]
+    assert all(level["failed"] == {} for level in levels)
+
+
+def test_probing_nobody_is_one_sentence(call, tmp_path):
+    gone = call("calls probe -e http://127.0.0.1:9 -m m", tmp_path)
+
+    assert gone.code == 1
+    assert "does not answer for the model 'm' (unreachable)" in gone.err
+    assert gone.err.count("\n") == 1

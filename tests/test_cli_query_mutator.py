@@ -1,0 +1,238 @@
+"""`train query-mutator` and `evaluate query-mutator` through the installed command."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchwright.calls.simulator import Simulator
+from batchwright.envs.questions import load_questions
+from batchwright.events import read_events
+
+BIN = Path(sys.executable).parent
+EXAMPLES = Path(__file__).parents[1] / "examples" / "query_mutation"
+SMALL = "--target-model sim --num-processes 8 --num-steps 4 --num-env-steps 96"
+ONE_CORE = {"OMP_NUM_THREADS": "1"}
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """What every update came to, without what depends on the clock."""
+    idle = ("SPS", "_s")
+    return [
+        {k: v for k, v in event.fields.items() if not k.endswith(idle)}
+        for event in read_events(run / "events.jsonl")
+        if event.kind == "update"
+    ]
+
+
+def turns(run: Path) -> list[Any]:
+    files = sorted((run / "rollouts").iterdir())
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+DOCUMENT = [
+    "--num-processes 16 --use-batching",
+    "--num-processes 16 --no-batching",
+    "--num-processes 16 --num-steps 32 --ppo-epoch 4 --num-mini-batch 4 --use-batching",
+    "--batch-size 16",
+    "--num-processes 16 --batch-size 8 --num-env-steps 10000 --use-batching",
+    "--num-processes 8 --batch-size 4 --num-env-steps 500",
+    "--mutator-model qwen2.5:3b",
+]
+
+
+@pytest.mark.parametrize("line", DOCUMENT)
+def test_the_documents_flags_are_understood(
+    line: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    """With a model that is not there they end in one sentence, which is past all flags."""
+    outcome = call(f"train query-mutator {line} --target-model local:nowhere", tmp_path)
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
+
+
+def test_the_example_trains_on_the_simulator(tmp_path: Path, environ: dict[str, str]) -> None:
+    line = f"{SMALL} --no-batching --batch-size 8 --save-dir run --format json"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_query_mutator.py"), *line.split()],
+        cwd=tmp_path,
+        env={**environ, **ONE_CORE},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["finished"]
+    assert result["steps"] == 96
+    assert result["invalid_steps"] == 0
+    assert len(numbers(tmp_path / "run")) == 3
+    assert len(turns(tmp_path / "run")) == 96
+    assert (tmp_path / "run" / "stamp.json").is_file()
+
+
+def test_a_run_killed_anywhere_goes_on_to_the_same_numbers(
+    tmp_path: Path, call: Callable[..., Any], environ: dict[str, str]
+) -> None:
+    line = f"train query-mutator {SMALL} --save-interval 1 --quiet"
+    assert call(f"{line} --save-dir whole", tmp_path).code == 0
+    process = subprocess.Popen(
+        [BIN / "batchwright", *f"{line} --save-dir killed".split()],
+        cwd=tmp_path,
+        env={**environ, **ONE_CORE},
+        stdout=subprocess.DEVNULL,
+    )
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints.is_dir() and any(checkpoints.iterdir())):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    # Unless it was quicker than the signal.
+    outcome = call("train query-mutator --resume killed --quiet --format json", tmp_path)
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["finished"]
+    last = {row["update"]: row for row in numbers(tmp_path / "killed")}
+    assert [last[n] for n in sorted(last)] == numbers(tmp_path / "whole")
+    assert turns(tmp_path / "killed") == turns(tmp_path / "whole")
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """A simulated server whose calls fail now and then, with the shipped questions."""
+    rows = [
+        {"question": q.question, "answer": q.answer, "category": q.category}
+        for q in load_questions("shipped", "all")
+    ]
+    simulator = Simulator(questions=rows, latency_s=0.001, faults={"bad_json": 0.05, "empty": 0.05})
+    with simulator.running() as url:
+        yield url
+
+
+def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
+    tmp_path: Path, call: Callable[..., Any], server: Any
+) -> None:
+    models = f"--target-model {server}/v1#sim-qa --mutator-model {server}/v1#sim-mutator"
+    flags = "--num-processes 8 --num-steps 4 --num-env-steps 96 --error-budget 0.9 --batch-size 8"
+    line = f"train query-mutator {models} {flags} --save-dir run --quiet --format json"
+    live = call(line, tmp_path)
+    assert live.code == 0, live.err
+    before = server.stats()["received"]
+    again = call("train query-mutator --replay run --quiet --format json", tmp_path)
+    assert again.code == 0, again.err
+
+    assert server.stats()["received"] == before
+    assert numbers(tmp_path / "run-replay") == numbers(tmp_path / "run")
+    assert turns(tmp_path / "run-replay") == turns(tmp_path / "run")
+    assert again.data["invalid_steps"] == live.data["invalid_steps"]
+
+
+def test_a_dead_server_stops_the_run_with_one_sentence(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    outcome = call(
+        "train query-mutator --target-model http://127.0.0.1:9/v1#m --deadline 1 --quiet "
+        "--num-processes 4",
+        tmp_path,
+    )
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert "127.0.0.1:9" in outcome.err
+
+
+BAD = {
+    "plain name": ("--target-model qwen2.5", "--endpoint"),
+    "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),
+    "no answers": ("--target-model sim --dataset bare.jsonl", "no answer"),
+    "no train part": ("--target-model sim --dataset held.jsonl", "no question in its train part"),
+    "width": ("--target-model sim --batch-size many", "--batch-size many"),
+    "none at once": ("--target-model sim --num-processes 0", "--num-processes 0"),
+    "gamma": ("--target-model sim --gamma 2", "--gamma 2"),
+    "operators": ("--target-model sim --operators none.toml", "none.toml"),
+    "no run": ("--resume nowhere", "nowhere"),
+    "no record": ("--replay nowhere", "nowhere"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case: str, tmp_path: Path, call: Callable[..., Any]) -> None:
+    (tmp_path / "bare.jsonl").write_text('{"question": "2+2?"}\n')
+    (tmp_path / "held.jsonl").write_text('{"question": "2+2?", "answer": "4", "split": "test"}\n')
+    arguments, words = BAD[case]
+    outcome = call(f"train query-mutator {arguments} --quiet", tmp_path)
+    assert outcome.code == 1
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert not (tmp_path / "runs/query-mutator/config.toml").exists()
+
+
+def test_a_run_of_another_configuration_is_not_gone_on_with(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    line = f"train query-mutator {SMALL} --save-dir run --quiet"
+    assert call(line, tmp_path).code == 0
+    again = call(line, tmp_path)
+    assert again.code == 1
+    assert "--resume run" in again.err
+    other = call("train query-mutator --resume run --num-processes 4 --quiet", tmp_path)
+    assert other.code == 1
+    assert "keeps its settings" in other.err
+
+
+def test_evaluation_compares_ways_on_held_out_questions(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    assert call(f"train query-mutator {SMALL} --save-dir run --quiet", tmp_path).code == 0
+    line = "evaluate query-mutator run --questions 20 --bandit-episodes 64 --quiet"
+    outcome = call(f"{line} --format json", tmp_path)
+    assert outcome.code == 0, outcome.err
+    ways = {way["name"]: way for way in outcome.data["ways"]}
+    assert list(ways) == ["identity", "random", "best single", "greedy plan", "bandit", "ppo"]
+    assert ways["identity"]["gain"] == 0.0
+    assert all(way["questions"] == 20 for way in ways.values())
+    for way in ways.values():
+        assert way["low"] <= way["gain"] <= way["high"]
+    robust = outcome.data["robustness"]
+    assert robust["worst"] <= robust["mean"] <= robust["best"]
+    folder = tmp_path / "run" / "evaluation"
+    assert (folder / "gain.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "evaluation.json").read_text())["ways"] == outcome.data["ways"]
+    text = call(line, tmp_path).out
+    assert all(name in text for name in ways)
+    lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
+    assert {json.loads(row)["env"] for row in lines} == set(range(20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ppo_finds_the_hidden_rule(seed: int, tmp_path: Path, call: Callable[..., Any]) -> None:
+    """The optimum is one operator a question, known from the simulator, and worth 100 %."""
+    line = (
+        f"train query-mutator --target-model sim --num-processes 32 --num-env-steps 8192 "
+        f"--seed {seed} --save-dir run --quiet"
+    )
+    assert call(line, tmp_path).code == 0
+    outcome = call("evaluate query-mutator run --quiet --format json", tmp_path)
+    ways = {way["name"]: way for way in outcome.data["ways"]}
+    rows = [
+        {"question": q.question, "answer": q.answer, "category": q.category}
+        for q in load_questions("shipped", "all")
+    ]
+    target = Simulator(questions=rows).target()
+    optimum = sum(
+        target.best_plan(q.question) is not None for q in load_questions("shipped", "test")
+    ) / len(load_questions("shipped", "test"))
+
+    assert ways["ppo"]["accuracy"] >= optimum - 0.15
+    assert ways["ppo"]["low"] > ways["random"]["high"]
+    assert ways["ppo"]["accuracy"] > ways["greedy plan"]["accuracy"]

@@ -1,0 +1,269 @@
+"""Addresses mean what they say, and answers are read the same whatever protocol they came by."""
+
+import base64
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.calls import Done, Endpoint, Failed, Kind, chat, complete, embed, parse_model
+from batchwright.calls import ollama as ollama_wire
+from batchwright.calls import openai as openai_wire
+from batchwright.calls.openai import retry_after_s, scrub
+from batchwright.errors import ConfigError
+
+ADDRESSES = {
+    "http://gpu0:8000/v1": ("openai", "http://gpu0:8000/v1", None),
+    "http://gpu0:8000": ("openai", "http://gpu0:8000/v1", None),
+    "http://gpu0:8000/": ("openai", "http://gpu0:8000/v1", None),
+    "https://api.example.com/openai/v1/": ("openai", "https://api.example.com/openai/v1", None),
+    "http://[::1]:8000": ("openai", "http://[::1]:8000/v1", None),
+    "ollama://gpu0": ("ollama", "http://gpu0:11434", None),
+    "ollama://gpu0:99": ("ollama", "http://gpu0:99", None),
+    "ollama+https://gpu0:99/x": ("ollama", "https://gpu0:99/x", None),
+    "unix:///run/llm.sock": ("openai", "http://localhost/v1", "/run/llm.sock"),
+    "ollama+unix:///run/o.sock": ("ollama", "http://localhost", "/run/o.sock"),
+}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_addresses_are_read(address):
+    endpoint = Endpoint(address)
+
+    assert (endpoint.protocol, endpoint.base, endpoint.socket) == ADDRESSES[address]
+    # Its own name leads to the same place.
+    again = Endpoint(endpoint.name)
+    assert (again.protocol, again.base, again.socket) == ADDRESSES[address]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("gpu0:8000", "ftp://gpu0", "http://", "unix://", "unix://host/x", "local:", ""),
+        *("http://user:word@gpu0", "http://gpu0?key=1", "http://gpu0:port", "http://gpu0#m"),
+    ],
+)
+def test_other_addresses_are_refused_in_a_sentence_without_passwords(address):
+    with pytest.raises(ConfigError) as caught:
+        Endpoint(address)
+
+    assert "word" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_have_one_word_names(monkeypatch):
+    monkeypatch.delenv("OLLAMA_HOST", raising=False)
+    cases = {
+        "ollama:qwen2.5:3b": ("http://localhost:11434", "qwen2.5:3b"),
+        "http://h:1/v1#org/judge": ("http://h:1/v1", "org/judge"),
+        "ollama://h#m": ("http://h:11434", "m"),
+        "local:smollm2": ("smollm2", "smollm2"),
+    }
+    for text, (base, name) in cases.items():
+        endpoint, model = parse_model(text)
+        assert (endpoint.base, model) == (base, name)
+    monkeypatch.setenv("OLLAMA_HOST", "gpu7:4000")
+    assert parse_model("ollama:m")[0].base == "http://gpu7:4000"
+    for wrong in ("gpt", "ollama:", "http://h:1/v1", "#m"):
+        with pytest.raises(ConfigError, match="not understood"):
+            parse_model(wrong)
+
+
+def test_keys_come_from_the_environment_only(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    monkeypatch.setenv("OTHER", "sk-2")
+
+    assert Endpoint("http://h").api_key() == "sk-1"
+    assert Endpoint("http://h", key_env="OTHER").api_key() == "sk-2"
+    assert Endpoint("http://h", key_env="").api_key() is None
+    assert Endpoint("ollama://h").api_key() is None
+    assert "sk-" not in repr(Endpoint("http://h"))
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert Endpoint("http://h").api_key() is None
+    with pytest.raises(ConfigError, match="UNSET"):
+        Endpoint("http://h", key_env="UNSET").api_key()
+
+
+def test_what_is_sent_to_an_openai_server_is_the_body_and_nothing_else():
+    request = chat("m", "hello", temperature=0, logit_bias={"50256": -100}, top_k=3)
+    path, data = openai_wire.encode(request)
+
+    assert path == "/chat/completions"
+    assert json.loads(data) == request.body
+
+
+def test_ollama_says_the_same_in_its_own_words():
+    request = chat(
+        "m",
+        [
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "what is this?"},
+                    {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                ],
+            },
+        ],
+        max_tokens=5,
+        stop="END",
+        seed=3,
+        response_format={"type": "json_object"},
+        keep_alive="5m",
+    )
+    path, data = ollama_wire.encode(request)
+
+    assert path == "/api/chat"
+    assert json.loads(data) == {
+        "model": "m",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "what is this?", "images": ["AAAA"]},
+        ],
+        "options": {"num_predict": 5, "stop": ["END"], "seed": 3},
+        "format": "json",
+        "keep_alive": "5m",
+        "stream": False,
+    }
+    path, data = ollama_wire.encode(complete("m", "once", max_tokens=2))
+    assert path == "/api/generate"
+    assert json.loads(data)["raw"] is True
+    assert json.loads(data)["options"] == {"num_predict": 2}
+    assert json.loads(ollama_wire.encode(embed("m", ["a", "b"]))[1])["input"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("word", ["logit_bias", "logprobs", "n", "user"])
+def test_what_ollama_cannot_say_is_refused_and_not_left_out(word):
+    with pytest.raises(ConfigError, match=word):
+        ollama_wire.encode(chat("m", "x", **{word: 2}))
+
+
+@given(st.text(min_size=1).filter(lambda t: not t.isspace()), st.integers(0, 9), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_both_protocols_give_equal_outcomes(text, asked, said):
+    request = chat("m", "q")
+    usage = {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
+    body = {"model": "m", "object": "chat.completion", "choices": [choice], "usage": usage}
+    theirs = {"model": "m", "message": {"role": "assistant", "content": text}, "done": True}
+    theirs |= {"done_reason": "stop", "prompt_eval_count": asked, "eval_count": said}
+
+    by_openai = openai_wire.decode(request, 200, {}, json.dumps(body).encode())
+    by_ollama = ollama_wire.decode(request, 200, {}, json.dumps(theirs).encode())
+
+    assert isinstance(by_openai, Done)
+    assert by_openai.text == text
+    assert by_openai == by_ollama
+
+
+@given(st.binary(max_size=200), st.sampled_from([200, 200, 200, 404, 429, 500, 503]))
+@settings(max_examples=100, deadline=None)
+def test_no_bytes_can_make_reading_fail_or_pass_for_an_answer(body, status):
+    for request in (chat("m", "q"), complete("m", "q"), embed("m", "q")):
+        for wire in (openai_wire, ollama_wire):
+            assert isinstance(wire.decode(request, status, {}, body), Failed)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                ["choices", "message", "content", "text", "data", "embedding", "index", "usage"]
+                + ["error", "finish_reason", "response", "embeddings", "prompt_tokens"]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(JSON)
+@settings(max_examples=100, deadline=None)
+def test_no_json_can_make_reading_raise_and_an_answer_always_has_something(body):
+    raw = json.dumps(body).encode()
+    for request in (chat("m", "q"), complete("m", "q"), embed("m", "q")):
+        for wire in (openai_wire, ollama_wire):
+            outcome = wire.decode(request, 200, {}, raw)
+            if isinstance(outcome, Done):
+                assert outcome.text.strip() or request.kind != "chat"
+                assert request.kind != "embed" or outcome.vectors[0]
+
+
+def test_vectors_must_be_as_many_as_the_texts():
+    def rows(*indices):
+        return json.dumps({"data": [{"index": i, "embedding": [0.5]} for i in indices]}).encode()
+
+    request = embed("m", ["a", "b"])
+    assert openai_wire.decode(request, 200, {}, rows(1, 0)).vectors == [[0.5], [0.5]]
+    for wrong in (rows(0), rows(0, 0), rows(0, 1, 2), b'{"data": [{"embedding": []}]}'):
+        assert not openai_wire.decode(request, 200, {}, wrong)
+
+
+def test_tool_calls_are_an_answer_without_text():
+    message = {"content": None, "tool_calls": [{"id": "1"}]}
+    body = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    done = openai_wire.decode(chat("m", "q"), 200, {}, json.dumps(body).encode())
+
+    assert done
+    assert (done.text, done.finish) == ("", "tool_calls")
+
+
+def test_waits_are_read_in_all_their_forms():
+    now = 1_700_000_000.0
+    date = "Tue, 14 Nov 2023 22:13:30 GMT"
+
+    assert retry_after_s({"Retry-After": "3"}) == 3
+    assert retry_after_s({"retry-after-ms": "250", "Retry-After": "3"}) == 0.25
+    assert retry_after_s({"Retry-After": date}, now) == 10
+    assert retry_after_s({"Retry-After": date}, now + 60) == 0
+    for wrong in ("soon", "-1", "nan", "inf", ""):
+        assert retry_after_s({"Retry-After": wrong}) is None
+    assert retry_after_s({}) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "headers", "kind"),
+    [
+        (429, "slow down", {}, Kind.RATE_LIMITED),
+        (429, "insufficient_quota: check your billing", {}, Kind.HTTP_4XX),
+        (503, "server busy, please try again. maximum pending requests", {}, Kind.RATE_LIMITED),
+        (503, "x", {"Retry-After": "1"}, Kind.RATE_LIMITED),
+        (503, "no healthy upstream", {}, Kind.HTTP_5XX),
+        (529, "x", {}, Kind.RATE_LIMITED),
+        (408, "x", {}, Kind.TIMEOUT),
+        (400, "context too long", {}, Kind.HTTP_4XX),
+        (500, "x", {}, Kind.HTTP_5XX),
+    ],
+)
+def test_refusals_have_their_kinds(status, said, headers, kind):
+    body = json.dumps({"error": {"message": said}}).encode()
+    failed = openai_wire.decode(chat("m", "q"), status, headers, body)
+
+    assert (failed.kind, failed.status) == (kind, status)
+    assert said[:20] in failed.error or "billing" in said
+
+
+@given(st.text("abcdefgh ", min_size=14, max_size=80), st.integers(0, 60), st.integers(14, 80))
+@settings(max_examples=80, deadline=None)
+def test_no_long_piece_of_the_prompt_is_repeated(prompt, start, size):
+    quoted = prompt[start : start + size]
+    said = scrub(f"ERROR <<{quoted}>> at POSITION 7", chat("m", prompt))
+
+    plain = " ".join(prompt.split())
+    pieces = {plain[i : i + 12] for i in range(len(plain) - 11)}
+    assert not any(piece in said for piece in pieces)
+    assert said.startswith("ERROR")
+
+
+def test_a_key_is_never_repeated():
+    key = "sk-" + base64.b64encode(b"0123456789").decode()
+    assert key not in scrub(f"key {key} is wrong: {key}", chat("m", "q"), key)
