@@ -13,6 +13,7 @@ anything. Puts a second end when the store is closed. Rates of single gets and o
 the processor, those of puts on the disk too, so both elapsed and processor time are shown.
 """
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -274,6 +275,14 @@ def rate(count: int, seconds: float | None) -> float | None:
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("cache", args)
+    with folder() as place:
+        # Children are ended without notice; what they leave behind goes with this folder.
+        tempfile.tempdir = str(place)
+        compare(report, args)
+    report.close()
+
+
+def compare(report: Report, args: argparse.Namespace) -> None:
     n = 2_000 if args.quick else 20_000
     singles = n // 10
     entries = entries_of(n)
@@ -333,14 +342,13 @@ def main() -> None:
         ],
     )
     mine = runs[OURS]
-    report.target("single gets a second", rate(singles, mine["get"].busy), least=16_000.0)
-    report.target("batch gets a second", rate(n, mine["gets"].busy), least=16_000.0)
-    report.target("batch puts a second", rate(n, mine["puts"].busy), least=10_000.0)
+    report.target("single gets a processor second", rate(singles, mine["get"].busy), least=16_000.0)
+    report.target("batch gets a processor second", rate(n, mine["gets"].busy), least=16_000.0)
+    report.target("batch puts a processor second", rate(n, mine["puts"].busy), least=10_000.0)
     report.target("bytes on the disk a byte kept", mine["puts"].summary.get("times"), most=1.2)
     lost = mine["four"].summary
     failures = lost["missing"] + lost["errors"] if lost else None
     report.target("four writers: entries missing and errors", failures, most=0.0)
-    report.close()
 
 
 def label(name: str) -> str:

@@ -149,7 +149,11 @@ def torchrl_learned(env: Any, policy: Any, names: list[str], given: Given) -> Ca
     per_update = given.num_envs * given.num_steps
     updates = -(-given.steps // per_update)
     collector = Collector(
-        env, actor, frames_per_batch=per_update, total_frames=updates * per_update
+        env,
+        actor,
+        frames_per_batch=per_update,
+        total_frames=updates * per_update,
+        auto_register_policy_transforms=False,
     )
     advantage = GAE(gamma=given.gamma, lmbda=given.lam, value_network=critic)
     loss_module = ClipPPOLoss(
@@ -206,12 +210,12 @@ def torchrl(given: Given) -> Callable[[], Result]:
     serial = SerialEnv(
         given.num_envs, lambda: GymEnv("CartPole-v1", categorical_action_encoding=True)
     )
-    always = Binary(n=2, shape=(given.num_envs, 2), dtype=torch.bool)
+    always = Binary(n=2, shape=(2,), dtype=torch.bool)
     env = TransformedEnv(
         serial,
         Compose(
             RenameTransform(["observation"], ["features"]),
-            TensorDictPrimer({"mask": always}, default_value=1, random=False),
+            TensorDictPrimer({"mask": always}, default_value=1, expand_specs=True),
         ),
     )
     env.set_seed(given.seed)

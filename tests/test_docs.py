@@ -30,7 +30,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*GUIDES, ROOT / "examples" / "batching" / "README.md"]
-NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion")
+NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion", "calls simulate", "serve smollm2")
 
 
 def name_of(path: Path) -> str:
@@ -63,7 +63,7 @@ class Command:
     def words(self) -> list[str]:
         """The arguments, up to where the shell would send the output elsewhere."""
         words = shlex.split(self.text, comments=True)[1:]
-        ends = [at for at, word in enumerate(words) if word in ("|", ">", "&&", ";")]
+        ends = [at for at, word in enumerate(words) if word in ("|", ">", "&&", "&", ";")]
         return words[: min(ends, default=len(words))]
 
 
@@ -141,8 +141,21 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def simulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The server that a guide starts with `calls simulate --port`, at the port it names."""
+    port = re.search(r"calls simulate .*--port (\d+)", request.getfixturevalue("page").read_text())
+    if port is None:
+        yield
+        return
+    from batchwright.calls.simulator import Simulator
+
+    with Simulator(knee=8, latency_s=0.01).running(port=int(port[1])):
+        yield
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_a_guide_works_from_its_first_line_to_its_last(page, workshop, capsys):
+def test_a_guide_works_from_its_first_line_to_its_last(page, workshop, capsys, simulated):
     namespace = {"__name__": "guide"}
     code_end, printed = 0, ""
     for block in blocks(page):

@@ -41,14 +41,14 @@ def test_addresses_are_read(address):
     "address",
     [
         *("gpu0:8000", "ftp://gpu0", "http://", "unix://", "unix://host/x", "local:", ""),
-        *("http://user:word@gpu0", "http://gpu0?key=1", "http://gpu0:port", "http://gpu0#m"),
+        *("http://user:s3cr3t@gpu0", "http://gpu0?key=1", "http://gpu0:port", "http://gpu0#m"),
     ],
 )
 def test_other_addresses_are_refused_in_a_sentence_without_passwords(address):
     with pytest.raises(ConfigError) as caught:
         Endpoint(address)
 
-    assert "word" not in str(caught.value)
+    assert "s3cr3t" not in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -169,15 +169,16 @@ def test_no_bytes_can_make_reading_fail_or_pass_for_an_answer(body, status):
             assert isinstance(wire.decode(request, status, {}, body), Failed)
 
 
+FIELDS = """
+choices message content text data embedding index usage error finish_reason response embeddings
+prompt_tokens
+""".split()
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(
-                ["choices", "message", "content", "text", "data", "embedding", "index", "usage"]
-                + ["error", "finish_reason", "response", "embeddings", "prompt_tokens"]
-            ),
+            st.sampled_from(FIELDS),
             inner,
             max_size=4,
         )

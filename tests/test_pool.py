@@ -183,7 +183,7 @@ def test_run_executes_a_pipeline_on_the_pools_own_loop_and_waiting_there_is_refu
         return second.text
 
     async def everything(pool: Pool) -> list[str]:
-        with pytest.raises(ConfigError, match="await pool.amap"):
+        with pytest.raises(ConfigError, match=r"await pool\.amap"):
             pool.map(questions(1))
         assert (await pool.amap(questions(3)))[2].text == "re: question 2"
         async with asyncio.TaskGroup() as group:
@@ -289,12 +289,14 @@ def test_ollama_is_spoken_and_translated():
             assert seen.path == "/api/embed"
             await seen.reply(body={"embeddings": [[1.0, 2.0]], "prompt_eval_count": 3})
 
-    with RawServer(handler) as server:
-        with Pool(f"ollama://127.0.0.1:{server.port}", limit=2) as pool:
-            sky, vector = pool.map(
-                [chat("m", "the sky?", temperature=0, max_tokens=9), embed("m", "sky")]
-            )
-            refused = pool.map([chat("m", "x", logit_bias={"1": 2})])[0]
+    with (
+        RawServer(handler) as server,
+        Pool(f"ollama://127.0.0.1:{server.port}", limit=2) as pool,
+    ):
+        sky, vector = pool.map(
+            [chat("m", "the sky?", temperature=0, max_tokens=9), embed("m", "sky")]
+        )
+        refused = pool.map([chat("m", "x", logit_bias={"1": 2})])[0]
 
     assert (sky.text, sky.usage.total) == ("blue", 6)
     assert sky.body["choices"][0]["message"]["content"] == "blue"
@@ -497,10 +499,13 @@ def test_requests_a_minute_are_kept_to_by_all_pools_together():
 
 def test_events_tell_each_second_and_each_change_of_the_limit(tmp_path):
     simulator = Simulator(kind="reject", knee=4, latency_s=0.02, retry_after_s=0.05)
-    with simulator.running() as url, EventLog(tmp_path / "events.jsonl") as log:
-        with Pool(url, events=log, remember=False) as pool:
-            assert all(pool.map([chat("sim", f"q {i}") for i in range(150)]))
-            counts = pool.stats()
+    with (
+        simulator.running() as url,
+        EventLog(tmp_path / "events.jsonl") as log,
+        Pool(url, events=log, remember=False) as pool,
+    ):
+        assert all(pool.map([chat("sim", f"q {i}") for i in range(150)]))
+        counts = pool.stats()
     events = list(read_events(tmp_path / "events.jsonl"))
 
     limits = [event.fields for event in events if event.kind == "limit"]

@@ -1,4 +1,4 @@
-"""Whatever a server or a disk does: one typed outcome a request, in order, in time, never made up."""
+"""Whatever a server or a disk does: one typed outcome a request, in order and in time."""
 
 import asyncio
 import json
@@ -411,7 +411,7 @@ def test_a_file_that_may_not_grow_costs_no_answers_either(tmp_path):
 def test_a_damaged_cache_is_an_error_and_not_a_hang(tmp_path):
     (tmp_path / "calls.db").write_bytes(b"no database" * 1000)
 
-    with pytest.raises(BatchwrightError, match="calls.db"):
+    with pytest.raises(BatchwrightError, match=r"calls\.db"):
         pool_of("http://127.0.0.1:1/v1", cache=tmp_path / "calls.db")
 
 

@@ -74,26 +74,30 @@ class PlainEpisode:
         goals = [list(atom) for atom in self.state[0]]
         assert obs["goals"][b, : len(goals)].tolist() == goals
         assert (obs["goals"][b, len(goals) :] == -1).all()
-        assert obs["candidates"][b, : len(page)].tolist() == [list(row) for row, _ in page]
-        assert (obs["candidates"][b, len(page) : size] == -1).all()
+        rows = obs["candidates"][b]
+        assert rows[2 : len(page) + 2].tolist() == [list(row) for row, _ in page]
+        assert (rows[len(page) + 2 :] == -1).all()
         more = len(options) > (self.page + 1) * size
         mask = [True] * len(page) + [False] * (size - len(page))
-        assert obs["mask"][b].tolist() == [*mask, more, end_action or not options]
-        assert obs["candidates"][b, size, 0] == (NEXT if more else -1)
-        assert obs["candidates"][b, size + 1, 0] == (END if end_action or not options else -1)
+        ends = end_action or not options
+        assert obs["mask"][b].tolist() == [ends, more, *mask]
+        assert rows[:2].tolist() == [
+            [END if ends else -1, *[-1] * 3],
+            [NEXT if more else -1, *[-1] * 3],
+        ]
 
     def act(self, action: int, depth: int) -> tuple[str, bool, bool]:
         """How the episode stands: '' or a reason to end; whether it ended, and was truncated."""
         options, _ = self.options()
         size = self.env.num_actions - 2
         here = options[self.page * size : (self.page + 1) * size]
-        if action == size and len(options) > (self.page + 1) * size:
+        if action == 1 and len(options) > (self.page + 1) * size:
             self.page += 1
             return "", False, False
-        if not 0 <= action < len(here):
+        if not 2 <= action < len(here) + 2:
             offered = self.end_action or not options
-            return "end" if action == size + 1 and offered else "invalid", True, False
-        self.state = here[action][1]
+            return "end" if action == 0 and offered else "invalid", True, False
+        self.state = here[action - 2][1]
         self.visited.append(self.state)
         self.page = 0
         if not self.state[0]:

@@ -136,9 +136,9 @@ class AutoLimit:
     """Shares of the limit that end uncounted after it went up or down."""
     GAP_ROUNDS, GAP_CALLS = 6, 40
     """Calls between two probes: so many times the limit, and so many more."""
-    LIKELIER, LIKELIER_UP = 3.0, 5.0
+    LIKELIER, LIKELIER_UP = 2.0, 5.0
     """Log likelihood ratio that ends a probe without and with effect."""
-    FURTHER = 1.5
+    FURTHER = 2.5
     """Log likelihood ratio at which a probe goes further up, where the difference is plainer."""
     TEST_SHARE = 0.35
     """Share of the limit that must have ended before a probe is judged."""

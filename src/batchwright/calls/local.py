@@ -23,7 +23,7 @@ __all__ = ["BatchFunction", "LocalModel", "MicroBatcher", "local_model"]
 Answer = Mapping[str, Any] | str | Exception
 
 BATCH = 32
-"""Requests in one call of a function; for a language model on a processor the gain ends here."""
+"""Requests in one call of a function, unless told otherwise."""
 
 WAIT_S = 0.005
 """Far less than a model takes, and long enough for answers of one batch to become new requests."""

@@ -34,8 +34,13 @@ class Request:
     def __post_init__(self) -> None:
         if not self.body.get("model"):
             raise ConfigError(f"a {self.kind} request needs a model; the body has none")
+        # Nought is nought: temperature 0 and 0.0 must not be two requests.
+        body = {
+            name: int(value) if isinstance(value, float) and value.is_integer() else value
+            for name, value in self.body.items()
+        }
         try:
-            text = json.dumps(self.body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+            text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
             data = text.encode()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the body of a {self.kind} request is not JSON: {error}") from None
@@ -65,6 +70,8 @@ class Request:
 
         >>> chat("m", "2+2?", draw=0).key == chat("m", "2+2?", draw=1).key
         False
+        >>> chat("m", "2+2?", top_p=1).key == chat("m", "2+2?", top_p=1.0).key
+        True
         """
         head = f"{VERSION} {self.kind} {self.draw} {len(self.salt)} {self.salt} ".encode()
         return hashlib.sha256(head + self.data).digest()

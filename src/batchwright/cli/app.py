@@ -17,6 +17,7 @@ from batchwright.cli.doctor import doctor
 from batchwright.cli.evaluate import evaluate
 from batchwright.cli.models import models
 from batchwright.cli.pack import pack
+from batchwright.cli.prove import prove
 from batchwright.cli.reward import reward
 from batchwright.cli.serve import serve
 from batchwright.cli.train import train
@@ -39,6 +40,7 @@ for part in (data, train, evaluate, calls, reward, pack, models):
 app.command(demo)
 app.command(serve)
 app.command(doctor)
+app.command(prove)
 app.register_install_completion_command(
     help="Install completion for bash, zsh or fish, whichever shell this is."
 )

@@ -2,9 +2,11 @@
 
 from cyclopts import App
 
+from batchwright.cli.evalprover import evaluate_prover
 from batchwright.cli.mutator import evaluate_query_mutator
 
 __all__ = ["evaluate"]
 
 evaluate = App(name="evaluate", help="Measure what was trained.")
 evaluate.command(evaluate_query_mutator, name="query-mutator")
+evaluate.command(evaluate_prover, name="prover")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.kg import train_kge
 from batchwright.cli.mutator import train_query_mutator
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
@@ -22,6 +23,7 @@ __all__ = ["train"]
 train = App(name="train", help="Train on a batch plan.")
 
 train.command(train_query_mutator, name="query-mutator")
+train.command(train_kge, name="kge")
 
 CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
 """What a resumed run may change; everything else would make it another run."""

@@ -1,18 +1,18 @@
 """Proving as an environment: B queries at once, each step resolves the first goal of each.
 
 An action picks one of the page of candidates that `obs["candidates"]` lists. Rows are
-(kind, number, first, second):
+(kind, number, first, second), of these kinds:
 
+    END   -1         -1       -1       give up: the query is not true; always action 0
+    NEXT  -1         -1       -1       show the next page; always action 1, costs no depth
     FACT  predicate  subject  object   use this fact: the goal's variables become its entities
     RULE  rule       term     term     use this rule: the terms are the goal's, unified with it
-    NEXT  -1         -1       -1       show the next page of candidates; costs no depth
-    END   -1         -1       -1       give up: the query is not true
 
-Pages hold K - 2 successors: first the fact of a ground goal, then rules in the order of their
-file, then the facts of an open goal in ascending order. NEXT and END have places of their own, the
-last two. `n_valid` counts the successors on all pages, so nothing is lost to K. Two bounds exist:
-`goals`, which leaves out rules whose body has no room (counted in `cut`), and `depth`, which
-truncates. Successors that this episode has been at are left out as well, compared exactly.
+A page holds K - 2 successors from action 2 on: first the fact of a ground goal, then rules in the
+order of their file, then the facts of an open goal in ascending order. `n_valid` counts the
+successors on all pages, so nothing is lost to K. Two bounds exist: `goals`, which leaves out rules
+whose body has no room (counted in `cut`), and `depth`, which truncates. Successors that lead back
+to a state of the same episode are left out as well, compared exactly.
 """
 
 from collections.abc import Callable, Mapping
@@ -330,7 +330,9 @@ class BatchedVecEnv:
             }
             for _ in range(2)
         )
-        self._final["mask"][:, -1] = True
+        # What a terminated state shows: there is nothing left to do but to end.
+        self._final["mask"][:, core.GIVE_UP] = True
+        self._final["candidates"][:, core.GIVE_UP, 0] = END
 
     def _advance(self, actions: NDArray[np.int64]) -> None:
         core.advance(

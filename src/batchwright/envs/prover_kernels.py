@@ -37,6 +37,9 @@ Bools = NDArray[np.bool_]
 NEXT, END = 2, 3
 """Kinds of candidates after FACT and RULE: turn to the next page, and give up."""
 
+GIVE_UP, TURN, FIRST = 0, 1, 2
+"""The actions of END and NEXT, and that of the first successor on the page."""
+
 RESET, LOOK, IDLE = -2, -3, -4
 """Not actions: begin an episode, observe again, leave the slot alone."""
 
@@ -46,9 +49,11 @@ HEAD, PREDICATE, TAIL = 12, 13, 14
 """The triple that the episode is about; for an open query with the answer that is looked for."""
 SIDE, FINAL = 15, 16
 """The open argument (0: none, 1: head, 2: tail), and rows in use in the final buffers."""
-KIND, LOW, SPAN, ENDING = 17, 18, 19, 20
-"""The facts that unify with the first goal, and how the last action tried to end the episode."""
-SLOT_COLUMNS = 21
+KIND, LOW, SPAN = 17, 18, 19
+"""The facts that unify with the first goal."""
+ENDING, SIZES = 20, 21
+"""How the last action tried to end the episode, and bits for the sizes of states it was at."""
+SLOT_COLUMNS = 22
 
 GOES_ON, GAVE_UP, WAS_INVALID = 0, 1, 2
 """Values of ENDING."""
@@ -107,7 +112,6 @@ def advance(
     """Act in every slot; `actions` may also hold RESET, LOOK and IDLE."""
     live, fresh = lists[0], lists[1]
     width = mask.shape[1]
-    # Slots to look at come from the front, slots to begin anew from the back of their list.
     alive = 0
     begun = 0
     for b in range(slots.shape[0]):
@@ -124,9 +128,9 @@ def advance(
                 slots[b, STEPS] += 1
                 if actions[b] < 0 or actions[b] >= width or not mask[b, actions[b]]:
                     slots[b, ENDING] = WAS_INVALID
-                elif actions[b] == width - 1:
+                elif actions[b] == GIVE_UP:
                     slots[b, ENDING] = GAVE_UP
-                elif actions[b] == width - 2:
+                elif actions[b] == TURN:
                     slots[b, PAGE] += 1
             live[alive] = b
             alive += 1
@@ -184,13 +188,12 @@ def _act(
 ) -> None:
     """Resolve the first goal of the listed slots as their actions say."""
     entities, depth = config[C_ENTITIES], config[C_DEPTH]
-    successors = candidates.shape[1] - 2
     last = history.shape[1] - 1
     bound, names = scratch[0], scratch[1]
     for i in range(alive):
         b = live[i]
         action = actions[b]
-        if action < 0 or action >= successors or slots[b, ENDING] != GOES_ON:
+        if action < FIRST or slots[b, ENDING] != GOES_ON:
             continue
         n, answer = slots[b, COUNT], slots[b, ANSWER]
         if candidates[b, action, 0] == FACT:
@@ -214,6 +217,7 @@ def _act(
         slots[b, COUNT], slots[b, ANSWER] = n, answer
         slots[b, DEPTH] += 1
         slots[b, PAGE] = 0
+        slots[b, SIZES] |= np.int64(1) << min(n, 63)
         row = b * (depth + 1) + slots[b, DEPTH]
         for k in range(n):
             for c in range(3):
@@ -241,7 +245,7 @@ def _look(
     heads, body, body_len, variables, by_head, head_ptr = prog[7:]
     entities, depth = config[C_ENTITIES], config[C_DEPTH]
     room, width = goals.shape[1], candidates.shape[1]
-    page_size = width - 2
+    page_size = width - FIRST
     bound, names = scratch[0], scratch[1]
     trial = np.empty((1, room, 3), np.int32)
     skip_s, skip_o = np.empty(depth + 4, np.int32), np.empty(depth + 4, np.int32)
@@ -264,8 +268,9 @@ def _look(
         b = listed[i]
         n, answer, level = slots[b, COUNT], slots[b, ANSWER], slots[b, DEPTH]
         past = b * (depth + 1)
+        sizes = slots[b, SIZES]
         found = np.int64(0)
-        filled = np.int64(0)
+        filled = np.int64(FIRST)
         cut = np.int64(0)
         more = False
         if n > 0 and slots[b, ENDING] == GOES_ON:
@@ -291,7 +296,7 @@ def _look(
                         skip_o[skips] = ho
                         skips += 1
                     hs, hp, ho = ho, np.int64(inverse[slots[b, PREDICATE]]), hs
-                if n > 1:
+                if n > 1 and (sizes >> min(n - 1, 63)) & 1:
                     for h in range(past, past + level):
                         if history[h, room, 0] == n - 1 and history[h, 0, 0] == goals[b, 1, 0]:
                             same, s, o = _needed(goals, b, n, answer, history, h, entities, names)
@@ -301,6 +306,9 @@ def _look(
                                 skips += 1
             places = 0
             slow = False
+            if kind == GROUND and skips:
+                count = 0
+                skips = 0
             for k in range(skips):
                 if skip_s[k] >= 0 and skip_o[k] >= 0:
                     at = place(
@@ -334,23 +342,32 @@ def _look(
                         usable += 1
             if kind == GROUND and usable:
                 if start == 0:
-                    _write(candidates, mask, b, 0, FACT, p, x, y)
-                    filled = 1
+                    _write(candidates, mask, b, filled, FACT, p, x, y)
+                    filled += 1
                 found = 1
             for j in range(head_ptr[p], head_ptr[p + 1]):
                 r = by_head[j]
-                ok, v0, t0, v1, t1 = unify(heads[r, 1], heads[r, 2], x, y, entities)
-                if not ok:
-                    continue
+                s, o = x, y
+                # A head of two different variables, as nearly all have, unifies with anything.
+                if heads[r, 1] < entities or heads[r, 2] <= heads[r, 1]:
+                    ok, v0, t0, v1, t1 = unify(heads[r, 1], heads[r, 2], x, y, entities)
+                    if not ok:
+                        continue
+                    s = t0 if s == v0 else s
+                    o = t0 if o == v0 else o
+                    s = t1 if s == v1 else s
+                    o = t1 if o == v1 else o
                 size = n - 1 + body_len[r]
                 if size > room:
                     cut += 1
                     continue
-                # A rule with no body leaves the goals behind the first one, if there are any.
-                first = body[r, 0, 0] if body_len[r] > 0 else goals[b, min(1, room - 1), 0]
                 back = False
-                for h in range(past, past + level + 1):
-                    if history[h, room, 0] == size and history[h, 0, 0] == first and size > 0:
+                if size > 0 and (sizes >> min(size, 63)) & 1:
+                    # A rule with no body leaves the goals behind the first one.
+                    first = body[r, 0, 0] if body_len[r] > 0 else goals[b, 1, 0]
+                    for h in range(past, past + level + 1):
+                        if history[h, room, 0] != size or history[h, 0, 0] != first:
+                            continue
                         for k in range(n):
                             for c in range(3):
                                 trial[0, k, c] = goals[b, k, c]
@@ -374,10 +391,6 @@ def _look(
                 if back:
                     continue
                 if start <= found < stop:
-                    s = t0 if x == v0 else x
-                    o = t0 if y == v0 else y
-                    s = t1 if s == v1 else s
-                    o = t1 if o == v1 else o
                     _write(candidates, mask, b, filled, RULE, r, s, o)
                     filled += 1
                 found += 1
@@ -419,8 +432,8 @@ def _look(
         slots[b, CUT], slots[b, FILLED], slots[b, MORE] = cut, filled, more
         n_valid[b] = found
         # A first state with no way on is shown all the same: giving up is its one action.
-        _option(candidates, mask, b, width - 2, NEXT, more)
-        _option(candidates, mask, b, width - 1, END, config[C_END] != 0 or found == 0)
+        _option(candidates, mask, b, TURN, NEXT, more)
+        _option(candidates, mask, b, GIVE_UP, END, config[C_END] != 0 or found == 0)
 
 
 @kernel
@@ -449,7 +462,7 @@ def _finish(
 ) -> None:
     """Reward the listed slots whose episode is over, and keep what they showed last."""
     entities = config[C_ENTITIES]
-    room, width = goals.shape[1], candidates.shape[1]
+    room = goals.shape[1]
     for i in range(total):
         b = listed[i]
         stopped = truncated[b]
@@ -484,17 +497,16 @@ def _finish(
         for c in range(3):
             final_query[b, c] = query[b, c]
         # Only a truncated state has a future: of others no candidate is shown but END.
-        kept = slots[b, FILLED] if stopped else 0
-        for k in range(kept):
-            for c in range(4):
-                final_candidates[b, k, c] = candidates[b, k, c]
-            final_mask[b, k] = True
-        for k in range(kept, slots[b, FINAL]):
-            _erase(final_candidates, final_mask, b, k)
-        slots[b, FINAL] = kept
-        more = stopped and slots[b, MORE] != 0
-        _option(final_candidates, final_mask, b, width - 2, NEXT, more)
-        _option(final_candidates, final_mask, b, width - 1, END, True)
+        kept = slots[b, FILLED] if stopped else FIRST
+        if kept > FIRST or slots[b, FINAL] > FIRST:
+            for k in range(FIRST, kept):
+                for c in range(4):
+                    final_candidates[b, k, c] = candidates[b, k, c]
+                final_mask[b, k] = True
+            for k in range(kept, slots[b, FINAL]):
+                _erase(final_candidates, final_mask, b, k)
+            slots[b, FINAL] = kept
+            _option(final_candidates, final_mask, b, TURN, NEXT, stopped and slots[b, MORE] != 0)
         final_n_valid[b] = n_valid[b] if stopped else 0
 
 
@@ -526,6 +538,7 @@ def _begin(
             goals[b, k, 0] = goals[b, k, 1] = goals[b, k, 2] = -1
         slots[b, DEPTH] = slots[b, PAGE] = slots[b, STEPS] = slots[b, SIDE] = 0
         slots[b, ENDING] = GOES_ON
+        slots[b, SIZES] = 2
         number = counters[BEGUN]
         if config[C_ONCE] != 0 and number >= total:
             slots[b, ACTIVE] = slots[b, COUNT] = slots[b, LABEL] = 0
@@ -572,17 +585,16 @@ def _begin(
 @kernel
 def random_actions(slots: Longs, mask: Bools, key: int, out: Longs) -> None:
     """A uniform choice inside the mask, the same for (key, episode, step) in any slot."""
-    width = mask.shape[1]
     for b in range(slots.shape[0]):
-        filled, more = slots[b, FILLED], slots[b, MORE]
-        options = filled + more + mask[b, width - 1]
+        ends, more = np.int64(mask[b, GIVE_UP]), slots[b, MORE]
+        options = ends + more + slots[b, FILLED] - FIRST
         pick = _below(_episode_key(key, slots[b, EPISODE]), slots[b, STEPS], options)
-        if pick < filled:
-            out[b] = pick
-        elif pick == filled and more != 0:
-            out[b] = width - 2
+        if pick < ends:
+            out[b] = GIVE_UP
+        elif pick < ends + more:
+            out[b] = TURN
         else:
-            out[b] = width - 1
+            out[b] = FIRST + pick - ends - more
 
 
 @kernel
@@ -593,18 +605,17 @@ def expert_actions(
 
     Queries that have no proof, and corrupted ones, are to be given up.
     """
-    width = mask.shape[1]
     for b in range(slots.shape[0]):
         out[b] = -1
         if slots[b, ACTIVE] == 0 or lost[b]:
             continue
         index, level = slots[b, INDEX], slots[b, DEPTH]
         if slots[b, LABEL] == 0 or lengths[index] == 0:
-            out[b] = width - 1 if mask[b, width - 1] else -1
+            out[b] = GIVE_UP if mask[b, GIVE_UP] else -1
         elif level < lengths[index]:
             kind, number = steps[index, level, 0], steps[index, level, 1]
             s, o = steps[index, level, 2], steps[index, level, 3]
-            for k in range(slots[b, FILLED]):
+            for k in range(FIRST, slots[b, FILLED]):
                 if (
                     candidates[b, k, 0] == kind
                     and candidates[b, k, 1] == number
@@ -613,7 +624,7 @@ def expert_actions(
                     out[b] = k
                     break
             if out[b] < 0 and slots[b, MORE] != 0:
-                out[b] = width - 2
+                out[b] = TURN
 
 
 @kernel

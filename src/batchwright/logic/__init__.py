@@ -2,7 +2,20 @@
 
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph, load_graph
+from batchwright.logic.prove import Proof, Proofs, Shortest, prove, prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
 
-__all__ = ["Facts", "Graph", "Rules", "Vocab", "load_graph", "parse_rules"]
+__all__ = [
+    "Facts",
+    "Graph",
+    "Proof",
+    "Proofs",
+    "Rules",
+    "Shortest",
+    "Vocab",
+    "load_graph",
+    "parse_rules",
+    "prove",
+    "prove_all",
+]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,14 @@ from batchwright.files import existing
 from batchwright.logic.facts import Facts
 from batchwright.logic.vocab import Vocab
 
-__all__ = ["Graph", "PykeenDataset", "load_graph", "read_lines", "read_triples"]
+__all__ = [
+    "Graph",
+    "PykeenDataset",
+    "load_graph",
+    "read_lines",
+    "read_triples",
+    "shipped_graph",
+]
 
 Ints = NDArray[np.int32]
 Named = tuple[str, str, str]
@@ -115,6 +123,12 @@ def load_graph(source: str | Path | PykeenDataset) -> Graph:
     every = [named for part in parts for named in part]
     heads, relations, tails = zip(*every, strict=True)
     return _graph(folder.name, Vocab.of({*heads, *tails}, relations), parts)
+
+
+def shipped_graph(name: str = "family") -> Path:
+    """The folder of a graph that comes with the package, with its rules in `rules.txt`."""
+    with as_file(files("batchwright.shipped").joinpath(name)) as folder:
+        return existing(folder, "shipped graph")
 
 
 def read_triples(path: Path) -> Iterator[Named]:

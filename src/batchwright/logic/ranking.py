@@ -247,21 +247,28 @@ def summary(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
     return {**found, "by_relation": by_relation}
 
 
-def average_precision(scorer: Scorer, triples: Ints, candidates: Ints) -> float:
+def average_precision(
+    scorer: Scorer, triples: Ints, candidates: Ints, *, as_chances: bool = False
+) -> float:
     """The area under precision and recall over all pairs of a head and a candidate tail.
 
     The heads are those of `triples`, which also say what is true. Scores are compared over all
-    pairs at once; equal scores are taken together, so that their order cannot help.
+    pairs at once; equal scores are taken together, so that their order cannot help. With
+    `as_chances` the scores of each head first become chances over the candidates (a softmax), for
+    questions that have one answer among them but scores that do not compare between heads.
     """
     heads, first = np.unique(triples[:, :2], axis=0, return_index=True)
     if not len(heads) or not len(candidates):
         raise ConfigError("an average precision needs at least one triple and one candidate")
-    asked = triples[first]
-    scores = scorer.scores(asked[:, 0].copy(), asked[:, 1].copy(), "tail")[:, candidates]
+    asked = np.ascontiguousarray(triples[first].T)
+    scores = scorer.scores(asked[0], asked[1], "tail")[:, candidates].astype(np.float64)
+    scores[np.isnan(scores)] = -np.inf
+    if as_chances:
+        top = np.maximum(scores.max(axis=1, keepdims=True), -1e300)
+        scores = scores - top - np.log(np.exp(scores - top).sum(axis=1, keepdims=True))
     true = {tuple(triple) for triple in triples.tolist()}
     label = np.array([[(h, p, int(c)) in true for c in candidates] for h, p in heads.tolist()])
-    score = np.nan_to_num(scores.astype(np.float64), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
-    levels, group = np.unique(-score.ravel(), return_inverse=True)
+    levels, group = np.unique(-scores.ravel(), return_inverse=True)
     hits = np.bincount(group, weights=label.ravel(), minlength=len(levels))
     found, seen = np.cumsum(hits), np.cumsum(np.bincount(group, minlength=len(levels)))
     if not found[-1]:

@@ -68,7 +68,9 @@ class Policy(nn.Module):
         Finite, so that no gradient and no entropy becomes 0 * infinity. Its probability is
         exactly zero beside any candidate that is allowed.
         """
-        scores = self.actor.point(obs, self.actor.state(obs)) / self.temperature
+        scores = self.actor.point(obs, self.actor.state(obs))
+        if self.temperature != 1.0:
+            scores = scores / self.temperature
         return scores.masked_fill(~obs["mask"], torch.finfo(scores.dtype).min)
 
     def value(self, obs: Tensors) -> Tensor:

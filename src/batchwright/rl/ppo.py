@@ -7,9 +7,11 @@ Masks hold in the rollout and in the update. Every random number is named by the
 counter, so a run that was killed and resumed ends with the same bits as one that was not.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,11 @@ from batchwright.rl.rollout import Rollout, Runner
 __all__ = ["PPO", "PPOConfig"]
 
 Metrics = dict[str, float]
+MEASURED = (
+    *("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"),
+    *("actor_grad_norm", "critic_grad_norm"),
+)
+"""What each minibatch measures; means over the update are shown under `losses/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,46 +186,52 @@ class PPO:
             rollout.values.ravel()[steps], returns_TB.ravel()[steps]
         )
 
+        if config.normalize_advantages and len(steps) > 1:
+            used = advantages_TB.ravel()[steps]
+            advantages_TB = (advantages_TB - used.mean()) / (used.std() + np.float32(1e-8))
+
         def flat(array: NDArray[Any]) -> Tensor:
             return torch.from_numpy(array.reshape(-1, *array.shape[2:])).to(device)
 
         obs = {name: flat(array) for name, array in rollout.obs.items()}
-        actions, old_logp = flat(rollout.actions), flat(rollout.logp)
-        advantages, returns = flat(advantages_TB), flat(returns_TB)
-        old_values = flat(rollout.values)
+        rest = [flat(rollout.actions), flat(rollout.logp), flat(advantages_TB), flat(returns_TB)]
+        rest.append(flat(rollout.values))
+        count = min(config.minibatches, len(steps))
+        bounds = [len(steps) * n // count for n in range(count + 1)]
 
         parts: list[Tensor] = []
         stopped = False
         for epoch in range(config.epochs):
             key = np.uint64(rng.key(config.seed, "minibatches", self.updates, epoch))
             order = torch.from_numpy(steps[permutation(len(steps), key)]).to(device)
-            for rows in order.tensor_split(min(config.minibatches, len(steps))):
-                seen = {name: tensor[rows] for name, tensor in obs.items()}
+            # Shuffled once an epoch, so that a minibatch is a slice of each.
+            obs_E = {name: tensor[order] for name, tensor in obs.items()}
+            rest_E = [tensor[order] for tensor in rest]
+            for start, end in pairwise(bounds):
+                seen = {name: tensor[start:end] for name, tensor in obs_E.items()}
+                action, old_logp, advantage, target, old_value = (t[start:end] for t in rest_E)
                 logp_all = torch.log_softmax(self.policy.logits(seen), -1)
-                logp = logp_all.gather(-1, actions[rows, None]).squeeze(-1)
+                logp = logp_all.gather(-1, action[:, None]).squeeze(-1)
                 # Where the mask is false the probability is exactly 0, and so is the product.
                 entropy = -(logp_all.exp() * logp_all).sum(-1).mean()
                 value = self.policy.value(seen)
 
-                log_ratio = logp - old_logp[rows]
+                log_ratio = logp - old_logp
                 ratio = log_ratio.exp()
                 with torch.no_grad():
-                    kl = ((ratio - 1.0) - log_ratio).mean()
-                    clipped = ((ratio - 1.0).abs() > config.clip).float().mean()
+                    moved = ratio - 1.0
+                    kl = (moved - log_ratio).mean()
+                    clipped = (moved.abs() > config.clip).float().mean()
                 if config.target_kl is not None and float(kl) > config.target_kl:
                     stopped = True
                     break
 
-                advantage = advantages[rows]
-                if config.normalize_advantages and len(rows) > 1:
-                    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
                 bounded = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
                 policy_loss = -torch.min(advantage * ratio, advantage * bounded).mean()
-                error = (value - returns[rows]).square()
+                error = (value - target).square()
                 if config.value_clip is not None:
-                    moved = value - old_values[rows]
-                    near = old_values[rows] + moved.clamp(-config.value_clip, config.value_clip)
-                    error = torch.max(error, (near - returns[rows]).square())
+                    change = (value - old_value).clamp(-config.value_clip, config.value_clip)
+                    error = torch.max(error, (old_value + change - target).square())
                 value_loss = 0.5 * error.mean()
                 loss = policy_loss + config.value_coef * value_loss - entropy_coef * entropy
 
@@ -227,22 +240,21 @@ class PPO:
                 # Apart: they share no weight, and the large errors of values not yet learned would
                 # shrink the actor's step to nothing.
                 norms = [clip_grad_norm_(net, config.max_grad_norm) for net in self._networks]
-                norm = torch.stack(norms).norm()
-                if not torch.isfinite(norm):
+                norm = math.hypot(*map(float, norms))
+                if not math.isfinite(norm):
                     raise BadLoss(
                         f"update {self.updates + 1}: the loss is {loss.item()} and the norm of its "
-                        f"gradient {float(norm)}; go on from the last checkpoint with a lower lr"
+                        f"gradient {norm}; go on from the last checkpoint with a lower lr"
                     )
                 self.optimizer.step()
-                measured = (policy_loss, value_loss, entropy, kl, clipped, norm)
+                measured = (policy_loss, value_loss, entropy, kl, clipped, *norms)
                 parts.append(torch.stack([m.detach() for m in measured]))
             if stopped:
                 break
         self.updates += 1
         if parts:
             means = torch.stack(parts).mean(0).tolist()
-            names = ("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac", "grad_norm")
-            metrics |= {f"losses/{n}": mean for n, mean in zip(names, means, strict=True)}
+            metrics |= {f"losses/{n}": mean for n, mean in zip(MEASURED, means, strict=True)}
         metrics["losses/minibatches"] = float(len(parts))
         return metrics
 

@@ -27,6 +27,7 @@ from batchwright.logic.kge import (
     Kge,
     KgeScorer,
     KgeShape,
+    load_kge,
     read_tables,
     save_kge,
     softmax_loss,
@@ -40,7 +41,7 @@ from batchwright.train.sft import _interrupts
 from batchwright.train.stamp import write_stamp
 from batchwright.world import World
 
-__all__ = ["KgeResult", "KgeTrainer", "fit_kge", "train_kge"]
+__all__ = ["KgeResult", "KgeTrainer", "fit_kge", "load_scorer", "train_kge"]
 
 Ints = NDArray[np.int32]
 Tensor = torch.Tensor
@@ -300,6 +301,18 @@ def _loop(
         return KgeResult(
             where, finished, at.epoch, at.global_step, loss, at.best_epoch, at.best_mrr, seconds
         )
+
+
+def load_scorer(path: Path, graph: Graph) -> KgeScorer:
+    """The embedding of a run or model folder, if its rows are those of this graph."""
+    folder = path / "model" if (path / "config.toml").exists() else path
+    kge, more = load_kge(folder)
+    if more.get("entities") != vocab_digest(graph):
+        raise Mismatch(
+            f"the embedding {path} was trained on other names than those of {graph.name}; "
+            f"evaluate it on the graph it was trained on"
+        )
+    return KgeScorer(kge)
 
 
 def vocab_digest(graph: Graph) -> str:

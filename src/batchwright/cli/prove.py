@@ -1,0 +1,106 @@
+"""`batchwright prove`: answers to a question about a graph, with their proofs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from batchwright.cli.output import Format, show
+
+if TYPE_CHECKING:
+    from batchwright.logic.prove import Node
+    from batchwright.logic.rules import Rules
+    from batchwright.logic.vocab import Vocab
+
+__all__ = ["prove"]
+
+
+def prove(
+    query: Annotated[str, Parameter(help="Such as 'uncle(mira, X)' or 'uncle(mira, tomas)'.")],
+    *,
+    data: Annotated[
+        str, Parameter(name=["--data", "-d"], help="Folder with train.txt; `family` is built in.")
+    ] = "family",
+    rules: Annotated[
+        Path | None,
+        Parameter(name=["--rules", "-r"], help="Rules; rules.txt of the folder if not."),
+    ] = None,
+    mine: Annotated[bool, Parameter(negative="", help="Mine the rules from the facts.")] = False,
+    depth: Annotated[int, Parameter(help="Steps a proof may have.")] = 5,
+    most: Annotated[int, Parameter(help="Answers to show.")] = 10,
+    hide: Annotated[
+        bool, Parameter(negative="", help="Do not use the fact that is asked about.")
+    ] = False,
+    format: Format = "text",
+) -> None:
+    """Prove a query from facts and rules, and print the proof as a tree with rule names."""
+    from batchwright.errors import BadProgram, ConfigError
+    from batchwright.logic.loaders import load_graph, shipped_graph
+    from batchwright.logic.prove import prove as search
+    from batchwright.logic.rules import parse_atom, parse_rules
+
+    folder = shipped_graph(data) if data == "family" and not Path(data).exists() else Path(data)
+    graph = load_graph(folder)
+    vocab = graph.vocab
+    if mine and rules is not None:
+        raise ConfigError("--mine and --rules exclude each other; give one of them")
+    if mine:
+        from batchwright.logic.mine import mine as mined
+
+        horn = mined(graph.facts, vocab).rules
+    else:
+        if rules is None and not (folder / "rules.txt").exists():
+            raise ConfigError(f"{folder} has no rules.txt; give --rules FILE or --mine")
+        horn = parse_rules(rules or folder / "rules.txt", vocab)
+    (predicate, first, second), names = parse_atom(query, vocab)
+    asked = tuple(-1 if term >= vocab.num_entities else term for term in (first, second))
+    if asked == (-1, -1):
+        raise BadProgram(f"{query!r} leaves both arguments open; name one entity at least")
+    triple = (asked[0], predicate, asked[1])
+    found = search(triple, graph.facts, horn, depth, hide=[triple] if hide else ())
+    answers = []
+    for proof in found.found:
+        tree = proof.tree(horn)
+        bound = {name: vocab.term(proof.answer) for name in names}
+        answers.append(
+            {
+                "atom": vocab.atom(*tree.atom),
+                "bindings": bound,
+                "steps": len(proof),
+                "weight": proof.weight(horn),
+                "proof": _plain(tree, horn, vocab),
+                "text": "\n".join(tree.lines(horn, vocab)),
+            }
+        )
+    answers.sort(key=lambda answer: (answer["steps"], -answer["weight"], answer["atom"]))
+    summary = {
+        "query": query,
+        "answers": len(answers),
+        "complete": found.complete,
+        "depth": depth,
+        "facts": len(graph.facts),
+        "rules": len(horn),
+        "proofs": [{k: v for k, v in one.items() if k != "text"} for one in answers],
+    }
+    show(summary, _text(query, answers, found.complete, depth, most), format)
+
+
+def _text(query: str, answers: list[dict[str, Any]], complete: bool, depth: int, most: int) -> str:
+    if not answers:
+        end = "" if complete else "; the search was cut short, there may be one"
+        return f"no proof of {query} in {depth} steps{end}"
+    parts = [
+        f"{one['text']}\n{one['steps']} steps, weight {one['weight']:.3g}" for one in answers[:most]
+    ]
+    if len(answers) > most:
+        parts.append(f"and {len(answers) - most:,} more answers; --most shows more of them")
+    if not complete:
+        parts.append("the search was cut short: there may be more answers")
+    return "\n\n".join(parts)
+
+
+def _plain(node: "Node", rules: "Rules", vocab: "Vocab") -> dict[str, Any]:
+    """A tree of goals for programs."""
+    by = None if node.rule is None else rules.names[node.rule]
+    children = [_plain(child, rules, vocab) for child in node.children]
+    return {"atom": vocab.atom(*node.atom), "rule": by, "children": children}

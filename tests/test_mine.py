@@ -1,0 +1,480 @@
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from batchwright.errors import ConfigError, Mismatch
+from batchwright.logic.facts import Facts
+from batchwright.logic.mine import Steps, chains_of, mine, write_rules
+from batchwright.logic.mine_kernels import learn_chains, walk
+from batchwright.logic.rules import Rules, parse_rules
+from batchwright.logic.scorers import Hybrid, Mean, RuleScorer, choose_beta, choose_rules
+from batchwright.logic.vocab import Vocab
+
+Fact = tuple[int, int, int]
+Edge = tuple[int, int, int]
+"""From, step, to; step p + P goes from a tail to its head."""
+
+
+def vocab_of(entities: int, preds: int) -> Vocab:
+    return Vocab(tuple(f"e{i}" for i in range(entities)), tuple(f"p{i}" for i in range(preds)))
+
+
+def paths(start: int, body: tuple[int, ...], facts: set[Fact], preds: int) -> list[list[Edge]]:
+    """Every chain of edges along `body`, none of which goes straight back over the one before."""
+    found: list[list[Edge]] = [[]]
+    for step in body:
+        longer = []
+        for path in found:
+            at = path[-1][2] if path else start
+            for h, p, t in facts:
+                edge = (h, step, t) if step < preds else (t, step, h)
+                if p != step % preds or edge[0] != at:
+                    continue
+                # A loop may be gone round again, but no fact is read back and forth.
+                same = path and fact_of(edge, preds) == fact_of(path[-1], preds)
+                if same and edge[1] != path[-1][1]:
+                    continue
+                longer.append([*path, edge])
+        found = longer
+    return found
+
+
+def fact_of(edge: Edge, preds: int) -> Fact:
+    u, step, v = edge
+    return (u, step, v) if step < preds else (v, step - preds, u)
+
+
+def counted(
+    facts: set[Fact], n: int, preds: int, length: int
+) -> dict[tuple[int, tuple[int, ...]], tuple[int, int]]:
+    """Support and pairs of every rule (head, body), by looking at every path."""
+    found = {}
+    for size in range(1, length + 1):
+        for body in itertools.product(range(2 * preds), repeat=size):
+            ways = {x: paths(x, body, facts, preds) for x in range(n)}
+            for head in range(preds):
+                pairs = set()
+                for x, all_paths in ways.items():
+                    for path in all_paths:
+                        own = (x, head, path[-1][2])
+                        if own not in {fact_of(edge, preds) for edge in path}:
+                            pairs.add((x, path[-1][2]))
+                support = sum((x, head, y) in facts for x, y in pairs)
+                if support:
+                    found[head, body] = support, len(pairs)
+    return found
+
+
+def bodies_of(rules: Rules) -> dict[tuple[int, tuple[int, ...]], int]:
+    chains = chains_of(rules)
+    found = {}
+    for step in range(rules.num_predicates):
+        for i in range(chains.ptr[step], chains.ptr[step + 1]):
+            body = tuple(chains.bodies[i, : chains.lengths[i]].tolist())
+            found[step, body] = int(chains.origin[i]) // 2
+    return found
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[set[Fact], int, int]:
+    n, preds = draw(st.integers(2, 6)), draw(st.integers(1, 2))
+    fact = st.tuples(st.integers(0, n - 1), st.integers(0, preds - 1), st.integers(0, n - 1))
+    return draw(st.sets(fact, min_size=1, max_size=10)), n, preds
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs(), st.integers(1, 3))
+def test_support_and_pairs_are_those_of_all_paths(
+    graph: tuple[set[Fact], int, int], length: int
+) -> None:
+    facts, n, preds = graph
+    if preds == 2 and length == 3:
+        length = 2
+    vocab = vocab_of(n, preds)
+
+    mined = mine(
+        Facts.of(sorted(facts), vocab),
+        vocab,
+        length=length,
+        min_support=1,
+        min_confidence=0,
+        most=10**6,
+    )
+
+    found = {
+        rule: (int(mined.support[r]), int(mined.pairs[r]))
+        for rule, r in bodies_of(mined.rules).items()
+    }
+    assert found == counted(facts, n, preds, length)
+    for r in range(len(mined.rules)):
+        expected = mined.support[r] / (mined.pairs[r] + 5)
+        assert mined.rules.weight[r] == pytest.approx(expected)
+
+
+def test_a_rule_does_not_count_the_fact_it_foretells() -> None:
+    # a -p-> b -q-> c -r-> b: the chain p q r from a comes to b, but through p(a, b) itself.
+    vocab = vocab_of(3, 3)
+    facts = Facts.of([(0, 0, 1), (1, 1, 2), (2, 2, 1)], vocab)
+
+    mined = mine(facts, vocab, length=3, min_support=1, min_confidence=0)
+
+    assert (0, (0, 1, 2)) not in bodies_of(mined.rules)
+
+
+def test_symmetric_and_inverse_relations_are_found() -> None:
+    pairs = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    triples = [(a, 0, b) for a, b in pairs] + [(b, 0, a) for a, b in pairs]
+    triples += [(a, 1, b) for a, b in pairs] + [(b, 2, a) for a, b in pairs]
+    vocab = vocab_of(8, 3)
+
+    found = bodies_of(mine(Facts.of(triples, vocab), vocab, length=1).rules)
+
+    assert {(0, (3,)), (1, (5,)), (2, (4,))} <= found.keys()
+    assert (0, (0,)) not in found
+
+
+def test_only_the_best_rules_of_a_head_are_kept_and_the_rest_is_counted() -> None:
+    rng = np.random.default_rng(3)
+    vocab = vocab_of(20, 3)
+    triples = np.stack([rng.integers(0, m, 120) for m in (20, 3, 20)], 1)
+    facts = Facts.of(triples, vocab)
+    everything = mine(facts, vocab, min_confidence=0, most=10**6)
+
+    few = mine(facts, vocab, min_confidence=0, most=5)
+
+    assert len(few.rules) == 15
+    assert few.dropped == len(everything.rules) - 15
+    for p in range(3):
+        kept = few.rules.weight[few.rules.head[:, 0] == p].tolist()
+        best = sorted(everything.rules.weight[everything.rules.head[:, 0] == p])[-5:]
+        assert kept == best[::-1]
+
+
+def test_mined_rules_come_back_from_their_file(tmp_path: Path) -> None:
+    vocab = Vocab.of(["a", "b", "c", "d", "e"], ["likes", "it's->odd"])
+    triples = [(0, 0, 1), (1, 0, 2), (0, 1, 2), (2, 0, 3), (1, 1, 3), (3, 0, 4), (2, 1, 4)]
+    rules = mine(Facts.of(triples, vocab), vocab, length=3, min_support=1).rules
+
+    write_rules(tmp_path / "rules.txt", rules, vocab, "a note")
+    back = parse_rules(tmp_path / "rules.txt", vocab)
+
+    assert back.names == rules.names
+    assert np.array_equal(back.body, rules.body)
+    assert np.allclose(back.weight, rules.weight)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"length": 0}, {"length": 4}, {"min_support": 0}, {"min_confidence": 2.0}, {"most": 0}],
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    vocab = vocab_of(2, 1)
+
+    with pytest.raises(ConfigError):
+        mine(Facts.of([(0, 0, 1)], vocab), vocab, **wrong)  # type: ignore[arg-type]
+
+
+def test_rules_that_are_no_chains_are_named() -> None:
+    vocab = vocab_of(3, 2)
+    rules = parse_rules(
+        """chain:0.5:p0(Z,X), p1(Z,Y) -> p0(X,Y)
+        swapped:0.5:p1(Z,Y), p0(X,Z) -> p0(X,Y)
+        constant:0.5:p0(X,e1) -> p1(X,e1)
+        loop:0.5:p0(X,X) -> p1(X,X)
+        branch:0.5:p0(X,Y), p0(X,Z) -> p1(X,Y)
+        long:0.5:p0(X,A), p0(A,B), p0(B,C), p0(C,Y) -> p0(X,Y)""",
+        vocab,
+    )
+
+    chains = chains_of(rules)
+
+    assert chains.skipped == ("constant", "loop", "branch", "long")
+    assert set(bodies_of(rules)) == {(0, (2, 1)), (0, (0, 1))}
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.data())
+def test_walks_end_where_paths_end_with_the_chance_of_their_steps(
+    graph: tuple[set[Fact], int, int], data: st.DataObject
+) -> None:
+    facts, n, preds = graph
+    vocab = vocab_of(n, preds)
+    body = tuple(data.draw(st.lists(st.integers(0, 2 * preds - 1), min_size=1, max_size=3)))
+    hidden = data.draw(st.sampled_from([None, *sorted(facts)]))
+    x = data.draw(st.integers(0, n - 1)) if hidden is None else hidden[0]
+    steps = Steps.of(Facts.of(sorted(facts), vocab))
+    padded = np.full(3, -1, np.int32)
+    padded[: len(body)] = body
+    share, out = np.zeros(n), np.empty(n, np.int32)
+    stamp = np.full(n, -1, np.int64)
+
+    count = walk(
+        x, padded, len(body), steps.ptr, steps.ends, n, preds,
+        -1 if hidden is None else hidden[1], -1 if hidden is None else hidden[2],
+        stamp, 0, share, out,
+    )  # fmt: skip
+
+    expected: dict[int, float] = {}
+
+    def follow(at: int, left: tuple[int, ...], chance: float, before: list[Edge]) -> None:
+        if not left:
+            expected[at] = expected.get(at, 0.0) + chance
+            return
+        nexts = [
+            path[-1]
+            for path in paths(at, left[:1], facts - {hidden}, preds)  # type: ignore[arg-type]
+            if not (
+                before
+                and path[-1][1] != before[-1][1]
+                and fact_of(path[-1], preds) == fact_of(before[-1], preds)
+            )
+        ]
+        for edge in nexts:
+            follow(edge[2], left[1:], chance / len(nexts), [*before, edge])
+
+    follow(x, body, 1.0, [])
+    assert sorted(out[:count].tolist()) == sorted(expected)
+    for end, chance in expected.items():
+        assert share[end] == pytest.approx(chance)
+
+
+def family() -> tuple[Facts, Rules, Vocab]:
+    vocab = Vocab.of(["ann", "bob", "cat", "dan", "eve"], ["child", "grandchild", "sibling"])
+    text = "\n".join(
+        [
+            "g:0.9:child(X,Z), child(Z,Y) -> grandchild(X,Y)",
+            "s:0.5:child(X,Z), child(Y,Z) -> sibling(X,Y)",
+            "w:0.2:sibling(X,Z), child(Z,W), child(W,Y) -> grandchild(X,Y)",
+        ]
+    )
+    ids = vocab.entity_ids
+    triples = [("bob", 0, "ann"), ("cat", 0, "ann"), ("dan", 0, "bob"), ("bob", 2, "cat")]
+    triples += [("eve", 0, "bob"), ("dan", 2, "eve")]
+    facts = Facts.of([(ids[h], p, ids[t]) for h, p, t in triples], vocab)
+    return facts, parse_rules(text, vocab), vocab
+
+
+def test_rules_answer_from_both_ends() -> None:
+    facts, rules, vocab = family()
+    scorer = RuleScorer(facts, rules)
+    ids = vocab.entity_ids
+
+    def asked(name: str, side: str) -> dict[str, float]:
+        given = np.array([ids[name]], np.int32)
+        scores = scorer.scores(given, np.array([1], np.int32), side)[0]  # type: ignore[arg-type]
+        return {vocab.entities[e]: float(s) for e, s in enumerate(scores) if s}
+
+    # dan: by g over bob; by w over the sibling eve and her parent bob.
+    both = -math.log(1 - 0.9) - math.log(1 - 0.2)
+    assert asked("dan", "tail") == {"ann": pytest.approx(both)}
+    assert asked("ann", "head") == {
+        "dan": pytest.approx(both),
+        "eve": pytest.approx(-math.log(1 - 0.9)),
+    }
+
+
+def test_power_lies_between_the_sum_and_the_greatest() -> None:
+    facts, rules, vocab = family()
+    dan, grand = np.array([vocab.entity("dan")], np.int32), np.array([1], np.int32)
+    scores = [
+        float(RuleScorer(facts, rules, power).scores(dan, grand, "tail").max())
+        for power in (1.0, 2.0, 8.0, math.inf)
+    ]
+
+    strong, weak = -math.log(1 - 0.9), -math.log(1 - 0.2)
+    assert scores[0] == pytest.approx(strong + weak)
+    assert scores[1] == pytest.approx(math.hypot(strong, weak))
+    assert scores[3] == pytest.approx(strong)
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_many_certain_rules_do_not_all_come_to_one() -> None:
+    # Noisy-or in 32 bits would give both entities exactly 1.
+    vocab = vocab_of(3, 9)
+    text = "\n".join(f"r{p}:0.99:p{p}(X,Y) -> p0(X,Y)" for p in range(1, 9))
+    triples = [(0, p, 1) for p in range(1, 9)] + [(0, p, 2) for p in range(1, 8)]
+
+    scores = RuleScorer(Facts.of(triples, vocab), parse_rules(text, vocab)).scores(
+        np.array([0], np.int32), np.array([0], np.int32), "tail"
+    )[0]
+
+    assert scores[1] > scores[2] > 0
+
+
+def test_a_share_divides_the_evidence_among_the_ends() -> None:
+    # Three neighbours, two of them in one region: the region of most neighbours wins.
+    vocab = Vocab.of(["x", "n1", "n2", "n3", "east", "west"], ["in", "near"])
+    ids = vocab.entity_ids
+    triples = [(ids["x"], 1, ids[n]) for n in ("n1", "n2", "n3")]
+    triples += [(ids["n1"], 0, ids["east"])]
+    triples += [(ids["n2"], 0, ids["west"]), (ids["n3"], 0, ids["west"])]
+    facts = Facts.of(triples, vocab)
+    rules = parse_rules("r:0.5:near(X,Z), in(Z,Y) -> in(X,Y)", vocab)
+    x, located = np.array([ids["x"]], np.int32), np.array([0], np.int32)
+
+    whole = RuleScorer(facts, rules).scores(x, located, "tail")[0]
+    divided = RuleScorer(facts, rules, share=1.0).scores(x, located, "tail")[0]
+
+    assert whole[ids["west"]] == whole[ids["east"]]
+    assert divided[ids["west"]] == pytest.approx(2 * divided[ids["east"]])
+    assert divided.sum() == pytest.approx(-math.log(0.5))
+
+
+def test_rules_of_another_graph_and_weights_that_are_no_chances_are_refused() -> None:
+    facts, rules, vocab = family()
+    other = Vocab.of(["x"], ["child", "grandchild", "sibling"])
+
+    with pytest.raises(Mismatch, match="one vocabulary"):
+        RuleScorer(Facts.of([(0, 0, 0)], other), rules)
+    with pytest.raises(ConfigError, match="chances"):
+        RuleScorer(facts, parse_rules("r:1.5:child(X,Y) -> sibling(X,Y)", vocab))
+    with pytest.raises(ConfigError, match="power"):
+        RuleScorer(facts, rules, power=0.5)
+
+
+def one_question_loss(
+    evidence: NDArray[np.float64], question: Fact, facts: set[Fact], rules: Rules, n: int
+) -> float:
+    """The loss that learning follows, written out for one question from its head."""
+    preds = rules.num_predicates
+    x, p, y = question
+    score = np.zeros(n)
+    chains = chains_of(rules)
+    for i in range(chains.ptr[p], chains.ptr[p + 1]):
+        body = tuple(chains.bodies[i, : chains.lengths[i]].tolist())
+        for end in {path[-1][2] for path in paths(x, body, facts - {question}, preds)}:
+            score[end] += evidence[i]
+    others = [e for e in range(n) if e == y or (x, p, e) not in facts]
+    return float(np.log(np.exp(score[others]).sum()) - score[y])
+
+
+def test_learning_goes_down_the_slope_of_the_written_out_loss() -> None:
+    facts = {(0, 0, 1), (1, 0, 2), (2, 0, 3), (0, 1, 2), (1, 1, 3), (0, 0, 4), (4, 0, 3), (4, 1, 0)}
+    vocab = vocab_of(5, 2)
+    indexed = Facts.of(sorted(facts), vocab)
+    rules = parse_rules(
+        """a:0.6:p0(X,Z), p0(Z,Y) -> p1(X,Y)
+        b:0.3:p0(X,Y) -> p1(X,Y)
+        c:0.2:p1(X,Z), p0(Z,W), p0(W,Y) -> p1(X,Y)""",
+        vocab,
+    )
+    steps, chains = Steps.of(indexed), chains_of(rules)
+    question = (0, 1, 2)
+    before = -np.log1p(-chains.weights)
+    evidence, squares = before.copy(), np.full(len(before), 1e-12)
+
+    # With next to nothing in the squares, a step of Adagrad is the rate times the slope's sign.
+    loss, count = learn_chains(
+        np.array([question], np.int64), chains.ptr, chains.bodies, chains.lengths,
+        steps.ptr, steps.ends, 5, 2, 0.0, 0.01, evidence, squares,
+    )  # fmt: skip
+
+    assert count == 1
+    assert loss == pytest.approx(one_question_loss(before, question, facts, rules, 5))
+    for i in range(len(before)):
+        up, down = before.copy(), before.copy()
+        up[i] += 1e-5
+        down[i] -= 1e-5
+        slope = one_question_loss(up, question, facts, rules, 5) - one_question_loss(
+            down, question, facts, rules, 5
+        )
+        slope /= 2e-5
+        assert math.sqrt(squares[i] - 1e-12) == pytest.approx(abs(slope), abs=1e-6)
+        if abs(slope) > 1e-6:
+            assert np.sign(before[i] - evidence[i]) == np.sign(slope)
+
+
+def test_learned_evidence_ranks_true_facts_higher_and_repeats_itself() -> None:
+    rng = np.random.default_rng(5)
+    vocab = vocab_of(30, 3)
+    edges = {(int(a), 0, int(b)) for a, b in rng.integers(0, 30, (60, 2))}
+    edges |= {(int(a), 2, int(b)) for a, b in rng.integers(0, 30, (60, 2))}
+    joined = {(a, 1, d) for a, p, b in edges for c, q, d in edges if b == c and p == 0 and q == 2}
+    train = np.array(sorted(edges | joined), np.int32)
+    facts = Facts.of(train, vocab)
+    rules = mine(facts, vocab, min_confidence=0).rules
+
+    runs = []
+    for _ in range(2):
+        scorer = RuleScorer(facts, rules)
+        losses = [scorer.learn(train, seed=1) for _ in range(4)]
+        runs.append((losses, scorer.evidence.tolist()))
+
+    assert runs[0] == runs[1]
+    assert runs[0][0][-1] < 0.8 * runs[0][0][0]
+
+
+class Fixed:
+    """Scores of p(row, column), the same for every predicate."""
+
+    def __init__(self, scores: NDArray[np.float32]) -> None:
+        self.table = scores
+
+    def scores(
+        self, given: NDArray[np.int32], predicates: NDArray[np.int32], side: str
+    ) -> NDArray[np.float32]:
+        return (self.table if side == "tail" else self.table.T)[given].copy()
+
+
+def test_a_hybrid_of_weight_zero_is_the_embedding_bit_for_bit() -> None:
+    rng = np.random.default_rng(0)
+    kge = Fixed(rng.standard_normal((6, 6)).astype(np.float32))
+    proofs = Fixed(np.full((6, 6), np.inf, np.float32))
+    given, preds = np.arange(6, dtype=np.int32), np.array([0, 1] * 3, np.int32)
+
+    for beta in (0.0, np.zeros((2, 2))):
+        found = Hybrid(kge, proofs, beta).scores(given, preds, "tail")
+        assert found.tobytes() == kge.table.tobytes()
+
+    by_predicate = Hybrid(kge, proofs, np.array([[0.0, 1.0], [1.0, 0.0]]))
+    tails = by_predicate.scores(given, preds, "tail")
+    assert tails[::2].tobytes() == kge.table[::2].tobytes()
+    assert np.isinf(tails[1::2]).all()
+    heads = by_predicate.scores(given, preds, "head")
+    assert heads[1::2].tobytes() == kge.table.T[1::2].tobytes()
+
+
+def test_a_mean_is_that_of_its_scorers() -> None:
+    a, b = (Fixed(np.full((2, 3), value, np.float32)) for value in (1.0, 2.0))
+    ask = np.zeros(1, np.int32)
+
+    assert Mean(a, b).scores(ask, ask, "tail").tolist() == [[1.5] * 3]
+    assert Mean(a).scores(ask, ask, "tail").tolist() == [[1.0] * 3]
+
+
+def test_the_weight_of_proofs_follows_who_is_right_on_valid() -> None:
+    n = 40
+    vocab = vocab_of(n, 1)
+    valid = np.array([[e, 0, (e + 1) % n] for e in range(n)], np.int32)
+    known = Facts.of(valid, vocab)
+    right = np.zeros((n, n), np.float32)
+    right[valid[:, 0], valid[:, 2]] = 1.0
+    noise = np.random.default_rng(0).random((n, n)).astype(np.float32)
+
+    assert choose_beta(Fixed(noise), Fixed(right), valid, known).beta >= 1
+    assert choose_beta(Fixed(10 * right), Fixed(noise), valid, known).beta == 0
+
+
+def test_the_way_to_join_rules_is_the_best_of_all_that_were_tried() -> None:
+    rng = np.random.default_rng(2)
+    vocab = vocab_of(25, 2)
+    triples = np.stack([rng.integers(0, m, 150) for m in (25, 2, 25)], 1).astype(np.int32)
+    train, valid = triples[:120], triples[120:]
+    facts = Facts.of(train, vocab)
+    rules = mine(facts, vocab, min_confidence=0).rules
+
+    scorer, tried = choose_rules(facts, rules, train, valid, Facts.of(triples, vocab), epochs=2)
+
+    best = max(tried, key=lambda name: tried[name])
+    assert len(tried) == 13
+    assert best == (
+        f"learned {scorer.learned_epochs}, share {scorer.share:g}"
+        if scorer.learned_epochs
+        else f"power {scorer.power:g}, share {scorer.share:g}"
+    )
