@@ -233,3 +233,15 @@ def test_probing_nobody_is_one_sentence(call, tmp_path):
     assert gone.code == 1
     assert "does not answer for the model 'm' (unreachable)" in gone.err
     assert gone.err.count("\n") == 1
+
+
+def test_the_example_of_the_document_runs_without_a_server_of_ones_own(tmp_path):
+    script = Path(__file__).parents[1] / "examples" / "query_mutation" / "benchmark_batching.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", script], cwd=tmp_path, capture_output=True, text=True
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "8 queries" in done.stdout
+    assert done.stdout.count("0 of 8 invalid") == 6
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["home"])

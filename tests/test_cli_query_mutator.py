@@ -150,6 +150,16 @@ def test_a_dead_server_stops_the_run_with_one_sentence(
     assert "127.0.0.1:9" in outcome.err
 
 
+def test_a_wrong_model_name_is_told_which_there_are(
+    tmp_path: Path, call: Callable[..., Any], server: Any
+) -> None:
+    for model in (f"{server}/v1#gpt-none", f"ollama+{server}#none"):
+        outcome = call(f"train query-mutator --target-model {model} --quiet", tmp_path)
+        assert outcome.code == 1
+        assert "it has sim" in outcome.err
+        assert outcome.err.count("\n") == 1
+
+
 BAD = {
     "plain name": ("--target-model qwen2.5", "--endpoint"),
     "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),

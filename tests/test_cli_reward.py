@@ -231,7 +231,7 @@ def test_bad_input_is_one_sentence_at_once(
 
 
 def test_files_that_are_not_there_are_named(call: Callable[..., Any], folder: Path) -> None:
-    for file in ("rewards.toml", "rows.jsonl"):
+    for file in ("rows.jsonl", "rewards.toml"):
         (folder / file).unlink()
         found = call(SCORE, folder)
         assert found.code == 1
@@ -270,6 +270,7 @@ def test_text_of_every_plane_comes_through(call: Callable[..., Any], folder: Pat
     assert [row["id"] for row in read(folder / "scores.jsonl")] == [row["id"] for row in rows]
 
 
+@pytest.mark.slow
 def test_ten_thousand_long_responses_are_scored_by_rules_in_sane_memory() -> None:
     """200 million characters; the time is for people to see, the memory is asserted."""
     draw = random.Random(0)

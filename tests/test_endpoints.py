@@ -169,10 +169,10 @@ def test_no_bytes_can_make_reading_fail_or_pass_for_an_answer(body, status):
             assert isinstance(wire.decode(request, status, {}, body), Failed)
 
 
-FIELDS = """
-choices message content text data embedding index usage error finish_reason response embeddings
-prompt_tokens
-""".split()
+FIELDS = [
+    *("choices", "message", "content", "text", "data", "embedding", "index", "usage", "error"),
+    *("finish_reason", "response", "embeddings", "prompt_tokens"),
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats(allow_nan=False),
     lambda inner: (

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -187,3 +188,41 @@ def test_deeper_search_proves_more_of_a_sample_of_the_family_data() -> None:
 
     assert shares[0] == 0.0
     assert 0.6 < shares[1] < shares[2] < 1.0
+
+
+def test_the_command_prints_a_tree_with_rule_names(call: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("anna\tparent\tbo\nbo\tparent\tcy\ncy\tgrandparent\tcy\n")
+    (tmp_path / "rules.txt").write_text("gp:0.9:parent(x,y), parent(y,z) -> grandparent(x,z)\n")
+
+    # Words come apart at spaces.
+    done = call("prove grandparent(anna,X) --data .", tmp_path)
+    assert done.code == 0, done.err
+    assert "grandparent(anna, cy)  [by gp]" in done.out
+    assert "└─ parent(bo, cy)  [fact]" in done.out
+
+    told = call("prove grandparent(anna,X) --data . --format json", tmp_path).data
+    assert told["proofs"][0]["bindings"] == {"X": "cy"}
+    assert told["proofs"][0]["weight"] == 0.9
+    assert told["proofs"][0]["proof"]["rule"] == "gp"
+    assert "no proof" in call("prove grandparent(bo,X) --data .", tmp_path).out
+    hidden = call("prove grandparent(cy,cy) --data . --hide", tmp_path)
+    assert "no proof" in hidden.out
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("prove uncle(X,Y)", "leaves both arguments open"),
+        ("prove uncel(adela,X)", "did you mean uncle"),
+        ("prove uncle(adela)", "uncle has 1 arguments"),
+        ("prove uncle(adela,X) --data nowhere", "no folder of triples at nowhere"),
+        ("prove uncle(adela,X) --data .", "no train.txt"),
+        ("prove uncle(adela,X) --mine --rules r.txt", "exclude each other"),
+        ("prove uncle(adela,X) --rules none.txt", "no file at none.txt"),
+    ],
+)
+def test_the_command_tells_what_is_wrong(call: Any, tmp_path: Path, line: str, reason: str) -> None:
+    done = call(line, tmp_path)
+    assert done.code == 1
+    assert reason in done.err
+    assert done.err.count("\n") == 1

@@ -1,9 +1,6 @@
 """The batched prover environment equals a plain one, whatever its batch size and whoever acts."""
 
-import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.envs import BatchedVecEnv, Env, Step
+from batchwright.envs import BatchedVecEnv, Env, Step, check_env
 from batchwright.envs.prover import END, NEXT, REWARDS
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
@@ -191,3 +188,321 @@ def test_the_kernels_do_what_plain_python_does(program: Program, data: st.DataOb
                 goals = [list(atom) for atom in plain[b].state[0]]
                 assert step.final_obs["goals"][b, : len(goals)].tolist() == goals
                 plain[b] = PlainEpisode(env, set(triples), b, label(b))
+
+
+VOCAB = Vocab.of("abcdef", ["p", "q"])
+FACTS = Facts.of([(0, 1, 1), (1, 1, 2), (2, 1, 3), (3, 1, 0), (4, 1, 4), (0, 0, 2)], VOCAB)
+RULES = parse_rules("p(X,Y) :- q(X,Y).\np(X,Y) :- q(X,Z), p(Z,Y).\np(X,X).", VOCAB)
+QUERIES = [(0, 0, 2), (1, 0, 3), (2, 0, 4), (5, 0, 5), (3, 0, 1)]
+
+
+def small(batch_size: int = 4, **settings: Any) -> BatchedVecEnv:
+    return BatchedVecEnv(FACTS, RULES, QUERIES, batch_size, **settings)
+
+
+def copied(step: Step) -> dict[str, Any]:
+    """Everything of a step, kept from being written over."""
+    arrays = {f"obs/{name}": step.obs[name] for name in OBS} | dict(step.info)
+    arrays |= {f"final/{name}": step.final_obs[name][step.done] for name in OBS}
+    parts = ("reward", "terminated", "truncated", "valid")
+    arrays |= {name: getattr(step, name) for name in parts}
+    return {name: array.copy() for name, array in arrays.items()}
+
+
+def episodes(env: BatchedVecEnv, number: int) -> dict[int, list[Any]]:
+    """What happens in the first episodes when actions depend on episode and step only."""
+    told: dict[int, list[Any]] = {}
+    while env.counters["finished"] < number + env.num_envs:
+        numbers, actions = env.episode, env.random_actions()
+        shown = [[env._obs[name][b].tolist() for name in OBS] for b in range(env.num_envs)]
+        step = env.step(actions)
+        for b in range(env.num_envs):
+            end = [float(step.reward[b]), bool(step.terminated[b]), bool(step.truncated[b])]
+            told.setdefault(int(numbers[b]), []).append([shown[b], int(actions[b]), end])
+    return {n: told[n] for n in range(number)}
+
+
+def test_it_keeps_the_protocol() -> None:
+    def make(num_envs: int) -> BatchedVecEnv:
+        return small(num_envs, seed=3, negatives=1, depth=4, max_candidates=5, goals=3)
+
+    assert isinstance(make(4), Env)
+    assert check_env(make(4), make=make) == []
+
+
+@pytest.mark.parametrize("settings", [{"negatives": 2}, {"ask": "both"}])
+def test_an_episode_is_the_same_whatever_the_batch_size(settings: dict[str, Any]) -> None:
+    one, seven, forty = (
+        episodes(small(size, seed=5, depth=4, **settings), 30) for size in (1, 7, 40)
+    )
+    assert one == seven == forty
+    assert one != episodes(small(7, seed=6, depth=4, **settings), 30)
+
+
+def test_it_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    def make() -> BatchedVecEnv:
+        teacher = prove_all(QUERIES, FACTS, RULES, 4)
+        settings = {"negatives": 1, "depth": 4, "max_candidates": 4, "teacher": teacher}
+        return small(5, potential=lambda triples: triples[:, 2] * 0.1, **settings)
+
+    whole = make()
+    for number in range(7):
+        whole.step(whole.random_actions(number))
+    # Through a file, as another process would get it.
+    np.savez(tmp_path / "state.npz", allow_pickle=False, **whole.state_dict())
+    resumed = make()
+    with np.load(tmp_path / "state.npz", allow_pickle=False) as saved:
+        resumed.load_state_dict({**saved, "program": str(saved["program"])})
+    for name in OBS:
+        assert np.array_equal(whole._obs[name], resumed._obs[name])
+    for number in range(40):
+        assert np.array_equal(whole.expert_actions(), resumed.expert_actions())
+        actions = whole.random_actions(number)
+        a, b = copied(whole.step(actions)), copied(resumed.step(actions))
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert whole.counters == resumed.counters
+
+
+def test_a_state_of_another_environment_is_refused() -> None:
+    with pytest.raises(Mismatch, match="other facts, rules, queries or settings"):
+        small(4).load_state_dict(small(4, depth=3).state_dict())
+    with pytest.raises(Mismatch, match="same batch_size"):
+        small(4).load_state_dict(small(3).state_dict())
+
+
+def test_actions_outside_the_mask_end_the_episode_and_are_counted() -> None:
+    env = small(4, reward="balanced")
+    step = env.step(np.array([-1, -7, 64, 10**9]))
+
+    assert step.terminated.all()
+    assert step.info["invalid"].all()
+    assert env.counters["invalid"] == 4
+    assert step.reward.tolist() == [-1.0] * 4
+
+
+def test_corruptions_are_never_known_and_change_one_side_in_turn() -> None:
+    known = Facts.of([*FACTS.triples.tolist(), *QUERIES, (0, 0, 3), (0, 0, 4)], VOCAB)
+    env = small(1, negatives=4, known=known)
+    sides: list[int] = []
+    for _ in range(300):
+        h, p, t = env._obs["query"][0].tolist()
+        step = env.step(np.array([0]))
+        label, index = bool(step.info["label"][0]), int(step.info["query_index"][0])
+        assert bool(known.contains(h, p, t)) == label
+        if not label:
+            changed = [a != b for a, b in zip((h, p, t), QUERIES[index], strict=True)]
+            assert changed in ([True, False, False], [False, False, True])
+            sides.append(changed.index(True))
+    assert len(sides) == 240
+    assert sides == [0, 2] * 120
+
+
+def test_where_nothing_can_be_corrupted_the_truth_is_asked() -> None:
+    vocab = Vocab.of("ab", ["p"])
+    full = Facts.of([(h, 0, t) for h in range(2) for t in range(2)], vocab)
+    env = BatchedVecEnv(full, Rules.of([], vocab), [(0, 0, 1)], 1, negatives=1)
+    labels = [bool(env.step(np.array([0])).info["label"][0]) for _ in range(6)]
+    assert labels == [True] * 6
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        (0, (1, 0, 0, 0, 0)),
+        ("proved_signed", (1, 0, -1, 0, 0)),
+        (2, (1, 0, 0, 1, 1)),
+        ("cautious", (1, -0.5, -1.5, 1, 1)),
+        (4, (1, -1, -1, 1, 1)),
+        ("balanced_end", (1, -1, -1, 1, 1.3)),
+    ],
+)
+def test_rewards_go_by_number_or_name(scheme: str | int, expected: tuple[float, ...]) -> None:
+    # p(f, f) is proved by the third rule at once; p(f, a) has only dead ends.
+    asked = [(5, 0, 5), (5, 0, 5), (5, 0, 5), (5, 0, 5), (5, 0, 0)]
+    labels = [True, True, False, False, False]
+    env = BatchedVecEnv(FACTS, RULES, asked, 5, once=True, labels=labels, reward=scheme)
+    rule = env._obs["candidates"][0, :, 1].tolist().index(2)
+    step = env.step(np.array([rule, 0, rule, 0, 0]))
+    assert step.reward.tolist() == pytest.approx(list(expected[:4]) + [expected[4]])
+
+
+def test_once_asks_every_query_exactly_once_in_order() -> None:
+    env = small(2, once=True)
+    asked: list[int] = []
+    for _ in range(60):
+        step = env.step(env.random_actions())
+        asked += step.info["episode"][step.done].tolist()
+        assert not step.done[~step.valid].any()
+    assert sorted(asked) == list(range(len(QUERIES)))
+    assert not env.active.any()
+    assert env._obs["mask"].sum(axis=1).tolist() == [1, 1]
+    assert (env._obs["goals"] == -1).all()
+    assert env.reset() is not None
+    assert env.active.all()
+
+
+def test_a_part_of_the_slots_can_begin_anew() -> None:
+    env = small(4)
+    env.step(env.random_actions(1))
+    before = {name: env._obs[name].copy() for name in OBS}
+    where = np.array([False, True, False, True])
+    numbers = env.episode
+
+    env.reset(where)
+
+    for name in OBS:
+        assert np.array_equal(env._obs[name][~where], before[name][~where])
+    assert (env.episode[where] > numbers.max()).all()
+    assert np.array_equal(env.episode[~where], numbers[~where])
+
+
+def test_shaping_adds_the_discounted_difference_of_potentials() -> None:
+    def potential(triples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return triples[:, 0] + 10.0 * triples[:, 2]
+
+    plain = small(6, depth=3, seed=2)
+    shaped = small(6, depth=3, seed=2, potential=potential, gamma=0.9)
+
+    def value(goals: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        terms = np.where(goals[:, 0, 1:] < VOCAB.num_entities, goals[:, 0, 1:], -1)
+        return terms[:, 0] + 10.0 * terms[:, 1]
+
+    for number in range(30):
+        now = value(plain._obs["goals"])
+        actions = plain.random_actions(number)
+        a, b = plain.step(actions), shaped.step(actions)
+        following = value(a.obs["goals"])
+        following[a.truncated] = value(a.final_obs["goals"])[a.truncated]
+        following[a.terminated] = 0.0
+        assert b.reward == pytest.approx(a.reward + 0.9 * following - now, abs=1e-4)
+
+
+def test_the_teacher_is_followed_to_a_proof_and_gives_up_what_has_none() -> None:
+    teacher = prove_all(QUERIES, FACTS, RULES, 6)
+    env = small(3, teacher=teacher, once=True, max_candidates=3, depth=6)
+    lengths: dict[int, tuple[bool, int]] = {}
+    while env.active.any():
+        actions = env.expert_actions()
+        step = env.step(np.where(env.active, actions, 0))
+        for b in np.flatnonzero(step.done):
+            proven, depth = bool(step.info["proven"][b]), int(step.info["depth"][b])
+            lengths[int(step.info["query_index"][b])] = (proven, depth)
+    expected = {q: (n > 0, n) for q, n in enumerate(teacher.lengths.tolist())}
+    assert lengths == expected
+
+
+def test_who_leaves_the_path_is_not_taught_until_the_next_episode() -> None:
+    env = small(1, teacher=prove_all(QUERIES, FACTS, RULES, 6), negatives=0)
+    while True:
+        expert = int(env.expert_actions()[0])
+        others = [k for k in np.flatnonzero(env._obs["mask"][0]) if k not in (0, 1, expert)]
+        step = env.step(np.array([others[0] if others else 0]))
+        if others and not step.done[0]:
+            break
+    assert env.expert_actions().tolist() == [-1]
+    assert env.step(np.array([0])).done[0]
+    assert env.expert_actions()[0] >= 0
+
+
+def test_pages_show_every_successor_once() -> None:
+    vocab = Vocab.of([f"e{i:03}" for i in range(100)], ["p", "q"])
+    facts = Facts.of([(0, 1, i) for i in range(1, 100)], vocab)
+    rules = parse_rules("p(X,Y) :- q(X,Z), q(Z,Y).", vocab)
+    env = BatchedVecEnv(facts, rules, [(0, 0, 1)], 1, max_candidates=12, depth=2)
+    env.step(np.array([2]))
+    seen: list[int] = []
+    while True:
+        rows = env._obs["candidates"][0]
+        assert env._obs["n_valid"][0] == 99
+        seen += rows[2:][env._obs["mask"][0, 2:], 3].tolist()
+        if not env._obs["mask"][0, 1]:
+            break
+        step = env.step(np.array([1]))
+        assert not step.done[0]
+    assert seen == list(range(1, 100))
+
+
+def test_rules_that_have_no_room_are_counted_not_hidden() -> None:
+    env = BatchedVecEnv(FACTS, RULES, [(1, 0, 0)], 1, goals=1)
+    # The rule with two atoms in its body does not fit.
+    step = env.step(np.array([2]))
+    assert env.counters["cut"] >= 1
+    assert step.info["cut"].tolist() == [1]
+
+
+def test_the_batch_size_can_follow_the_memory() -> None:
+    env = BatchedVecEnv(FACTS, RULES, QUERIES, "auto")
+    assert env.num_envs & (env.num_envs - 1) == 0
+    assert 1 <= env.num_envs <= 16_384
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"depth": 0}, "depth is 0"),
+        ({"max_candidates": 2}, "max_candidates is 2"),
+        ({"negatives": -1}, "negatives is -1"),
+        ({"ask": "why"}, "ask is 'why'"),
+        ({"reward": 9}, "reward is 9"),
+        ({"reward": "nice"}, "0 to 5 or one of proved"),
+        ({"negatives": 1, "once": True}, "leave negatives at 0"),
+        ({"batch_size": 0}, "at least one environment"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        small(**settings)
+
+
+def test_queries_that_make_no_sense_are_told() -> None:
+    with pytest.raises(BadProgram, match="no query"):
+        BatchedVecEnv(FACTS, RULES, [], 1)
+    with pytest.raises(BadProgram, match=r"query 1 is \[0, 2, 0\]"):
+        BatchedVecEnv(FACTS, RULES, [(0, 0, 0), (0, 2, 0)], 1)
+    with pytest.raises(Mismatch, match="vocabular"):
+        BatchedVecEnv(FACTS, Rules.of([], Vocab.of("ab", ["p"])), QUERIES, 1)
+    with pytest.raises(Mismatch, match="labels"):
+        small(labels=[True])
+
+
+def provable_by_env(env: BatchedVecEnv) -> set[int]:
+    """The queries that are proved when everybody follows the teacher."""
+    proved: set[int] = set()
+    while env.active.any():
+        step = env.step(np.maximum(env.expert_actions(), 0))
+        proved |= set(step.info["query_index"][step.done & step.info["proven"]].tolist())
+    return proved
+
+
+def family(every: int, depth: int) -> None:
+    graph = load_graph(FAMILY)
+    rules = parse_rules(FAMILY_RULES, graph.vocab)
+    queries = graph.train[::every]
+    teacher = prove_all(queries, graph.facts, rules, depth)
+    env = BatchedVecEnv(
+        graph.facts, rules, queries, 256, once=True, depth=depth, goals=depth, teacher=teacher
+    )
+
+    assert provable_by_env(env) == set(np.flatnonzero(teacher.lengths > 0).tolist())
+    assert env.counters["invalid"] == env.counters["truncated"] == 0
+
+    # What random play proves is provable by the prover, at most as deep as it was played.
+    env = BatchedVecEnv(graph.facts, rules, queries, 256, depth=depth, goals=depth)
+    lengths = teacher.lengths
+    for number in range(300):
+        step = env.step(env.random_actions(number))
+        won = step.done & step.info["proven"]
+        shortest = lengths[step.info["query_index"][won]]
+        assert (shortest > 0).all()
+        assert (shortest <= step.info["depth"][won]).all()
+
+
+@pytest.mark.skipif(not FAMILY.is_dir(), reason="no family data set; set BATCHWRIGHT_DATA")
+def test_a_sample_of_the_family_is_as_provable_here_as_by_the_prover() -> None:
+    family(every=20, depth=5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not FAMILY.is_dir(), reason="no family data set; set BATCHWRIGHT_DATA")
+def test_the_family_is_as_provable_here_as_by_the_prover() -> None:
+    family(every=1, depth=7)

@@ -19,8 +19,6 @@ BATCH_SIZES = (1, 4, 8)
 
 SUBJECTS = ("rivers", "bridges", "bees", "glaciers", "violins", "tides", "maps", "lanterns")
 TEMPLATE = "Paraphrase the question; answer with the new question alone.\nQuestion: {}"
-    'Rephrase the question, keep its meaning, answer with JSON {{"mutated_query": "..."}}: {}'
-)
 
 
 def main() -> None:

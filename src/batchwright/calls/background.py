@@ -79,11 +79,21 @@ def background() -> Background:
 
 def _start() -> Background:
     loop = asyncio.new_event_loop()
+    loop.set_exception_handler(_mistake)
     thread = threading.Thread(target=loop.run_forever, name="batchwright-calls", daemon=True)
     thread.start()
     started = Background(loop, os.getpid(), thread)
     atexit.register(_stop, started)
     return started
+
+
+def _mistake(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback of this package raised: whoever waits for what it should have done is told."""
+    loop.default_exception_handler(context)
+    error = context.get("exception")
+    if isinstance(error, Exception) and "handle" in context and _current is not None:
+        for pool in list(_current.at_exit):
+            pool.abort(error)
 
 
 def _stop(running: Background) -> None:

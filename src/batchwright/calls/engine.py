@@ -76,7 +76,7 @@ class Job:
         self.number = number
         self.born = sink.born
         self.waiters = [(sink, index)]
-        self.runs: list[Run] = []
+        self.runs: list[_Run] = []
         self.over = False
         self.leased = False
         self.last: Failed | None = None
@@ -88,7 +88,7 @@ class Job:
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class _Run:
     """One try under way."""
 
     lane: Lane
@@ -105,7 +105,7 @@ class Run:
 
 
 @dataclass(slots=True)
-class Second:
+class _Second:
     """What the last record of calls has already told."""
 
     at: float = 0.0
@@ -139,7 +139,7 @@ class Engine:
         self.live: set[Job] = set()
         self.flights: dict[bytes, Job] = {}
         """Exact jobs by key: an equal request joins instead of being sent."""
-        self.flying: dict[Job, Run] = {}
+        self.flying: dict[Job, _Run] = {}
         """Jobs under way, the longest first."""
         self.failures = Failures(rules.budget) if rules.budget else None
         self.closed = False
@@ -152,7 +152,7 @@ class Engine:
         self._progress_at = 0.0
         self._last_failed: Failed | None = None
         self._leased_at = self._polled_at = self._remembered_at = 0.0
-        self._second = Second()
+        self._second = _Second()
 
     # What the pool calls.
 
@@ -342,7 +342,7 @@ class Engine:
             job.begun, job.deadline = now, now + self.rules.deadline_s
         task = asyncio.current_task()
         assert task is not None
-        run = Run(lane, task, now, hedge)
+        run = _Run(lane, task, now, hedge)
         job.runs.append(run)
         if not hedge:
             self.flying[job] = run
@@ -370,7 +370,7 @@ class Engine:
         if outcome is not None and not run.dropped:
             self._settle(lane, job, run, outcome, now)
 
-    def _settle(self, lane: Lane, job: Job, run: Run, outcome: Outcome, now: float) -> None:
+    def _settle(self, lane: Lane, job: Job, run: _Run, outcome: Outcome, now: float) -> None:
         """An answer ends a job; a failure may be tried again."""
         seconds = now - run.started
         if isinstance(outcome, Done):

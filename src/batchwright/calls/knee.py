@@ -85,8 +85,9 @@ class Knee(NamedTuple):
     """The limit of least expected loss, and what is known about the stick."""
 
     limit: float
-    spread: float
-    """How many times the lowest likely knee the highest likely one is."""
+    low: float
+    high: float
+    """Likely knees lie between these."""
     fall: float
     """The slope above the knee; 0 for a server that only queues."""
 
@@ -169,7 +170,7 @@ class Curve:
         low, high = np.interp((0.1, 0.9), sums, knees)
         best = float(knees[np.argmin(below + above)])
         fall = float((weights @ _FALL).sum())
-        return Knee(math.exp(best), math.exp(float(high - low)), fall)
+        return Knee(math.exp(best), math.exp(low), math.exp(high), fall)
 
     def _weigh(self) -> _Belief:
         if self._belief is None:

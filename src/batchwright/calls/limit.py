@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from batchwright.calls.knee import Curve, Round
+from batchwright.calls.knee import Curve, Knee, Round
 from batchwright.errors import ConfigError, Mismatch
 
 __all__ = ["AutoLimit", "Change", "FixedLimit", "Limit"]
@@ -130,11 +130,11 @@ class AutoLimit:
     UP, DOWN = 1.2, 0.83
     """Factors of the probes."""
     DOWN_EVERY = 5
-    DOWN_EVERY_THRASH = 6
+    DOWN_EVERY_THRASH = 12
     """One probe of so many goes down."""
     SKIP_UP, SKIP_DOWN = 0.6, 0.5
     """Shares of the limit that end uncounted after it went up or down."""
-    GAP_ROUNDS, GAP_CALLS = 6, 40
+    GAP_ROUNDS, GAP_CALLS = 7, 40
     """Calls between two probes: so many times the limit, and so many more."""
     LIKELIER, LIKELIER_UP = 2.0, 5.0
     """Log likelihood ratio that ends a probe without and with effect."""
@@ -471,9 +471,9 @@ class AutoLimit:
             best = min(best, float(self._ceiling))
         at_ceiling = self._ceiling is not None and round(best) >= self._ceiling
         before, self._base = self._base, best
-        self._sure = at_ceiling or knee.spread < self.SURE
+        self._sure = at_ceiling or knee.high < self.SURE * knee.low
         if self._phase == "probe":
-            steady = self._sure and abs(math.log(best / before)) <= 0.08
+            steady = abs(math.log(best / before)) <= 0.08
             self._gap = min(64, 2 * self._gap) if steady else 1
             self._calm = 0
             if self._limit > before:
@@ -493,7 +493,7 @@ class AutoLimit:
         period = min(period, self._gap * max(self.HOLD_CALLS, self._limit))
         if self._calm >= (4 * period if at_ceiling else period):
             self._calm = 0
-            target = self._target(best, at_ceiling, knee.fall)
+            target = self._target(best, at_ceiling, knee)
             if self.least <= target <= self.most and target != round(best):
                 self._move(now, target, "probe up" if target > best else "probe down", "probe")
                 return
@@ -502,7 +502,7 @@ class AutoLimit:
         else:
             self._round.again(now)
 
-    def _target(self, best: float, at_ceiling: bool, fall: float) -> int:
+    def _target(self, best: float, at_ceiling: bool, knee: Knee) -> int:
         """The level of the next probe: on the side of which less is known, else mostly up."""
         below = self._curve.evidence(0.55 * best, 0.93 * best)
         above = self._curve.evidence(1.07 * best, 1.8 * best)
@@ -510,9 +510,11 @@ class AutoLimit:
             up = False
         elif min(below, above) < 0.5 * self.PROBE_CALLS:
             up = below > above
+        elif not self._sure:
+            up = knee.high * knee.low > best * best
         else:
             self._probes += 1
-            every = self.DOWN_EVERY if fall > -0.15 else self.DOWN_EVERY_THRASH
+            every = self.DOWN_EVERY if knee.fall > -0.15 else self.DOWN_EVERY_THRASH
             up = self._probes % every != 0
         if not up:
             return round(min(best - 1, best * self.DOWN))

@@ -65,12 +65,12 @@ def from_body(request: Request, body: Any) -> Outcome:
                 return _empty(choice)
         if not isinstance(text or "", str):
             return Failed(Kind.BAD_BODY, "the answer's content is not text", 200)
-        return Done(text or "", body, choice.get("finish_reason"), usage_of(body))
+        return Done(text or "", body, choice.get("finish_reason"), _usage(body))
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return _wrong_shape(request, body)
 
 
-def usage_of(body: Mapping[str, Any]) -> Usage | None:
+def _usage(body: Mapping[str, Any]) -> Usage | None:
     """The server's own token counts, None if it gave none."""
     usage = body.get("usage")
     if not usage:
@@ -213,4 +213,4 @@ def _embedded(request: Request, body: Any) -> Outcome:
         return Failed(Kind.BAD_BODY, f"{wanted} vectors were asked for, {len(rows)} came", 200)
     if not all(row["embedding"] for row in rows):
         return Failed(Kind.EMPTY, "the answer holds an empty vector", 200)
-    return Done("", body, None, usage_of(body))
+    return Done("", body, None, _usage(body))

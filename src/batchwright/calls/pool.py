@@ -82,6 +82,7 @@ class Pool:
     `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this user.
     `prices` are dollars for a million tokens, (in, out) by model; `max_cost` stops sending.
 
+    >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
     ...     [outcome.text for outcome in pool.map([chat("m", "2+2?"), chat("m", "1+3?")])]
     ['4', '4']
@@ -246,6 +247,11 @@ class Pool:
         future = asyncio.run_coroutine_threadsafe(engine.close(self._own_cache), running.loop)
         if not running.here:
             future.result()
+
+    def abort(self, error: Exception) -> None:
+        """On the loop: give up, with an error for everyone who waits."""
+        if self._engine is not None:
+            self._engine.abort(error)
 
     def forget(self) -> None:
         """After a fork: leave everything to the parent and begin anew."""

@@ -18,10 +18,12 @@ from batchwright.calls.background import aside
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
-from batchwright.errors import ConfigError
+from batchwright.errors import ConfigError, NoServer
 
 __all__ = ["FunctionTransport", "HttpTransport", "Transport", "connect"]
 
+LIST_S = 10.0
+"""How long a server may take to list its models."""
 MOST_BODY_BYTES = 256 * 2**20
 """An answer that goes on for longer than this is not one."""
 
@@ -123,6 +125,32 @@ class HttpTransport:
 
     async def close(self) -> None:
         await self._session.close()
+
+    async def models(self) -> list[str] | None:
+        """The names of the models there; None if the server does not say.
+
+        Raises:
+            NoServer: nobody answers at the address.
+        """
+        path = self._base + ("/api/tags" if self._decode is ollama.decode else "/models")
+        try:
+            async with self._session.get(
+                URL(path),
+                proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
+                timeout=aiohttp.ClientTimeout(total=LIST_S),
+            ) as response:
+                listed = await response.json(content_type=None) if response.status == 200 else None
+        except ValueError:
+            return None
+        except (aiohttp.ClientError, OSError) as error:
+            _, text = _fault(error, False, self._name)
+            raise NoServer(f"{text}; start the server, or check its address") from None
+        rows = listed.get("data", listed.get("models")) if isinstance(listed, dict) else None
+        if not isinstance(rows, list):
+            return None
+        names = (row.get("id") or row.get("name") for row in rows if isinstance(row, dict))
+        return [str(name) for name in names if name]
 
 
 class FunctionTransport:

@@ -90,7 +90,8 @@ def _text(query: str, answers: list[dict[str, Any]], complete: bool, depth: int,
         end = "" if complete else "; the search was cut short, there may be one"
         return f"no proof of {query} in {depth} steps{end}"
     parts = [
-        f"{one['text']}\n{one['steps']} steps, weight {one['weight']:.3g}" for one in answers[:most]
+        f"{one['text']}\n{one['steps']} step{'s' * (one['steps'] > 1)}, weight {one['weight']:.3g}"
+        for one in answers[:most]
     ]
     if len(answers) > most:
         parts.append(f"and {len(answers) - most:,} more answers; --most shows more of them")

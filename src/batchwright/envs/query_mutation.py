@@ -25,7 +25,7 @@ from batchwright.envs.questions import Question
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rng import key
 
-__all__ = ["NO_ANSWER", "BatchedQueryMutationEnv", "Score", "Turn"]
+__all__ = ["NO_ANSWER", "BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
 
 NO_ANSWER = "(no answer came)"
 """What stands for the answer of a call that failed."""

@@ -233,9 +233,11 @@ class Contains(Rule):
         """
         if not isinstance(response.truth, str) or not response.truth.strip():
             return Part.missing("bad_truth", f"the truth {response.truth!r} is not a text")
-        wanted = re.escape(_plain(response.truth)).replace(r"\ ", r"\s+")
-        found = re.search(rf"(?<!\w){wanted}(?!\w)", response.text.casefold())
-        return Part(float(found is not None))
+        plain, text = _plain(response.truth), response.text.casefold()
+        if plain.partition(" ")[0] not in text:
+            return Part(0.0)
+        wanted = re.escape(plain).replace(r"\ ", r"\s+")
+        return Part(float(re.search(rf"(?<!\w){wanted}(?!\w)", text) is not None))
 
 
 class JsonSchema(Rule):
@@ -259,7 +261,9 @@ class JsonSchema(Rule):
         return ("json", "fits")
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
-        text = re.sub(r"^\s*```(?:json)?|```\s*$", "", response.text)
+        text = response.text.strip()
+        if text.startswith("```"):
+            text = text.removeprefix("```").removeprefix("json").removesuffix("```")
         try:
             found = json.loads(text)
         except (ValueError, RecursionError):

@@ -100,13 +100,15 @@ class FeatureEncoder(Encoder):
 class GoalEncoder(Encoder):
     """For a prover: `goals` [N, A, 3], `query` [N, 3] and `candidates` [N, K, 4], integers.
 
-    An atom is (predicate, term, term), a candidate (kind, predicate or rule, term, term), as
-    `batchwright.envs.prover` lists them; -1 is padding and weighs nothing, in means as well. One
-    table holds the vectors of all of them, so an entity is the same wherever it stands. Beside
-    the table, a candidate's term tells whether it is one of the terms of the first goal or of
-    the query: that is true of entities never seen in training as well.
+    A goal is (predicate, term, term), the query (head, predicate, tail) and a candidate (kind,
+    predicate or rule, term, term), as `batchwright.envs.prover` lists them; -1 is padding and
+    weighs nothing, in means as well. One table holds the vectors of all of them, so an entity is
+    the same wherever it stands. Beside the table, a candidate's term tells whether it is one of
+    the terms of the first goal or of the query: that is true of entities never seen in training
+    as well.
 
-    Only candidates that the mask allows are computed: most of a padded [N, K] would be waste.
+    Only real goals and candidates that the mask allows are computed: most of a padded [N, K]
+    would be waste.
     """
 
     def __init__(
@@ -130,9 +132,12 @@ class GoalEncoder(Encoder):
 
     def state(self, obs: Tensors) -> Tensor:
         goals = obs["goals"]
-        vectors = self._atoms(torch.cat([goals, obs["query"][:, None]], 1))  # [N, A + 1, width]
-        real = (goals[:, 1:, 0] >= 0)[..., None]
-        others = (vectors[:, 1:-1] * real).sum(1) / real.sum(1).clamp(min=1)
+        atoms = torch.cat([goals, obs["query"][:, None, [1, 0, 2]]], 1)
+        real = atoms[..., 0] >= 0
+        found = self._atoms(atoms[real])
+        vectors = found.new_zeros(*real.shape, self.width).index_put((real,), found)
+        number = real[:, 1:-1].sum(1, keepdim=True).clamp(min=1)
+        others = vectors[:, 1:-1].sum(1) / number
         joined = torch.cat([vectors[:, 0], others, vectors[:, -1]], -1)
         return cast(Tensor, self.body(joined))
 
@@ -144,7 +149,7 @@ class GoalEncoder(Encoder):
         number = given[:, 1:2] + torch.where(kind == FACT, self._predicates, self._rules)
         rows = torch.cat([kind + self._kinds, number, terms + self._terms], 1)
         vector = (self.table(torch.where(given >= 0, rows, 0)) * self.columns).sum(1)
-        known = torch.cat([obs["goals"][:, 0, 1:], obs["query"][:, 1:]], 1)[row]  # [M, 4]
+        known = torch.cat([obs["goals"][:, 0, 1:], obs["query"][:, [0, 2]]], 1)[row]  # [M, 4]
         equal = (terms[..., None] == known[:, None]) & (terms >= 0)[..., None]
         vector = vector + self.same(equal.flatten(1).to(vector.dtype))
         vector = vector + self.candidate(F.relu(vector))

@@ -18,7 +18,7 @@ from batchwright.envs.query_mutation import BatchedQueryMutationEnv, Turn
 from batchwright.envs.questions import Question
 from batchwright.train.phrasing import Phrasing
 
-__all__ = ["Comparison", "Robustness", "Way", "compare_ways", "paired_interval"]
+__all__ = ["Choose", "Comparison", "Robustness", "Way", "compare_ways", "paired_interval"]
 
 RESAMPLES = 5000
 Floats = NDArray[np.float64]

@@ -28,6 +28,7 @@ from batchwright.calls import (
 )
 from batchwright.calls.cache import Cache
 from batchwright.calls.ngrams import hashed_ngrams
+from batchwright.calls.served import check_model
 from batchwright.envs.query_mutation import Ask, Embed, Rate, Score
 from batchwright.envs.questions import Question, load_questions
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile, NoServer
@@ -137,6 +138,9 @@ def open_phrasing(
                         events=events,
                     )
                 )
+            if not replay:
+                for endpoint in endpoints:
+                    pools[key].run(check_model(endpoint, name))
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
