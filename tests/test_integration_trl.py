@@ -28,14 +28,15 @@ WORDS = [f"w{number}" for number in range(28)]
 JUDGE = {
     "kind": "judge",
     "models": ["sim-judge"],
-    "template": "Score: N from 0 to 10 for\nresponse: {response}\n\nprompt {prompt} {truth}",
+    "template": "Score: N from 0 to 10 for {response} .",
 }
+UNHEARD = ("w3", "w4", "w5", "w6")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningSimulator]:
-    """A judge that never answers about the word w3."""
-    faults = {"w3 ": "500", "w3\n": "500"}
+    """A judge that says nothing of texts with certain words."""
+    faults = {f" {word} ": "empty" for word in UNHEARD}
     with Simulator(knee=64, latency_s=0.001, script=faults).running() as url:
         yield url
 
@@ -76,6 +77,7 @@ def trained(kind: type, config: type, reward: Any, folder: Path) -> Any:
         per_device_train_batch_size=8,
         num_generations=8,
         max_completion_length=4,
+        beta=0.0,
         logging_steps=1,
         report_to=[],
         use_cpu=True,
@@ -109,21 +111,24 @@ def test_a_failing_judge_leaves_its_samples_out_of_a_step_that_goes_on(
 
     logs = trainer._logs
     rewards = torch.tensor(logs["rewards"]["batchwright"], dtype=torch.float64)
-    failed = torch.tensor(["w3" in text.split() for text in logs["completion"]])
-    assert len(rewards) == 16
-    assert 0 < failed.sum() < 16
+    heard = [set(UNHEARD).isdisjoint(text.split()) for text in logs["completion"]]
+    failed = ~torch.tensor(heard)
+    # TRL keeps what its last step saw.
+    assert len(rewards) == 8
+    assert 0 < failed.sum() < 7
     assert torch.equal(rewards.isnan(), failed)
     advantages = torch.tensor(logs["advantages"], dtype=torch.float64)
     assert advantages.isfinite().all()
     assert (advantages[failed] == 0).all()
     if kind is GRPOTrainer:
         # What TRL makes of it is what ours would be, but for its larger epsilon.
-        ours, _ = group_advantages(rewards, [0] * 8 + [1] * 8, ~failed, epsilon=1e-4)
+        ours, _ = group_advantages(rewards, [0] * 8, ~failed, epsilon=1e-4)
         torch.testing.assert_close(advantages, torch.tensor(ours), atol=1e-3, rtol=1e-3)
-    shares = [row["batchwright/missing"] for row in trainer.state.log_history if "loss" in row]
-    assert shares == [failed[:8].double().mean().item(), failed[8:].double().mean().item()]
-    assert list(logs["extra"]["valid"]) == (~failed).tolist()
-    assert set(logs["extra"]["why"]) == {"", "http_5xx"}
+    steps = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(steps) == 2
+    assert steps[-1]["batchwright/missing"] == failed.double().mean().item()
+    assert list(logs["extra"]["valid"]) == heard
+    assert set(logs["extra"]["why"]) == {"", "empty"}
 
 
 def test_messages_and_texts_are_scored_alike_and_columns_are_found_by_name() -> None:

@@ -151,7 +151,7 @@ class AutoLimit:
     """A round that takes so many times the expected time is judged before its end."""
     MEMORY_CALLS = 4000.0
     """Measurements fade to a third in so many calls."""
-    SURE = 1.35
+    SURE = 1.5
     """Likely knees are at most this factor apart when the search is over."""
 
     def __init__(self, start: int = 16, least: int = 1, most: int = 4096) -> None:
@@ -441,7 +441,7 @@ class AutoLimit:
         """Whether a probe is already clear: as expected, or as if the knee had moved."""
         stretch, base, curve = self._round, self._base, self._curve
         self._undecided = False
-        if not self._sure or curve.rounds < 4:
+        if curve.rounds < 4:
             return False
         if stretch.ended < max(16, self.TEST_SHARE * self._limit):
             return False

@@ -1,0 +1,287 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch
+from batchwright.events import read_events
+from batchwright.logic.kge import (
+    MODELS,
+    Kge,
+    KgeScorer,
+    KgeShape,
+    Model,
+    load_kge,
+    save_kge,
+    softmax_loss,
+)
+from batchwright.logic.loaders import load_graph
+from batchwright.logic.ranking import rank
+from batchwright.train.kge import KgeTrainer, fit_kge, load_scorer, train_kge
+from batchwright.train.kgeconfig import KgeConfig
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A ring of 24 with a relation to the next one, its reverse, and one two steps on."""
+    triples = []
+    for e in range(24):
+        triples.append((e, "next", (e + 1) % 24))
+        triples.append(((e + 1) % 24, "before", e))
+        triples.append((e, "skip", (e + 2) % 24))
+    order = np.random.default_rng(0).permutation(len(triples))
+    lines = [f"n{triples[i][0]}\t{triples[i][1]}\tn{triples[i][2]}\n" for i in order]
+    path = tmp_path / "ring"
+    path.mkdir()
+    (path / "train.txt").write_text("".join(lines[:60]))
+    (path / "valid.txt").write_text("".join(lines[60:66]))
+    (path / "test.txt").write_text("".join(lines[66:]))
+    return path
+
+
+def config(folder: Path, run: str = "run", **changes: object) -> KgeConfig:
+    plain = KgeConfig(
+        data=str(folder), run_dir=folder.parent / run, rank=8, epochs=4, batch_size=16,
+        penalty=0.01, eval_every=2, save_every=0,
+    )  # fmt: skip
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def by_definition(kge: Kge, head: int, step: int, tail: int) -> float:
+    """The score of one triple as the papers write it."""
+    e = kge.entities.double().numpy()
+    r = kge.steps.double().numpy()[step]
+    h, t = e[head], e[tail]
+    if kge.shape.model == "distmult":
+        return float((h * r * t).sum())
+    if kge.shape.model == "transe":
+        return float(-(np.linalg.norm(h + r - t) ** 2))
+    half = kge.shape.rank
+    ch, ct = h[:half] + 1j * h[half:], t[:half] + 1j * t[half:]
+    if kge.shape.model == "complex":
+        return float((ch * (r[:half] + 1j * r[half:]) * np.conj(ct)).real.sum())
+    return float(-(np.abs(ch * np.exp(1j * r) - ct) ** 2).sum())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_scores_of_all_entities_are_those_of_the_definition(model: Model) -> None:
+    kge = Kge.new(KgeShape(model, 5, 7, 2), seed=3)
+
+    for side, step in (("tail", 1), ("head", 1 + 2)):
+        found = KgeScorer(kge).scores(
+            np.array([4], np.int32),
+            np.array([1], np.int32),
+            side,  # type: ignore[arg-type]
+        )[0]
+        expected = np.array([by_definition(kge, 4, step, e) for e in range(7)])
+        # As log-probabilities, so up to one number for all entities.
+        assert found - found[0] == pytest.approx(expected - expected[0], abs=1e-5)
+        assert np.exp(found).sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("model", ["complex", "distmult"])
+def test_a_relation_is_guessed_by_the_score_of_the_triple(model: Model) -> None:
+    kge = Kge.new(KgeShape(model, 5, 7, 2), seed=3)
+
+    guess = kge.relation_query(kge.entities[[2]], kge.entities[[6]]) @ kge.steps.T
+
+    assert guess[0].tolist() == pytest.approx(
+        [by_definition(kge, 2, step, 6) for step in range(4)], abs=1e-5
+    )
+
+
+def test_the_loss_and_its_slopes_are_those_of_a_softmax_over_everything() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(300, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    aims = torch.randn(50, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(50, generator=generator, dtype=torch.float64)
+    target = torch.randint(50, (300,), generator=generator)
+    plain = torch.nn.functional.cross_entropy(query @ aims.T + bias, target)
+    expected = torch.autograd.grad(plain * 3, [query, aims])
+
+    loss = softmax_loss(query, aims, bias, target)
+    slopes = torch.autograd.grad(loss * 3, [query, aims])
+
+    assert float(loss.detach()) == pytest.approx(float(plain.detach()))
+    for found, wanted in zip(slopes, expected, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_the_penalty_is_the_sum_of_cubed_absolute_values() -> None:
+    kge = Kge.new(KgeShape("complex", 2, 3, 1), seed=0)
+    one = torch.tensor([[3.0, 0.0, 4.0, 2.0]])
+
+    found = kge.penalty(one, torch.zeros(1, 4), torch.zeros(1, 4))
+
+    assert float(found) == pytest.approx(5**3 + 2**3)
+
+
+def test_drawn_entities_stand_for_all_others(folder: Path) -> None:
+    graph = load_graph(folder)
+    trainer = KgeTrainer.of(config(folder, negatives=6), graph.train, 24, 3)
+    given, answer = torch.tensor([0, 1]), torch.tensor([1, 2])
+    scores = torch.linspace(-1, 1, 24, dtype=torch.float64)
+
+    sums = []
+    for number in range(400):
+        candidates, bias, at, aim = trainer._candidates(given, answer, number)
+        assert candidates is not None
+        assert candidates[at].tolist() == [0, 1]
+        assert candidates[aim].tolist() == [1, 2]
+        assert len(set(candidates.tolist())) == len(candidates) <= 3 + 6
+        sums.append(float((scores[candidates] + bias).exp().sum()))
+
+    assert np.mean(sums) == pytest.approx(float(scores.exp().sum()), rel=0.03)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_learns_a_ring(folder: Path, model: Model) -> None:
+    graph = load_graph(folder)
+    rates = {"transe": 0.1, "rotate": 0.1}
+    settings = config(
+        folder, model=model, rank=16, epochs=60, eval_every=0, lr=rates.get(model, 0.1)
+    )
+
+    kge, result = fit_kge(settings, graph)
+
+    assert result.finished
+    seen = rank(KgeScorer(kge), graph.train, graph.known).metrics().mrr
+    # DistMult cannot tell a relation from its reverse, so it gets half of them right.
+    assert seen > (0.5 if model == "distmult" else 0.9)
+
+
+def test_complex_knows_what_it_was_not_shown(folder: Path) -> None:
+    graph = load_graph(folder)
+
+    kge, _ = fit_kge(config(folder, rank=32, epochs=80, penalty=0.03, eval_every=10), graph)
+
+    chance = rank(KgeScorer(Kge.new(kge.shape, 9)), graph.test, graph.known).metrics().mrr
+    assert rank(KgeScorer(kge), graph.test, graph.known).metrics().mrr > max(0.5, 2 * chance)
+
+
+def tables(run: Path) -> dict[str, bytes]:
+    kge, _ = load_kge(run / "model")
+    return {"entities": kge.entities.numpy().tobytes(), "steps": kge.steps.numpy().tobytes()}
+
+
+@pytest.mark.parametrize("negatives", [0, 5])
+@pytest.mark.parametrize("stops", [[1], [7, 3], [8, 8]])
+def test_a_run_that_is_stopped_and_resumed_comes_to_the_same_bits(
+    folder: Path, negatives: int, stops: list[int]
+) -> None:
+    whole = config(folder, "whole", negatives=negatives, eval_every=1)
+    train_kge(whole)
+    parts = replace(whole, run_dir=folder.parent / "parts")
+
+    for number, stop in enumerate(stops):
+        result = train_kge(replace(parts, stop_after=stop), resume=number > 0)
+        assert not result.finished
+    result = train_kge(parts, resume=True)
+
+    assert result.finished
+    assert result.step == 4 * 8
+    assert tables(folder.parent / "whole") == tables(folder.parent / "parts")
+    events = [list(read_events(run / "events.jsonl")) for run in (whole.run_dir, parts.run_dir)]
+    seen = [[e.fields for e in log if e.kind == "eval"] for log in events]
+    assert seen[0] == seen[1]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(folder: Path) -> None:
+    train_kge(config(folder, "whole"))
+    run = folder.parent / "killed"
+    run.mkdir()
+    (run / "config.toml").write_text(config(folder, "killed").to_toml())
+
+    train_kge(config(folder, "killed"), resume=True)
+
+    assert tables(run) == tables(folder.parent / "whole")
+
+
+def test_the_epoch_that_did_best_on_valid_is_kept(folder: Path) -> None:
+    run = folder.parent / "run"
+    result = train_kge(config(folder, epochs=12, eval_every=1, lr=0.5))
+
+    events = [e.fields for e in read_events(run / "events.jsonl") if e.kind == "eval"]
+    best = max(events, key=lambda fields: fields["mrr"])
+    assert (result.best_epoch, result.best_mrr) == (best["epoch"], best["mrr"])
+    graph = load_graph(folder)
+    again = rank(load_scorer(run, graph), graph.valid, graph.known).metrics().mrr
+    assert again == pytest.approx(best["mrr"])
+
+
+def test_a_run_stops_when_valid_does_not_gain(folder: Path) -> None:
+    result = train_kge(config(folder, epochs=500, eval_every=1, patience=3))
+
+    assert result.finished
+    assert result.epoch == result.best_epoch + 3 < 500
+
+
+def test_seeds_differ_and_repeat(folder: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train_kge(config(folder, name, seed=seed, epochs=2))
+
+    assert tables(folder.parent / "a") == tables(folder.parent / "b")
+    assert tables(folder.parent / "a") != tables(folder.parent / "c")
+
+
+def test_a_run_directory_says_what_it_was_made_with(folder: Path) -> None:
+    settings = config(folder, seed=5, relation_weight=0.1)
+    train_kge(settings)
+
+    assert KgeConfig.load(settings.run_dir / "config.toml") == settings
+    assert json.loads((settings.run_dir / "stamp.json").read_bytes())["seed"] == 5
+    kinds = [event.kind for event in read_events(settings.run_dir / "events.jsonl")]
+    assert kinds == ["start", "epoch", "epoch", "eval", "epoch", "epoch", "eval", "stop"]
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train_kge(settings)
+
+
+def test_an_embedding_of_another_graph_is_refused(folder: Path, tmp_path: Path) -> None:
+    train_kge(config(folder, epochs=1))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "train.txt").write_text("a\tlikes\tb\n")
+
+    with pytest.raises(Mismatch, match="other names"):
+        load_scorer(folder.parent / "run", load_graph(other))
+
+
+def test_a_damaged_embedding_is_named(folder: Path) -> None:
+    path = folder.parent / "model"
+    kge = Kge.new(KgeShape("complex", 2, 3, 1), seed=0)
+    save_kge(path, kge, note="hello")
+    assert load_kge(path)[1] == {"note": "hello"}
+
+    (path / "tables.safetensors").write_bytes(b"short")
+    with pytest.raises(BadFile, match=r"tables\.safetensors cannot be read"):
+        load_kge(path)
+
+    kge.entities[0, 0] = math.nan
+    save_kge(path, kge)
+    with pytest.raises(BadFile, match="not finite"):
+        load_kge(path)
+
+
+def test_a_rate_that_explodes_stops_the_run_with_a_sentence(folder: Path) -> None:
+    with pytest.raises(BadLoss, match="lower --lr"):
+        train_kge(config(folder, model="transe", rank=64, lr=99.0, penalty=1e5, epochs=200))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": 0},
+        {"epochs": 0},
+        {"lr": 0.0},
+        {"penalty": -1.0},
+        {"negatives": -2},
+        {"model": "transe", "relation_weight": 0.1},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(folder: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        config(folder, **wrong)  # type: ignore[arg-type]
