@@ -16,7 +16,6 @@ processor time and ratios are what counts.
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -77,7 +76,7 @@ def ours(cache: bool = False, full: bool = False) -> Callable[[Case], Meter]:
         from batchwright.calls import Pool, chat
 
         requests = [chat(MODEL, text, temperature=0, max_tokens=32) for text in case.prompts]
-        folder = tempfile.mkdtemp(prefix="bench_calls_")
+        folder = tempfile.mkdtemp(dir=os.environ["BATCHWRIGHT_HOME"])
         number = 0
 
         def work() -> int:
@@ -326,11 +325,6 @@ def main() -> None:
         if not args.quick:
             against_the_ideal(report, args, 10_000, [OURS, CACHED, FLOOR])
         memory(report, args)
-        with contextlib.suppress(OSError):
-            for folder in Path(tempfile.gettempdir()).glob("bench_calls_*"):
-                for file in folder.iterdir():
-                    file.unlink()
-                folder.rmdir()
         report.close()
 
 

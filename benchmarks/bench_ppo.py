@@ -155,7 +155,8 @@ def torchrl_learned(env: Any, policy: Any, names: list[str], given: Given) -> Ca
         total_frames=updates * per_update,
         auto_register_policy_transforms=False,
     )
-    advantage = GAE(gamma=given.gamma, lmbda=given.lam, value_network=critic)
+    # Without vmap: the prover's networks compute only what is not padding.
+    advantage = GAE(gamma=given.gamma, lmbda=given.lam, value_network=critic, deactivate_vmap=True)
     loss_module = ClipPPOLoss(
         actor,
         critic,

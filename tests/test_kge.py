@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch
 from batchwright.events import read_events
@@ -27,19 +28,17 @@ from batchwright.train.kgeconfig import KgeConfig
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A ring of 24 with a relation to the next one, its reverse, and one two steps on."""
-    triples = []
-    for e in range(24):
-        triples.append((e, "next", (e + 1) % 24))
-        triples.append(((e + 1) % 24, "before", e))
-        triples.append((e, "skip", (e + 2) % 24))
+    """A line of 24 with a relation to the next one, its reverse, and one two steps on."""
+    triples = [(e, "next", e + 1) for e in range(23)]
+    triples += [(e + 1, "before", e) for e in range(23)]
+    triples += [(e, "skip", e + 2) for e in range(22)]
     order = np.random.default_rng(0).permutation(len(triples))
     lines = [f"n{triples[i][0]}\t{triples[i][1]}\tn{triples[i][2]}\n" for i in order]
-    path = tmp_path / "ring"
+    path = tmp_path / "line"
     path.mkdir()
-    (path / "train.txt").write_text("".join(lines[:60]))
-    (path / "valid.txt").write_text("".join(lines[60:66]))
-    (path / "test.txt").write_text("".join(lines[66:]))
+    (path / "train.txt").write_text("".join(lines[:56]))
+    (path / "valid.txt").write_text("".join(lines[56:62]))
+    (path / "test.txt").write_text("".join(lines[62:]))
     return path
 
 
@@ -139,19 +138,16 @@ def test_drawn_entities_stand_for_all_others(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_learns_a_ring(folder: Path, model: Model) -> None:
+def test_every_model_learns_a_line(folder: Path, model: Model) -> None:
     graph = load_graph(folder)
-    rates = {"transe": 0.1, "rotate": 0.1}
-    settings = config(
-        folder, model=model, rank=16, epochs=60, eval_every=0, lr=rates.get(model, 0.1)
-    )
+    settings = config(folder, model=model, rank=16, epochs=60, eval_every=0)
 
     kge, result = fit_kge(settings, graph)
 
     assert result.finished
     seen = rank(KgeScorer(kge), graph.train, graph.known).metrics().mrr
-    # DistMult cannot tell a relation from its reverse, so it gets half of them right.
-    assert seen > (0.5 if model == "distmult" else 0.9)
+    # DistMult scores p(x, y) and p(y, x) alike, which on a line is half of the truth.
+    assert seen > (0.5 if model == "distmult" else 0.8)
 
 
 def test_complex_knows_what_it_was_not_shown(folder: Path) -> None:
@@ -169,7 +165,7 @@ def tables(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("negatives", [0, 5])
-@pytest.mark.parametrize("stops", [[1], [7, 3], [8, 8]])
+@pytest.mark.parametrize("stops", [[1], [6, 3], [7, 7]])
 def test_a_run_that_is_stopped_and_resumed_comes_to_the_same_bits(
     folder: Path, negatives: int, stops: list[int]
 ) -> None:
@@ -183,7 +179,7 @@ def test_a_run_that_is_stopped_and_resumed_comes_to_the_same_bits(
     result = train_kge(parts, resume=True)
 
     assert result.finished
-    assert result.step == 4 * 8
+    assert result.step == 4 * 7
     assert tables(folder.parent / "whole") == tables(folder.parent / "parts")
     events = [list(read_events(run / "events.jsonl")) for run in (whole.run_dir, parts.run_dir)]
     seen = [[e.fields for e in log if e.kind == "eval"] for log in events]
@@ -266,9 +262,16 @@ def test_a_damaged_embedding_is_named(folder: Path) -> None:
         load_kge(path)
 
 
-def test_a_rate_that_explodes_stops_the_run_with_a_sentence(folder: Path) -> None:
+def test_a_loss_that_is_no_number_stops_the_run_with_a_sentence(folder: Path) -> None:
+    train_kge(config(folder, stop_after=1))
+    path = folder.parent / "run" / "checkpoint" / "tables.safetensors"
+    save_file({name: table * 1e30 for name, table in load_file(path).items()}, path)
+
     with pytest.raises(BadLoss, match="lower --lr"):
-        train_kge(config(folder, model="transe", rank=64, lr=99.0, penalty=1e5, epochs=200))
+        train_kge(config(folder), resume=True)
+
+    last = list(read_events(folder.parent / "run" / "events.jsonl"))[-1]
+    assert (last.kind, last.fields["why"]) == ("stop", "loss is not finite")
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,11 @@ class Endpoint:
         return f"Endpoint({self.name!r})"
 
     @property
+    def address(self) -> str:
+        """Where it is, whatever it is called: what is learned about it is kept under this."""
+        return self.socket or self.base
+
+    @property
     def remote(self) -> bool:
         return self.protocol in ("openai", "ollama")
 

@@ -725,7 +725,7 @@ class Engine:
         if not self.rules.remember:
             return
         learned = {
-            lane.endpoint.name: lane.limit.state_dict() for lane in self.lanes if lane.learns
+            lane.endpoint.address: lane.limit.state_dict() for lane in self.lanes if lane.learns
         }
         if learned and self.ledger.done > self.ledger.hits:
             remember(learned)

@@ -24,7 +24,7 @@ RISES, FALLS = (1.0, 0.75, 0.5), (0.0, -0.3, -0.7)
 """Slopes below the knee: in proportion, or less where calls slow each other down; and above it:
 a queue, and two degrees of thrashing."""
 _RISE, _FALL = (np.repeat(RISES, len(FALLS)), np.tile(FALLS, len(RISES)))
-CROWDING = 0.2
+CROWDING = 0.15
 """More calls in flight must bring at least this share of their growth as goodput."""
 FLOOR = 0.02
 """No measurement is trusted closer than this: servers wander."""

@@ -95,7 +95,7 @@ def remembered(endpoint: Endpoint) -> dict[str, Any] | None:
     """What an earlier run learned about an endpoint; None if nothing readable is there."""
     try:
         known = json.loads(memory_path().read_bytes())
-        state = known[endpoint.name]
+        state = known[endpoint.address]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return state if isinstance(state, dict) else None

@@ -131,12 +131,13 @@ class AutoLimit:
     """Factors of the probes."""
     DOWN_EVERY = 5
     DOWN_EVERY_THRASH = 12
+    DOWN_UNSURE = 3
     """One probe of so many goes down."""
     SKIP_UP, SKIP_DOWN = 0.6, 0.5
     """Shares of the limit that end uncounted after it went up or down."""
     GAP_ROUNDS, GAP_CALLS = 7, 40
     """Calls between two probes: so many times the limit, and so many more."""
-    LIKELIER, LIKELIER_UP = 2.0, 5.0
+    LIKELIER, LIKELIER_UP = 2.0, 4.0
     """Log likelihood ratio that ends a probe without and with effect."""
     FURTHER = 2.5
     """Log likelihood ratio at which a probe goes further up, where the difference is plainer."""
@@ -510,11 +511,11 @@ class AutoLimit:
             up = False
         elif min(below, above) < 0.5 * self.PROBE_CALLS:
             up = below > above
-        elif not self._sure:
-            up = knee.high * knee.low > best * best
         else:
             self._probes += 1
             every = self.DOWN_EVERY if knee.fall > -0.15 else self.DOWN_EVERY_THRASH
+            if not self._sure:
+                every = self.DOWN_UNSURE
             up = self._probes % every != 0
         if not up:
             return round(min(best - 1, best * self.DOWN))

@@ -119,6 +119,28 @@ def mine(
     show(facts, text, format)
 
 
+@kg.command
+def check(folder: GraphFolder, /, *, format: Format = "text") -> None:
+    """Look for questions of valid.txt and test.txt that train.txt gives away; exit 1 if any."""
+    from batchwright.logic.info import graph_leaks
+    from batchwright.logic.loaders import load_graph
+    from batchwright.report.text import number, table
+
+    found = graph_leaks(load_graph(folder))
+    leaks = found["leaks"]
+    rows = [
+        [part, number(count), number(found["turned"][part])]
+        for part, count in found["questions"].items()
+    ]
+    text = table([found["name"], "questions", "known from the other end"], rows)
+    for leak in leaks[:10]:
+        text += f"\nleak: {leak['triple']}, number {leak['row']} of {leak['part']}"
+    text += f"\n{number(len(leaks))} leaks" if leaks else "\nno leaks"
+    show(found, text, format)
+    if leaks:
+        raise SystemExit(1)
+
+
 def train_kge(
     *,
     config: Annotated[KgeConfig | None, Parameter(name="*")] = None,

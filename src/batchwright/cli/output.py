@@ -19,7 +19,6 @@ Format = Annotated[
 Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", help="No progress.")]
 
 
-
 class Progress(Protocol):
     """Told how far the work is; `note` is shown beside it, say the loss."""
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from batchwright.logic.facts import Facts
+from batchwright.logic.leaks import find_leaks, inverse_pairs
 from batchwright.logic.loaders import Graph
 
-__all__ = ["graph_info"]
+__all__ = ["graph_info", "graph_leaks"]
 
 MOSTLY = 0.5
 """From this share of facts on that are there turned around, a relation is told as an inverse."""
@@ -22,7 +24,6 @@ def graph_info(graph: Graph) -> dict[str, Any]:
     facts, vocab = graph.facts, graph.vocab
     parts = {"train": graph.train, "valid": graph.valid, "test": graph.test}
     relations: dict[str, dict[str, int]] = {}
-    inverses: list[tuple[str, str, float]] = []
     unique = facts.triples
     for p, name in enumerate(vocab.predicates):
         own = unique[unique[:, 1] == p]
@@ -31,10 +32,6 @@ def graph_info(graph: Graph) -> dict[str, Any]:
             "heads": len(np.unique(own[:, 0])),
             "tails": len(np.unique(own[:, 2])),
         }
-        for q, other in enumerate(vocab.predicates if len(own) else ()):
-            share = float(facts.contains(own[:, 2], q, own[:, 0]).mean())
-            if share >= MOSTLY:
-                inverses.append((name, other, share))
     degree = np.bincount(unique[:, [0, 2]].ravel(), minlength=vocab.num_entities)
     seen = degree > 0
     asked = np.concatenate([graph.valid, graph.test])
@@ -49,5 +46,39 @@ def graph_info(graph: Graph) -> dict[str, Any]:
         "unseen_entities": int((~seen).sum()),
         "unseen_triples": int(strange.sum()),
         "relations": relations,
-        "inverses": sorted(inverses, key=lambda pair: -pair[2]),
+        "inverses": [
+            (vocab.predicates[p], vocab.predicates[q], share)
+            for p, q, share in inverse_pairs(facts, MOSTLY)
+        ],
+    }
+
+
+def graph_leaks(graph: Graph) -> dict[str, Any]:
+    """Questions of valid and test that train gives away, ready for JSON.
+
+    `leaks` are questions that are facts of train, or stand in both valid and test: those are
+    wrong. `turned` counts questions whose reverse is a fact of a relation that mostly is the
+    inverse: many graphs are made like that, but a score on them says little.
+    """
+    facts, vocab = graph.facts, graph.vocab
+    asked = {"valid": graph.valid, "test": graph.test}
+    leaks = [(leak.part, leak.row, leak.triple) for leak in find_leaks(facts, asked)]
+    valid = Facts.of(graph.valid, vocab)
+    leaks += [
+        ("valid and test", leak.row, leak.triple)
+        for leak in find_leaks(valid, {"test": graph.test})
+    ]
+    turned = {part: np.zeros(len(triples), np.bool_) for part, triples in asked.items()}
+    for p, q, _ in inverse_pairs(facts, MOSTLY):
+        for part, triples in asked.items():
+            given = facts.contains(triples[:, 2], q, triples[:, 0])
+            turned[part] |= given & (triples[:, 1] == p)
+    return {
+        "name": graph.name,
+        "leaks": [
+            {"part": part, "row": row + 1, "triple": vocab.atom(p, h, t)}
+            for part, row, (h, p, t) in leaks
+        ],
+        "turned": {part: int(found.sum()) for part, found in turned.items()},
+        "questions": {part: len(triples) for part, triples in asked.items()},
     }

@@ -108,7 +108,7 @@ class GoalEncoder(Encoder):
     as well.
 
     Only real goals and candidates that the mask allows are computed: most of a padded [N, K]
-    would be waste.
+    would be waste. (So it cannot stand under torch's vmap: TorchRL's GAE has `deactivate_vmap`.)
     """
 
     def __init__(

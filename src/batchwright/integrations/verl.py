@@ -1,0 +1,133 @@
+"""Rewards for verl: functions for its managers, a manager, and advantages without invalid samples.
+
+verl has no missing reward. Between the reward and the advantages it keeps one number a sample, so
+an invalid reward can only travel as NaN: `missing = "mask"` lets it, and the advantage estimator
+`batchwright_grpo` leaves it out. Under any other estimator NaN spoils the whole group, so without
+`batchwright_grpo` choose `missing = "raise"`, which is the default, or a number.
+
+Importing this module registers both with verl, where verl is installed. verl imports it by
+`custom_reward_function.path`, by `reward_manager.module.path`, or in every process by
+VERL_USE_EXTERNAL_MODULES=batchwright.integrations.verl.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from batchwright.errors import ConfigError
+from batchwright.rewards.compute import acompute_score, compute_score, scorer_for
+from batchwright.rewards.reward import Response, words
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+__all__ = ["ESTIMATOR", "MANAGER", "acompute_score", "compute_score"]
+
+ESTIMATOR = "batchwright_grpo"
+"""`algorithm.adv_estimator=batchwright_grpo`"""
+MANAGER = "batchwright"
+"""`reward.reward_manager.name` once this module was imported; by importlib it is RewardManager."""
+
+
+def response_of_item(item: Any, text: str) -> Response:
+    """One item of verl's DataProto as a response; with its prompt, which functions do not get."""
+    known = item.non_tensor_batch
+    extra = dict(known.get("extra_info") or {})
+    extra |= dict(known.get("tool_extra_fields") or {})
+    extra["num_turns"] = known.get("__num_turns__")
+    prompt = known.get("raw_prompt")
+    if prompt is None:
+        prompt = extra.get("prompt", extra.get("question", ""))
+    truth = (known.get("reward_model") or {}).get("ground_truth")
+    return Response(text, truth, str(known.get("data_source", "")), str(words(prompt)), extra)
+
+
+def settings_of(config: Any) -> Mapping[str, Any]:
+    """What stands under `reward.batchwright`: `config`, the file, and `missing`.
+
+    Raises:
+        ConfigError: a word that is not known, or a function besides, which would never be called.
+    """
+    reward = config.reward
+    found = dict(reward.get("batchwright") or {})
+    if unknown := sorted(set(found) - {"config", "missing"}):
+        raise ConfigError(f"reward.batchwright has {unknown}; it takes config and missing")
+    if (reward.get("custom_reward_function") or {}).get("path"):
+        raise ConfigError(
+            "custom_reward_function.path is set, and the manager batchwright calls no function; "
+            "leave it out, or choose the manager naive"
+        )
+    return found
+
+
+if find_spec("verl") is not None:
+    import torch
+    from verl.experimental.reward_loop.reward_manager import register
+    from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
+
+    @register(MANAGER)
+    class RewardManager(RewardManagerBase):  # type: ignore[misc]
+        """Scores each sample as its rollout ends; samples of a worker share one pool."""
+
+        def __init__(
+            self,
+            config: Any,
+            tokenizer: Any,
+            compute_score: Any = None,
+            reward_router_address: str | None = None,
+            reward_model_tokenizer: Any = None,
+        ) -> None:
+            super().__init__(config, tokenizer, compute_score)
+            given = settings_of(config)
+            self.missing = given.get("missing")
+            self.scorer = scorer_for(given.get("config"))
+
+        async def run_single(self, data: Any) -> dict[str, Any]:
+            """verl's reward of one sample: its number, and every column of it."""
+            # Of several sequences the last one is scored, as by verl's other managers.
+            item = data[-1:][0]
+            ids = item.batch["responses"]
+            length = int(item.batch["attention_mask"][-ids.shape[-1] :].sum())
+            text = await asyncio.to_thread(
+                self.tokenizer.decode, ids[:length], skip_special_tokens=True
+            )
+            rewards = await self.scorer.ascore([response_of_item(item, text)])
+            (row,) = self.scorer.columns(rewards, self.missing)
+            return {"reward_score": float(row["score"]), "reward_extra_info": row}
+
+    @register_adv_est(ESTIMATOR)  # type: ignore[untyped-decorator]
+    def grpo_of_valid(
+        token_level_rewards: "torch.Tensor",
+        response_mask: "torch.Tensor",
+        index: "NDArray[np.object_]",
+        config: Any = None,
+        **_: Any,
+    ) -> "tuple[torch.Tensor, torch.Tensor]":
+        """verl's GRPO over the samples whose reward is a number; the others have advantage 0.
+
+        So has a sample that is the only valid one left of its group: nothing is known of how it
+        compares.
+        """
+        valid = torch.isfinite(token_level_rewards.sum(dim=-1))
+        groups: dict[Any, list[int]] = {}
+        for row, group in enumerate(index):
+            groups.setdefault(group, []).append(row)
+        for rows in groups.values():
+            if len(rows) > 1 and int(valid[rows].sum()) == 1:
+                valid[rows] = False
+        advantages = torch.zeros_like(token_level_rewards)
+        if valid.any():
+            scale = True if config is None else config.get("norm_adv_by_std_in_grpo", True)
+            advantages[valid], _ = compute_grpo_outcome_advantage(
+                token_level_rewards=token_level_rewards[valid],
+                response_mask=response_mask[valid],
+                index=index[valid.cpu().numpy()],
+                norm_adv_by_std_in_grpo=scale,
+            )
+        return advantages, advantages
+
+    __all__ += ["RewardManager", "grpo_of_valid"]

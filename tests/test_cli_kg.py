@@ -1,0 +1,202 @@
+"""`batchwright data kg`, `train kge` and `evaluate prover` as they are typed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchwright.logic.kge import load_kge
+from batchwright.logic.loaders import load_graph
+from batchwright.logic.rules import parse_rules
+
+COMMAND = Path(sys.executable).parent / "batchwright"
+DATA = Path(os.environ.get("BATCHWRIGHT_DATA", Path(__file__).parents[2] / "shared/data")) / "kg"
+
+
+def batchwright(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [COMMAND, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def as_json(*words: object, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(batchwright(*words, "--format", "json", code=code).stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve small families: parent, its inverse, and grandparents of which a few are asked."""
+    path = tmp_path_factory.mktemp("kg") / "families"
+    path.mkdir()
+    train, asked = [], []
+    for f in range(12):
+        for a, b in (("old", "mid"), ("mid", "kid"), ("mid", "babe")):
+            train.append(f"{a}{f}\tparent\t{b}{f}\n")
+            train.append(f"{b}{f}\tchild\t{a}{f}\n")
+        for b in ("kid", "babe"):
+            (asked if f < 3 else train).append(f"old{f}\tgrandparent\t{b}{f}\n")
+    (path / "train.txt").write_text("".join(train))
+    (path / "valid.txt").write_text("".join(asked[:3]))
+    (path / "test.txt").write_text("".join(asked[3:]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """A trained embedding, stopped once on the way."""
+    path = folder.parent / "run"
+    words = ("train", "kge", "--data", folder, "--run-dir", path, "--rank", 8, "--epochs", 6)
+    more = ("--batch-size", 32, "--eval-every", 2)
+    stopped = batchwright(*words, *more, "--stop-after", 5, "--quiet")
+    assert f"go on with: batchwright train kge --resume {path}" in stopped.stdout
+    done = as_json("train", "kge", "--resume", path, "--quiet")
+    assert done["finished"]
+    assert done["epoch"] == 6
+    return path
+
+
+def test_info_counts_and_finds_inverses(folder: Path) -> None:
+    found = as_json("data", "kg", "info", folder)
+
+    assert (found["entities"], found["train"], found["valid"], found["test"]) == (48, 90, 3, 3)
+    assert found["relations"]["grandparent"] == {
+        "train": 18, "valid": 3, "test": 3, "heads": 9, "tails": 18,
+    }  # fmt: skip
+    assert sorted(found["inverses"]) == [["child", "parent", 1.0], ["parent", "child", 1.0]]
+    assert found["unseen_entities"] == 0
+    assert "grandparent" in batchwright("data", "kg", "info", folder).stdout
+
+
+def test_info_tells_entities_that_train_does_not_know(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a\tp\tb\na\tp\tb\n")
+    (tmp_path / "test.txt").write_text("a\tp\tc\nb\tp\ta\n")
+
+    found = as_json("data", "kg", "info", tmp_path)
+
+    assert (found["unseen_entities"], found["unseen_triples"], found["repeated"]) == (1, 1, 1)
+
+
+def test_mine_writes_rules_that_can_be_read(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "rules.txt"
+    found = as_json("data", "kg", "mine", folder, "-o", out, "--min-confidence", 0.5, "--quiet")
+
+    graph = load_graph(folder)
+    rules = parse_rules(out, graph.vocab)
+    assert found["rules"] == len(rules) == sum(found["by_relation"].values())
+    assert any("parent(X,Z), parent(Z,Y) -> grandparent(X,Y)" in line for line in out.open())
+    assert float(rules.weight.min()) >= 0.5
+
+
+def test_mine_tells_a_length_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+    done = batchwright(
+        "data", "kg", "mine", folder, "-o", tmp_path / "r", "--length", 9, "--quiet", code=1
+    )
+
+    assert "give 1, 2 or 3" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_passes_clean_graphs_and_names_planted_leaks(folder: Path, tmp_path: Path) -> None:
+    assert "no leaks" in batchwright("data", "kg", "check", folder).stdout
+
+    (tmp_path / "train.txt").write_text("a\tp\tb\nb\tq\ta\nb\tp\tc\nc\tq\tb\nd\tq\tc\n")
+    (tmp_path / "valid.txt").write_text("c\tp\td\n")
+    (tmp_path / "test.txt").write_text("a\tp\tb\nc\tp\td\n")
+    found = as_json("data", "kg", "check", tmp_path, code=1)
+
+    assert [(leak["part"], leak["row"], leak["triple"]) for leak in found["leaks"]] == [
+        ("test", 1, "p(a, b)"),
+        ("valid and test", 2, "p(c, d)"),
+    ]
+    assert found["turned"] == {"valid": 1, "test": 2}
+
+
+def test_a_resumed_run_keeps_its_settings(run: Path) -> None:
+    done = batchwright("train", "kge", "--resume", run, "--rank", 9, "--quiet", code=1)
+
+    assert "keeps its rank" in done.stderr
+    assert load_kge(run / "model")[0].shape.rank == 8
+
+
+def test_rules_answer_what_they_were_mined_for(folder: Path) -> None:
+    found = as_json("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
+
+    assert found["mined"]
+    assert found["both"]["queries"] == 6
+    assert found["tail"]["hits_3"] == 1.0
+    assert found["by_relation"].keys() == {"grandparent"}
+
+
+def test_rules_of_a_file_are_used_and_those_that_are_no_chains_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text(
+        "good:0.9:parent(X,Z), parent(Z,Y) -> grandparent(X,Y)\n"
+        "odd:0.1:parent(X,Y), parent(X,Z) -> grandparent(X,Y)\n"
+    )
+
+    done = batchwright("evaluate", "prover", "--data", folder, "--rules", rules, "--quiet")
+
+    assert "1 rules are no chains" in done.stdout
+    assert "odd" in done.stdout
+
+
+def test_hybrid_of_weight_zero_is_the_embedding(folder: Path, run: Path) -> None:
+    words = ("evaluate", "prover", "--data", folder, "--kge", run, "--quiet")
+    plain = as_json(*words, "--mode", "kge")
+    nothing = as_json(*words, "--mode", "hybrid", "--beta", 0)
+    chosen = as_json(*words, "--mode", "hybrid", "--part", "valid")
+
+    for key in ("both", "tail", "head", "sampled", "by_relation"):
+        assert plain[key] == nothing[key]
+    assert chosen["both"]["mrr"] == pytest.approx(chosen["valid_mrr"])
+
+
+def test_an_area_is_given_for_named_candidates(folder: Path) -> None:
+    words = ("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
+    found = as_json(*words, "--candidates", "kid1,babe1,kid2,babe2")
+
+    assert 0 < found["average_precision"] <= 1
+    done = batchwright(*words, "--candidates", "kid1,nobody", code=1)
+    assert "unknown entity 'nobody'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--mode", "kge"], "needs --kge"),
+        (["--mode", "rl"], "no trained prover"),
+        (["--limit", "-1"], "0 or more"),
+        (["--rules", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_told_in_one_sentence(
+    folder: Path, words: list[str], says: str
+) -> None:
+    done = batchwright("evaluate", "prover", "--data", folder, *words, "--quiet", code=1)
+
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (DATA / "umls").is_dir(), reason="no umls data set; set BATCHWRIGHT_DATA")
+def test_mined_rules_rank_umls_well() -> None:
+    found = as_json("evaluate", "prover", "--data", DATA / "umls", "--quiet")
+
+    assert found["both"]["queries"] == 1322
+    assert found["both"]["mrr"] > 0.93
+    assert not found["tied"]
