@@ -131,7 +131,8 @@ class AutoLimit:
     """Factors of the probes."""
     DOWN_EVERY = 5
     DOWN_EVERY_THRASH = 12
-    DOWN_UNSURE = 3
+    RESTLESS = 0.6
+    RESTLESS_CALLS = 4000.0
     """One probe of so many goes down."""
     SKIP_UP, SKIP_DOWN = 0.6, 0.5
     """Shares of the limit that end uncounted after it went up or down."""
@@ -178,6 +179,7 @@ class AutoLimit:
         self._calm = 0
         self._probes = 0
         self._doubt = 0.0
+        self._restless = 0.0
         self._undecided = False
         self._ceiling: int | None = None
         """The most calls that the server did not reject, once it did."""
@@ -281,6 +283,7 @@ class AutoLimit:
             "ceiling": self._ceiling,
             "latency_s": self._latency_s,
             "noise": self._curve.noise,
+            "restless": self._restless,
             "curve": self._curve.rows(),
         }
 
@@ -295,6 +298,7 @@ class AutoLimit:
         self._limit = round(self._base)
         self._ceiling = None if state["ceiling"] is None else int(state["ceiling"])
         self._latency_s = float(state["latency_s"])
+        self._restless = float(state["restless"])
         self._curve = Curve.of(state["curve"], float(state["noise"]))
         self._curve.fade(0.5)
         self._curve.rounds = 3
@@ -385,6 +389,7 @@ class AutoLimit:
             return
         if phase == "doubt":
             self._phase = "hold" if limit == round(self._base) else "probe"
+        self._restless *= math.exp(-ended / self.RESTLESS_CALLS)
         self._curve.fade(math.exp(-ended / self.MEMORY_CALLS))
         self._curve.add(stretch.level, max(0.5, stretch.good), elapsed)
         self._settle(now)
@@ -410,6 +415,7 @@ class AutoLimit:
 
     def _changed(self, now: float) -> None:
         """The knee has moved: what was measured before says nothing about it."""
+        self._restless = 1.0
         stretch = self._round
         level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
         self._curve = Curve(self._curve.noise)
@@ -489,8 +495,9 @@ class AutoLimit:
             self._curve.bounds = (0.0, math.inf)
         self._calm += self._round.ended
         period = self.GAP_ROUNDS * self._limit + self.GAP_CALLS
+        period *= 1 - self.RESTLESS * self._restless
         if knee.fall > -0.15:
-            period //= 2  # where goodput does not fall above the knee, probes cost nothing
+            period /= 2  # where goodput does not fall above the knee, probes cost nothing
         period = min(period, self._gap * max(self.HOLD_CALLS, self._limit))
         if self._calm >= (4 * period if at_ceiling else period):
             self._calm = 0
@@ -513,9 +520,8 @@ class AutoLimit:
             up = below > above
         else:
             self._probes += 1
-            every = self.DOWN_EVERY if knee.fall > -0.15 else self.DOWN_EVERY_THRASH
-            if not self._sure:
-                every = self.DOWN_UNSURE
+            thrashes = self._sure and knee.fall < -0.15
+            every = self.DOWN_EVERY_THRASH if thrashes else self.DOWN_EVERY
             up = self._probes % every != 0
         if not up:
             return round(min(best - 1, best * self.DOWN))
