@@ -38,7 +38,7 @@ bench: $(BENCH)/.installed
 # The peers stand in a venv of their own; one that does not build here is left out and said so.
 $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --editable '.[train,hf,plot,lp,gpt2]'
+	$(BENCH)/bin/pip install --quiet --editable '.[train,hf,plot,lp,gpt2,local,rl]'
 	$(BENCH)/bin/python benchmarks/install_peers.py
 	touch $@
 

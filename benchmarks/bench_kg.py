@@ -200,7 +200,8 @@ def row(title: str, way: str, seeds: list[dict[str, Any]]) -> list[Any]:
 
 
 def report_on(report: Report, name: str, settings: Settings, seeds: list[dict[str, Any]]) -> None:
-    ways = ("rules", "kge", "hybrid")
+    # A trained prover ranks through the same protocol; its row is here where it was measured.
+    ways = [way for way in ("rules", "kge", "hybrid", "rl") if all(way in seed for seed in seeds)]
     report.table(
         f"{name}, {len(seeds)} seeds, {seeds[0]['mined']['rules']:,} mined rules, "
         f"{seeds[0]['hybrid']['both']['queries']:,} questions",

@@ -47,6 +47,8 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("batchwright", "numpy", "numba", "scipy", "pyarrow", "tokenizers", "torch", "datasets"),
     *("trl", "LightBinPack", "axolotl", "fairseq-fast", "lhotse", "verl"),
+    *("aiohttp", "openai", "inspect_ai", "litellm", "diskcache", "lmdb"),
+    *("gymnasium", "tensordict", "torchrl", "stable-baselines3"),
 )
 
 # Peers must not look for a hub while they are timed.

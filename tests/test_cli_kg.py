@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,39 @@ COMMAND = Path(sys.executable).parent / "batchwright"
 DATA = Path(os.environ.get("BATCHWRIGHT_DATA", Path(__file__).parents[2] / "shared/data")) / "kg"
 
 
-def batchwright(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+def typed(*words: object) -> str:
+    """The command in a process of its own."""
     done = subprocess.run(
         [COMMAND, *map(str, words)],
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=300,
-        check=False,
+        check=True,
     )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    return done.stdout
 
 
-def as_json(*words: object, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(batchwright(*words, "--format", "json", code=code).stdout)
-    return found
+class Batchwright:
+    """The command in this process, and what it must end with."""
+
+    def __init__(self, call: Callable[[str, Path], Any], folder: Path) -> None:
+        self._call = call
+        self._folder = folder
+
+    def __call__(self, *words: object, code: int = 0) -> Any:
+        done = self._call(" ".join(map(str, words)), self._folder)
+        assert done.code == code, done.out + done.err
+        assert "Traceback" not in done.err
+        return done
+
+    def json(self, *words: object, code: int = 0) -> Any:
+        return json.loads(self(*words, "--format", "json", code=code).out)
+
+
+@pytest.fixture
+def batchwright(call: Callable[[str, Path], Any], tmp_path: Path) -> Batchwright:
+    return Batchwright(call, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +72,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path) -> Path:
-    """A trained embedding, stopped once on the way."""
+def embedding(folder: Path) -> Path:
+    """The run directory of a trained embedding, stopped once on the way."""
     path = folder.parent / "run"
     words = ("train", "kge", "--data", folder, "--run-dir", path, "--rank", 8, "--epochs", 6)
-    more = ("--batch-size", 32, "--eval-every", 2)
-    stopped = batchwright(*words, *more, "--stop-after", 5, "--quiet")
-    assert f"go on with: batchwright train kge --resume {path}" in stopped.stdout
-    done = as_json("train", "kge", "--resume", path, "--quiet")
+    more = ("--batch-size", 32, "--eval-every", 2, "--quiet")
+    stopped = typed(*words, *more, "--stop-after", 5)
+    assert f"go on with: batchwright train kge --resume {path}" in stopped
+    done = json.loads(typed("train", "kge", "--resume", path, "--quiet", "--format", "json"))
     assert done["finished"]
     assert done["epoch"] == 6
     return path
 
 
-def test_info_counts_and_finds_inverses(folder: Path) -> None:
-    found = as_json("data", "kg", "info", folder)
+def test_info_counts_and_finds_inverses(batchwright: Batchwright, folder: Path) -> None:
+    found = batchwright.json("data", "kg", "info", folder)
 
     assert (found["entities"], found["train"], found["valid"], found["test"]) == (48, 90, 3, 3)
     assert found["relations"]["grandparent"] == {
@@ -76,45 +94,54 @@ def test_info_counts_and_finds_inverses(folder: Path) -> None:
     }  # fmt: skip
     assert sorted(found["inverses"]) == [["child", "parent", 1.0], ["parent", "child", 1.0]]
     assert found["unseen_entities"] == 0
-    assert "grandparent" in batchwright("data", "kg", "info", folder).stdout
+    assert "grandparent" in batchwright("data", "kg", "info", folder).out
 
 
-def test_info_tells_entities_that_train_does_not_know(folder: Path, tmp_path: Path) -> None:
+def test_info_tells_entities_that_train_does_not_know(
+    batchwright: Batchwright, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "train.txt").write_text("a\tp\tb\na\tp\tb\n")
     (tmp_path / "test.txt").write_text("a\tp\tc\nb\tp\ta\n")
 
-    found = as_json("data", "kg", "info", tmp_path)
+    found = batchwright.json("data", "kg", "info", tmp_path)
 
     assert (found["unseen_entities"], found["unseen_triples"], found["repeated"]) == (1, 1, 1)
 
 
-def test_mine_writes_rules_that_can_be_read(folder: Path, tmp_path: Path) -> None:
+def test_mine_writes_rules_that_can_be_read(
+    batchwright: Batchwright, folder: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "rules.txt"
-    found = as_json("data", "kg", "mine", folder, "-o", out, "--min-confidence", 0.5, "--quiet")
+    found = batchwright.json(
+        "data", "kg", "mine", folder, "-o", out, "--min-confidence", 0.5, "--quiet"
+    )
 
     graph = load_graph(folder)
     rules = parse_rules(out, graph.vocab)
     assert found["rules"] == len(rules) == sum(found["by_relation"].values())
-    assert any("parent(X,Z), parent(Z,Y) -> grandparent(X,Y)" in line for line in out.open())
+    assert "parent(X,Z), parent(Z,Y) -> grandparent(X,Y)" in out.read_text()
     assert float(rules.weight.min()) >= 0.5
 
 
-def test_mine_tells_a_length_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+def test_mine_tells_a_length_that_cannot_be(
+    batchwright: Batchwright, folder: Path, tmp_path: Path
+) -> None:
     done = batchwright(
         "data", "kg", "mine", folder, "-o", tmp_path / "r", "--length", 9, "--quiet", code=1
     )
 
-    assert "give 1, 2 or 3" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "give 1, 2 or 3" in done.err
 
 
-def test_check_passes_clean_graphs_and_names_planted_leaks(folder: Path, tmp_path: Path) -> None:
-    assert "no leaks" in batchwright("data", "kg", "check", folder).stdout
+def test_check_passes_clean_graphs_and_names_planted_leaks(
+    batchwright: Batchwright, folder: Path, tmp_path: Path
+) -> None:
+    assert "no leaks" in batchwright("data", "kg", "check", folder).out
 
     (tmp_path / "train.txt").write_text("a\tp\tb\nb\tq\ta\nb\tp\tc\nc\tq\tb\nd\tq\tc\n")
     (tmp_path / "valid.txt").write_text("c\tp\td\n")
     (tmp_path / "test.txt").write_text("a\tp\tb\nc\tp\td\n")
-    found = as_json("data", "kg", "check", tmp_path, code=1)
+    found = batchwright.json("data", "kg", "check", tmp_path, code=1)
 
     assert [(leak["part"], leak["row"], leak["triple"]) for leak in found["leaks"]] == [
         ("test", 1, "p(a, b)"),
@@ -123,15 +150,15 @@ def test_check_passes_clean_graphs_and_names_planted_leaks(folder: Path, tmp_pat
     assert found["turned"] == {"valid": 1, "test": 2}
 
 
-def test_a_resumed_run_keeps_its_settings(run: Path) -> None:
-    done = batchwright("train", "kge", "--resume", run, "--rank", 9, "--quiet", code=1)
+def test_a_resumed_run_keeps_its_settings(batchwright: Batchwright, embedding: Path) -> None:
+    done = batchwright("train", "kge", "--resume", embedding, "--rank", 9, "--quiet", code=1)
 
-    assert "keeps its rank" in done.stderr
-    assert load_kge(run / "model")[0].shape.rank == 8
+    assert "keeps its rank" in done.err
+    assert load_kge(embedding / "model")[0].shape.rank == 8
 
 
-def test_rules_answer_what_they_were_mined_for(folder: Path) -> None:
-    found = as_json("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
+def test_rules_answer_what_they_were_mined_for(batchwright: Batchwright, folder: Path) -> None:
+    found = batchwright.json("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
 
     assert found["mined"]
     assert found["both"]["queries"] == 6
@@ -140,7 +167,7 @@ def test_rules_answer_what_they_were_mined_for(folder: Path) -> None:
 
 
 def test_rules_of_a_file_are_used_and_those_that_are_no_chains_named(
-    folder: Path, tmp_path: Path
+    batchwright: Batchwright, folder: Path, tmp_path: Path
 ) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text(
@@ -150,28 +177,30 @@ def test_rules_of_a_file_are_used_and_those_that_are_no_chains_named(
 
     done = batchwright("evaluate", "prover", "--data", folder, "--rules", rules, "--quiet")
 
-    assert "1 rules are no chains" in done.stdout
-    assert "odd" in done.stdout
+    assert "1 rules are no chains" in done.out
+    assert "odd" in done.out
 
 
-def test_hybrid_of_weight_zero_is_the_embedding(folder: Path, run: Path) -> None:
-    words = ("evaluate", "prover", "--data", folder, "--kge", run, "--quiet")
-    plain = as_json(*words, "--mode", "kge")
-    nothing = as_json(*words, "--mode", "hybrid", "--beta", 0)
-    chosen = as_json(*words, "--mode", "hybrid", "--part", "valid")
+def test_hybrid_of_weight_zero_is_the_embedding(
+    batchwright: Batchwright, folder: Path, embedding: Path
+) -> None:
+    words = ("evaluate", "prover", "--data", folder, "--kge", embedding, "--quiet")
+    plain = batchwright.json(*words, "--mode", "kge")
+    nothing = batchwright.json(*words, "--mode", "hybrid", "--beta", 0)
+    chosen = batchwright.json(*words, "--mode", "hybrid", "--part", "valid")
 
     for key in ("both", "tail", "head", "sampled", "by_relation"):
         assert plain[key] == nothing[key]
     assert chosen["both"]["mrr"] == pytest.approx(chosen["valid_mrr"])
 
 
-def test_an_area_is_given_for_named_candidates(folder: Path) -> None:
+def test_an_area_is_given_for_named_candidates(batchwright: Batchwright, folder: Path) -> None:
     words = ("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
-    found = as_json(*words, "--candidates", "kid1,babe1,kid2,babe2")
+    found = batchwright.json(*words, "--candidates", "kid1,babe1,kid2,babe2")
 
     assert 0 < found["average_precision"] <= 1
     done = batchwright(*words, "--candidates", "kid1,nobody", code=1)
-    assert "unknown entity 'nobody'" in done.stderr
+    assert "unknown entity 'nobody'" in done.err
 
 
 @pytest.mark.parametrize(
@@ -184,18 +213,17 @@ def test_an_area_is_given_for_named_candidates(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_evaluated_is_told_in_one_sentence(
-    folder: Path, words: list[str], says: str
+    batchwright: Batchwright, folder: Path, words: list[str], says: str
 ) -> None:
     done = batchwright("evaluate", "prover", "--data", folder, *words, "--quiet", code=1)
 
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+    assert says in done.err
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "umls").is_dir(), reason="no umls data set; set BATCHWRIGHT_DATA")
-def test_mined_rules_rank_umls_well() -> None:
-    found = as_json("evaluate", "prover", "--data", DATA / "umls", "--quiet")
+def test_mined_rules_rank_umls_well(batchwright: Batchwright) -> None:
+    found = batchwright.json("evaluate", "prover", "--data", DATA / "umls", "--quiet")
 
     assert found["both"]["queries"] == 1322
     assert found["both"]["mrr"] > 0.93

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchwright import models
 from batchwright.calls.simulator import Simulator
 from batchwright.envs.questions import load_questions
 from batchwright.events import read_events
@@ -221,6 +222,40 @@ def test_evaluation_compares_ways_on_held_out_questions(
     assert all(name in text for name in ways)
     lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
     assert {json.loads(row)["env"] for row in lines} == set(range(20))
+
+
+@pytest.fixture(scope="module")
+def with_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A home that holds the real small models, fetched if this machine has none."""
+    names = ("smollm2", "minilm")
+    with pytest.MonkeyPatch.context() as patch:
+        if any(models.find(name).path is None for name in names):
+            # One for all test processes, so that they fetch it once.
+            shared = tmp_path_factory.getbasetemp().parent / "fetched"
+            patch.setenv("BATCHWRIGHT_HOME", str(shared))
+            for name in names:
+                models.get(name)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("with_models")
+def test_real_models_rewrite_answer_and_embed_inside_the_process(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    line = (
+        "train query-mutator --target-model local:smollm2 --embedder local:minilm "
+        "--num-processes 4 --num-steps 2 --num-env-steps 16 --max-tokens 12 --save-dir run "
+        "--quiet --format json"
+    )
+    live = call(line, tmp_path)
+    assert live.code == 0, live.err
+    assert live.data["finished"]
+    assert live.data["invalid_steps"] <= 4
+    assert len(turns(tmp_path / "run")) == 16
+    again = call("train query-mutator --replay run --quiet --format json", tmp_path)
+    assert again.code == 0, again.err
+    assert turns(tmp_path / "run-replay") == turns(tmp_path / "run")
 
 
 @pytest.mark.slow

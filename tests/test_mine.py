@@ -13,7 +13,7 @@ from batchwright.logic.facts import Facts
 from batchwright.logic.mine import Steps, chains_of, mine, write_rules
 from batchwright.logic.mine_kernels import learn_chains, walk
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.logic.scorers import Hybrid, Mean, RuleScorer, choose_beta, choose_rules
+from batchwright.logic.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.vocab import Vocab
 
 Fact = tuple[int, int, int]
@@ -438,14 +438,6 @@ def test_a_hybrid_of_weight_zero_is_the_embedding_bit_for_bit() -> None:
     assert np.isinf(tails[1::2]).all()
     heads = by_predicate.scores(given, preds, "head")
     assert heads[1::2].tobytes() == kge.table.T[1::2].tobytes()
-
-
-def test_a_mean_is_that_of_its_scorers() -> None:
-    a, b = (Fixed(np.full((2, 3), value, np.float32)) for value in (1.0, 2.0))
-    ask = np.zeros(1, np.int32)
-
-    assert Mean(a, b).scores(ask, ask, "tail").tolist() == [[1.5] * 3]
-    assert Mean(a).scores(ask, ask, "tail").tolist() == [[1.0] * 3]
 
 
 def test_the_weight_of_proofs_follows_who_is_right_on_valid() -> None:

@@ -19,7 +19,11 @@ from tensordict import TensorDict
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from verl import DataProto
-from verl.experimental.reward_loop.reward_loop import RewardLoopWorker, migrate_legacy_reward_impl
+from verl.experimental.reward_loop.reward_loop import (
+    RewardLoopManager,
+    RewardLoopWorker,
+    migrate_legacy_reward_impl,
+)
 from verl.trainer.ppo.core_algos import AdvantageEstimator, get_adv_estimator_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
@@ -266,3 +270,30 @@ def test_advantages_are_verls_for_valid_samples_and_nothing_for_invalid_ones() -
     assert not first[:10][~torch.tensor(usable[:10])].any()
     # The stock estimator would lose the whole group.
     assert advantages_of(AdvantageEstimator.GRPO, holes, groups)[:4].isnan().any()
+
+
+def test_rays_workers_score_a_batch_for_the_trainer(rewards_file: Path, tmp_path: Path) -> None:
+    """From verl's manager through two of its Ray workers to the advantages of its trainer."""
+    import ray
+
+    tokenizer_of().save_pretrained(tmp_path / "tokenizer")
+    config = config_of(
+        *overrides_of("verl_manager.txt"),
+        "reward.num_workers=2",
+        f"actor_rollout_ref.model.path={tmp_path / 'tokenizer'}",
+    )
+    config.reward.batchwright.config = str(rewards_file)
+    data = data_of(tokenizer_of(), SAMPLES + SAMPLES[:1])
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        found = RewardLoopManager(config).compute_rm_score(data)
+    finally:
+        ray.shutdown()
+    np.testing.assert_allclose(found.batch["rm_scores"].sum(-1), [*SCORES, SCORES[0]])
+    assert found.non_tensor_batch["valid"].tolist() == [True, True, False, True, True]
+    data.batch["token_level_rewards"] = found.batch["rm_scores"]
+    advantages = compute_advantage(
+        data, adv_estimator=config.algorithm.adv_estimator, config=config.algorithm
+    ).batch["advantages"]
+    expected, _ = group_advantages([*SCORES, SCORES[0]], [0] * 5)
+    np.testing.assert_allclose(advantages[:, 0], expected, atol=1e-5)

@@ -51,6 +51,7 @@ async def aside(work: Callable[[], T]) -> T:
         try:
             result = work()
         except Exception as error:
+            # Broad on purpose: it is raised again where the result is awaited.
             future.set_exception(error)
         else:
             future.set_result(result)

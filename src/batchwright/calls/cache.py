@@ -4,13 +4,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from sqlite3 import Connection
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from batchwright.calls import entries as form
 from batchwright.calls.database import Database
@@ -31,12 +31,14 @@ SCHEMA = """
 CREATE TABLE entries(
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, digest BLOB NOT NULL,
     at INTEGER NOT NULL, model TEXT NOT NULL, answer BLOB NOT NULL, request BLOB NOT NULL);
-CREATE TABLE leases(key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL);
+CREATE TABLE leases(key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE tally(since INTEGER NOT NULL, hits INTEGER NOT NULL);
 INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
 """
 CHUNK = 100
 """Keys asked for in one statement."""
+ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
+LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
 INSERT = (
     "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES (?, ?, ?, ?, ?, ?)"
 )
@@ -128,19 +130,16 @@ class Cache:
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, Done]:
         """The answers that are here; a key that is not in the result is a miss."""
         self._notice_fork()
-        wanted = list(dict.fromkeys(keys))
+        asked = dict.fromkeys(keys)
+        wanted = list(asked)
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
-            for start in range(0, len(wanted), CHUNK):
-                part = wanted[start : start + CHUNK]
-                marks = ",".join("?" * len(part))
-                query = f"SELECT key, digest, answer FROM entries WHERE key IN ({marks})"
-                for key, digest, answer in connection.execute(query, part):
-                    # A damaged index may lead to a row that nobody asked for.
-                    if key not in part or not form.is_whole(key, digest, answer):
-                        self.damaged += 1
-                    elif (done := self._usable(answer)) is not None:
-                        found[key] = done
+            for key, digest, answer in _select(connection, ENTRIES, wanted):
+                # A damaged index may lead to a row that nobody asked for.
+                if key not in asked or not form.is_whole(key, digest, answer):
+                    self.damaged += 1
+                elif (done := self._usable(answer)) is not None:
+                    found[key] = done
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
@@ -167,7 +166,8 @@ class Cache:
                 before = connection.total_changes
                 connection.executemany(INSERT.format("IGNORE"), rows)
                 if connection.total_changes - before < len(rows):
-                    spoiled = [row for row in rows if not self._has(connection, row[0])]
+                    sound = self._sound(connection, [row[0] for row in rows])
+                    spoiled = [row for row in rows if row[0] not in sound]
                     connection.executemany(INSERT.format("REPLACE"), spoiled)
                 connection.executemany(
                     "DELETE FROM leases WHERE key = ?", [(row[0],) for row in rows]
@@ -187,21 +187,17 @@ class Cache:
         its owner (a name from `Cache.owner`) is no longer alive. To prolong one, lease again.
         """
         now = time.time()
-        granted: set[bytes] = set()
-        dead: dict[str, bool] = {}
+        alive: dict[str, bool] = {owner: False}
+        held: set[bytes] = set()
         with self._database.writing() as connection:
-            for key in keys:
-                row = connection.execute(
-                    "SELECT owner, until FROM leases WHERE key = ?", (key,)
-                ).fetchone()
-                if row is not None:
-                    holder = row[0].decode(errors="replace")
-                    if holder not in dead:
-                        dead[holder] = is_dead(holder)
-                    if holder != owner and row[1] > now and not dead[holder]:
-                        continue
-                if not self._has(connection, key):
-                    granted.add(key)
+            for key, name, until in _select(connection, LEASES, keys):
+                holder = name.decode(errors="replace")
+                if holder not in alive:
+                    alive[holder] = not is_dead(holder)
+                if until > now and alive[holder]:
+                    held.add(key)
+            granted = set(keys) - held
+            granted -= self._sound(connection, list(granted))
             connection.executemany(
                 "INSERT OR REPLACE INTO leases VALUES (?, ?, ?)",
                 [(key, owner, now + ttl_s) for key in granted],
@@ -312,12 +308,22 @@ class Cache:
         done = form.unpack(answer)
         return None if self.cut_off == "skip" and form.is_cut_off(done) else done
 
-    def _has(self, connection: Connection, key: bytes) -> bool:
-        query = "SELECT digest, answer FROM entries WHERE key = ?"
-        row = connection.execute(query, (key,)).fetchone()
-        return row is not None and form.is_whole(key, *row) and self._usable(row[1]) is not None
+    def _sound(self, connection: Connection, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that have an answer which `get_many` would give."""
+        return {
+            key
+            for key, digest, answer in _select(connection, ENTRIES, keys)
+            if form.is_whole(key, digest, answer) and self._usable(answer) is not None
+        }
 
     def _save_hits(self, connection: Connection) -> None:
         if self._unsaved_hits:
             connection.execute("UPDATE tally SET hits = hits + ?", (self._unsaved_hits,))
             self._unsaved_hits = 0
+
+
+def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+    """The rows of some keys, asked for many at a time: a statement costs more than a look-up."""
+    for start in range(0, len(keys), CHUNK):
+        part = keys[start : start + CHUNK]
+        yield from connection.execute(query.format(",".join("?" * len(part))), part)

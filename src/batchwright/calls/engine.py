@@ -387,6 +387,7 @@ class Engine:
                 job.leased = False
                 self.keeper.put(job.request, outcome, lambda: self._finish(job, outcome))
             else:
+                object.__setattr__(outcome, "raw", None)
                 self._finish(job, outcome)
             return
         if outcome.kind is Kind.RATE_LIMITED:
@@ -499,8 +500,8 @@ class Engine:
         self._finish(job, done if done.source == source else _copy(done, source))
 
     def _appetite(self) -> int:
-        """How many jobs should be ready: one for each slot, so that none waits for the cache."""
-        return max(32, sum(lane.limit.limit for lane in self.lanes))
+        """How many jobs should be ready: two for each slot, so that none waits for the cache."""
+        return max(32, 2 * sum(lane.limit.limit for lane in self.lanes))
 
     def _lease(self) -> None:
         """Ask for the right to make the next calls; another process may share our cache and list.

@@ -27,6 +27,7 @@ CUT_OFF = ("length", "content_filter")
 """Reasons to finish that leave an answer incomplete."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _DECODE = json.JSONDecoder().decode
+_REWRITTEN = (b"\n", b"NaN", b"Infinity")
 
 
 def pack(done: Done) -> bytes | None:
@@ -36,13 +37,19 @@ def pack(done: Done) -> bytes | None:
     b'{"body":{"choices":[{"text":"4","finish_reason":"stop"}]}}'
     """
     text, finish, usage = _read_off(done.body)
-    kept: dict[str, Any] = {"body": dict(done.body)}
+    kept: dict[str, Any] = {}
     if done.text != text:
         kept["text"] = done.text
     if done.finish != finish:
         kept["finish"] = done.finish
     if done.usage != usage:
         kept["usage"] = done.usage and [done.usage.prompt_tokens, done.usage.completion_tokens]
+    raw = done.raw
+    # Lines are for people and only take space; the other two are not JSON, though Python reads
+    # them: whoever exports the answer could not.
+    if raw is not None and not kept and not any(part in raw for part in _REWRITTEN):
+        return b'{"body":' + raw + b"}"
+    kept = {"body": dict(done.body), **kept}
     try:
         return _json(kept)
     except (TypeError, ValueError):
@@ -67,6 +74,8 @@ def unpack(data: bytes) -> Done:
 
 def pack_request(request: Request) -> bytes:
     """A request as JSON, for people and for export; never read to answer one."""
+    if request.draw is None and not request.salt:
+        return b'{"kind":"' + request.kind.encode() + b'","body":' + request.data + b"}"
     rest: dict[str, Any] = {"kind": request.kind}
     if request.draw is not None:
         rest["draw"] = request.draw

@@ -110,7 +110,8 @@ class Keeper:
             self._busy = False
             if self._group or self._released:
                 self._soon()
-            for _request, _done, then in group:
+            for _request, done, then in group:
+                object.__setattr__(done, "raw", None)
                 then()
 
         self._run(write, written, None)
@@ -150,7 +151,8 @@ def _serve(waiting: "queue.SimpleQueue[Work | None]") -> None:
         try:
             result = work()
         except Exception as error:
-            # Handed to the loop, which tells everyone who waits.
+            # Broad on purpose: whatever it is, it is handed to the loop, which tells everyone
+            # who waits; a thread that ended here would let them wait for ever.
             ended(None, error)
         else:
             ended(result, None)

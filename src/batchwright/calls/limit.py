@@ -117,10 +117,10 @@ class AutoLimit:
 
     GROWTH = 2.0
     """Factor of the ramp."""
-    RAMP_SHARE = 0.5
+    RAMP_SHARE = 0.6
     """A step of the ramp is judged when this share of the limit has ended."""
     RAMP_CALLS = 12
-    PAYS = 0.4
+    PAYS = 0.25
     """The ramp goes on if goodput grew by the growth of the limit to this power."""
     EXIT = 1.25
     """What the last good step of the ramp is multiplied with, and with how goodput grew since."""
@@ -132,11 +132,11 @@ class AutoLimit:
     DOWN_EVERY = 5
     DOWN_EVERY_THRASH = 12
     RESTLESS = 0.6
-    RESTLESS_CALLS = 4000.0
+    RESTLESS_CALLS = 3000.0
     """One probe of so many goes down."""
     SKIP_UP, SKIP_DOWN = 0.6, 0.5
     """Shares of the limit that end uncounted after it went up or down."""
-    GAP_ROUNDS, GAP_CALLS = 7, 40
+    GAP_ROUNDS, GAP_CALLS = 8, 40
     """Calls between two probes: so many times the limit, and so many more."""
     LIKELIER, LIKELIER_UP = 2.0, 4.0
     """Log likelihood ratio that ends a probe without and with effect."""

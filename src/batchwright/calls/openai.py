@@ -18,6 +18,7 @@ PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/emb
 LONGEST_ERROR = 200
 WINDOW = 12
 """So many characters in a row of the prompt are a quotation."""
+_DECODE = json.JSONDecoder().decode
 
 
 def encode(request: Request) -> tuple[str, bytes]:
@@ -40,18 +41,24 @@ status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
     """
     if status != 200:
         return refused(request, status, headers, body)
+    raw: bytes | None = body
     try:
-        parsed = json.loads(body)
+        parsed = _DECODE(body.decode())
     except (ValueError, RecursionError):
-        return _not_json(status, body)
-    return from_body(request, parsed)
+        # Not JSON, or JSON in another encoding or with a byte order mark, which costs more to find.
+        raw = None
+        try:
+            parsed = json.loads(body)
+        except (ValueError, RecursionError):
+            return _not_json(status, body)
+    return from_body(request, parsed, raw)
 
 
-def from_body(request: Request, body: Any) -> Outcome:
-    """The outcome of an answer in the OpenAI shape."""
+def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
+    """The outcome of an answer in the OpenAI shape; `raw` is the same in UTF-8."""
     try:
         if request.kind == "embed":
-            return _embedded(request, body)
+            return _embedded(request, body, raw)
         choice = body["choices"][0]
         if request.kind == "chat":
             message = choice["message"]
@@ -65,7 +72,7 @@ def from_body(request: Request, body: Any) -> Outcome:
                 return _empty(choice)
         if not isinstance(text or "", str):
             return Failed(Kind.BAD_BODY, "the answer's content is not text", 200)
-        return Done(text or "", body, choice.get("finish_reason"), _usage(body))
+        return Done(text or "", body, choice.get("finish_reason"), _usage(body), raw=raw)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return _wrong_shape(request, body)
 
@@ -201,7 +208,7 @@ def _empty(choice: Mapping[str, Any]) -> Failed:
     return Failed(Kind.EMPTY, f"the answer holds no text (finish_reason={why!r})", 200)
 
 
-def _embedded(request: Request, body: Any) -> Outcome:
+def _embedded(request: Request, body: Any, raw: bytes | None) -> Outcome:
     given = request.body["input"]
     # A list of numbers is one text as tokens.
     several = isinstance(given, list) and not (given and isinstance(given[0], int))
@@ -213,4 +220,4 @@ def _embedded(request: Request, body: Any) -> Outcome:
         return Failed(Kind.BAD_BODY, f"{wanted} vectors were asked for, {len(rows)} came", 200)
     if not all(row["embedding"] for row in rows):
         return Failed(Kind.EMPTY, "the answer holds an empty vector", 200)
-    return Done("", body, None, _usage(body))
+    return Done("", body, None, _usage(body), raw=raw)

@@ -53,6 +53,8 @@ class Done:
     tries: int = 1
     source: Source = "live"
     endpoint: str = ""
+    raw: bytes | None = field(default=None, repr=False, compare=False)
+    """The body as it was sent, until the cache has it: so nobody writes it as JSON again."""
 
     def __bool__(self) -> Literal[True]:
         return True

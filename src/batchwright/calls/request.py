@@ -30,6 +30,7 @@ class Request:
     """Something the body does not say but the answer depends on, say a revision of the weights."""
     data: bytes = field(init=False, repr=False)
     """The body as JSON, written once: it is sent as it is and hashed as it is."""
+    _key: bytes | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.body.get("model"):
@@ -73,8 +74,12 @@ class Request:
         >>> chat("m", "2+2?", top_p=1).key == chat("m", "2+2?", top_p=1.0).key
         True
         """
-        head = f"{VERSION} {self.kind} {self.draw} {len(self.salt)} {self.salt} ".encode()
-        return hashlib.sha256(head + self.data).digest()
+        found = self._key
+        if found is None:
+            head = f"{VERSION} {self.kind} {self.draw} {len(self.salt)} {self.salt} ".encode()
+            found = hashlib.sha256(head + self.data).digest()
+            object.__setattr__(self, "_key", found)
+        return found
 
 
 def chat(

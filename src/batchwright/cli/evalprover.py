@@ -1,5 +1,6 @@
 """`batchwright evaluate prover`: full filtered ranking of rules, embeddings and both."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ def evaluate_prover(
         Path | None, Parameter(help="Rules to use; without it they are mined from train.txt.")
     ] = None,
     length: Annotated[int, Parameter(help="Edges of the longest mined body, 1 to 3.")] = 2,
+    min_confidence: Annotated[float, Parameter(help="Least confidence of a mined rule.")] = 0.01,
     most: Annotated[int, Parameter(help="Mined rules to keep for each relation.")] = 300,
     learn: Annotated[
         int, Parameter(help="Passes over train in which rules learn their evidence, at most.")
@@ -60,7 +62,12 @@ def evaluate_prover(
         import numpy as np
 
         triples = triples[np.linspace(0, len(triples) - 1, limit).astype(np.int64)]
-    scorer, how = _scorer(graph, mode, rules, length, most, learn, kge, beta, seed, quiet)
+
+    def proofs() -> "tuple[RuleScorer, dict[str, Any]]":
+        mined = {"length": length, "min_confidence": min_confidence, "most": most}
+        return _rules(graph, rules, mined, learn, seed, quiet)
+
+    scorer, how = _scorer(graph, mode, proofs, kge, beta)
     with progress_bar("ranking", quiet) as progress:
         ranks = rank(scorer, triples, graph.known, sampled=sampled, seed=seed, progress=progress)
     found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
@@ -77,20 +84,15 @@ def evaluate_prover(
 def _scorer(
     graph: "Graph",
     mode: Mode,
-    rules: Path | None,
-    length: int,
-    most: int,
-    learn: int,
+    make_proofs: "Callable[[], tuple[RuleScorer, dict[str, Any]]]",
     kge: Path | None,
     beta: float | None,
-    seed: int,
-    quiet: bool,
 ) -> "tuple[Scorer, dict[str, Any]]":
     """What ranks, and how it came to be; everything that is chosen is chosen on valid."""
     if mode == "rl":
         raise ConfigError("no trained prover is given; --mode rules, kge and hybrid need none")
     if mode == "rules":
-        return _rules(graph, rules, length, most, learn, seed, quiet)
+        return make_proofs()
     if kge is None:
         raise ConfigError(f"--mode {mode} needs --kge RUN; train one with `batchwright train kge`")
     from batchwright.train.kge import load_scorer
@@ -100,7 +102,7 @@ def _scorer(
         return embedding, {}
     from batchwright.logic.scorers import Hybrid, choose_beta
 
-    proofs, how = _rules(graph, rules, length, most, learn, seed, quiet)
+    proofs, how = make_proofs()
     if beta is not None:
         return Hybrid(embedding, proofs, beta), {**how, "beta": beta}
     if not len(graph.valid):
@@ -113,8 +115,7 @@ def _scorer(
 def _rules(
     graph: "Graph",
     path: Path | None,
-    length: int,
-    most: int,
+    mined: dict[str, Any],
     learn: int,
     seed: int,
     quiet: bool,
@@ -125,8 +126,7 @@ def _rules(
 
     if path is None:
         with progress_bar("mining", quiet) as progress:
-            mined = mine(graph.facts, graph.vocab, length=length, most=most, progress=progress)
-        rules = mined.rules
+            rules = mine(graph.facts, graph.vocab, progress=progress, **mined).rules
     else:
         rules = parse_rules(path, graph.vocab)
     how: dict[str, Any] = {"rules": len(rules), "mined": path is None}

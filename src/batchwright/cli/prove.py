@@ -58,7 +58,7 @@ def prove(
         raise BadProgram(f"{query!r} leaves both arguments open; name one entity at least")
     triple = (asked[0], predicate, asked[1])
     found = search(triple, graph.facts, horn, depth, hide=[triple] if hide else ())
-    answers = []
+    answers: list[dict[str, Any]] = []
     for proof in found.found:
         tree = proof.tree(horn)
         bound = {name: vocab.term(proof.answer) for name in names}

@@ -184,7 +184,7 @@ class BatchedVecEnv:
     @property
     def active(self) -> Bools:
         """Which slots have an episode; with `once`, all false when every query was asked."""
-        return self._slots[:, core.ACTIVE] != 0
+        return np.asarray(self._slots[:, core.ACTIVE] != 0)
 
     @property
     def episode(self) -> NDArray[np.int64]:
@@ -242,7 +242,8 @@ class BatchedVecEnv:
     def random_actions(self, seed: int = 0) -> NDArray[np.int64]:
         """Uniform choices inside the mask, keyed by episode and step, not by slot."""
         out = np.empty(self._num_envs, np.int64)
-        number = np.int64(key(seed, "prover/random") >> 1)
+        # Half of it, because kernels count in signed integers.
+        number = key(seed, "prover/random") >> 1
         core.random_actions(self._slots, self._obs["mask"], number, out)
         return out
 
@@ -271,6 +272,7 @@ class BatchedVecEnv:
             "program": self._fingerprint(),
             "slots": self._slots.copy(),
             "goals": self._obs["goals"].copy(),
+            "query": self._obs["query"].copy(),
             "history": self._history.copy(),
             "counters": self._counters.copy(),
             "lost": self._lost.copy(),
@@ -292,6 +294,7 @@ class BatchedVecEnv:
         for name, array in (
             ("slots", self._slots),
             ("goals", self._obs["goals"]),
+            ("query", self._obs["query"]),
             ("history", self._history),
             ("counters", self._counters),
             ("lost", self._lost),
@@ -320,7 +323,7 @@ class BatchedVecEnv:
         self._terminated, self._truncated, self._valid, self._lost = np.zeros((4, b), np.bool_)
         self._ended = np.zeros((b, core.ENDED_COLUMNS), np.int64)
         self._phi = np.zeros(b, np.float32)
-        self._obs, self._final = (
+        buffers: list[Obs] = [
             {
                 "goals": np.full((b, goals, 3), -1, np.int32),
                 "candidates": np.full((b, width, 4), -1, np.int32),
@@ -329,7 +332,8 @@ class BatchedVecEnv:
                 "query": np.full((b, 3), -1, np.int32),
             }
             for _ in range(2)
-        )
+        ]
+        self._obs, self._final = buffers
         # What a terminated state shows: there is nothing left to do but to end.
         self._final["mask"][:, core.GIVE_UP] = True
         self._final["candidates"][:, core.GIVE_UP, 0] = END
@@ -351,13 +355,20 @@ class BatchedVecEnv:
             self._counters,
             self._scratch,
             self._lists,
-            *(self._obs[name] for name in ("candidates", "mask", "n_valid", "query")),
+            self._obs["candidates"],
+            self._obs["mask"],
+            self._obs["n_valid"],
+            self._obs["query"],
             self._reward,
             self._terminated,
             self._truncated,
             self._valid,
             self._ended,
-            *(self._final[name] for name in ("goals", "candidates", "mask", "n_valid", "query")),
+            self._final["goals"],
+            self._final["candidates"],
+            self._final["mask"],
+            self._final["n_valid"],
+            self._final["query"],
         )
 
     def _shape_rewards(self) -> None:

@@ -7,6 +7,9 @@ be looked at: a candidate is a row that says which fact or rule would be used, a
 one is applied.
 """
 
+# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,7 +61,7 @@ SLOT_COLUMNS = 22
 GOES_ON, GAVE_UP, WAS_INVALID = 0, 1, 2
 """Values of ENDING."""
 
-# Columns of `ended`: what is known of an episode when it ends.
+# Columns of `ended`: what is known of the episode that was acted in; the answer when it ends.
 E_PROVEN, E_EPISODE, E_INDEX, E_LABEL, E_ANSWER, E_DEPTH, E_STEPS, E_INVALID = range(8)
 ENDED_COLUMNS = 8
 
@@ -117,7 +120,11 @@ def advance(
     for b in range(slots.shape[0]):
         reward[b] = 0.0
         terminated[b] = truncated[b] = False
+        # Of the episode acted in, also where it goes on: nothing may be left from an earlier one.
         ended[b, E_INVALID] = ended[b, E_PROVEN] = 0
+        ended[b, E_EPISODE], ended[b, E_INDEX] = slots[b, EPISODE], slots[b, INDEX]
+        ended[b, E_LABEL], ended[b, E_ANSWER] = slots[b, LABEL], -1
+        ended[b, E_DEPTH] = ended[b, E_STEPS] = 0
         valid[b] = slots[b, ACTIVE] != 0 and actions[b] >= -1
         if actions[b] == RESET:
             fresh[begun] = b
@@ -145,6 +152,7 @@ def advance(
             continue
         if slots[b, PAGE] == 0:
             counters[CUTS] += slots[b, CUT]
+        ended[b, E_DEPTH], ended[b, E_STEPS] = slots[b, DEPTH], slots[b, STEPS]
         failed = slots[b, ENDING] != GOES_ON
         proven = slots[b, COUNT] == 0 and not failed
         stuck = n_valid[b] == 0
@@ -485,12 +493,7 @@ def _finish(
         counters[TRUNCATED] += stopped
         counters[FINISHED] += 1
         counters[INVALID] += ended[b, E_INVALID]
-        ended[b, E_EPISODE] = slots[b, EPISODE]
-        ended[b, E_INDEX] = slots[b, INDEX]
-        ended[b, E_LABEL] = slots[b, LABEL]
         ended[b, E_ANSWER] = slots[b, ANSWER] if slots[b, ANSWER] < entities else -1
-        ended[b, E_DEPTH] = slots[b, DEPTH]
-        ended[b, E_STEPS] = slots[b, STEPS]
         for k in range(room):
             for c in range(3):
                 final_goals[b, k, c] = goals[b, k, c]

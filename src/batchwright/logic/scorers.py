@@ -27,7 +27,6 @@ __all__ = [
     "WAYS",
     "Choice",
     "Hybrid",
-    "Mean",
     "RuleScorer",
     "choose_beta",
     "choose_rules",
@@ -140,23 +139,6 @@ class RuleScorer:
         other = copy.copy(self)
         other.evidence = self.evidence.copy()
         return other
-
-
-class Mean:
-    """The mean of several scorers; of log-probabilities, the geometric mean of the chances."""
-
-    def __init__(self, *scorers: Scorer) -> None:
-        if not scorers:
-            raise ConfigError("a mean of no scorers; give at least one")
-        self.scorers = scorers
-
-    def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
-        total = self.scorers[0].scores(given, predicates, side)
-        for scorer in self.scorers[1:]:
-            total += scorer.scores(given, predicates, side)
-        if len(self.scorers) > 1:
-            total /= np.float32(len(self.scorers))
-        return total
 
 
 class Hybrid:

@@ -1,0 +1,41 @@
+"""verl's real managers, configuration, Ray workers and advantages, in an environment of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import verl_venv
+from batchwright.integrations import verl as ours
+from batchwright.rewards import acompute_score, compute_score
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_everything_of_verl_checks_holds_inside_verl(tmp_path: Path) -> None:
+    try:
+        python = verl_venv.made()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"verl cannot be installed here: {error.stderr.strip().splitlines()[-1]}")
+    checks = ROOT / "tests" / "verl_checks.py"
+    words = ["-q", "-c", os.devnull, "--rootdir", ROOT, "-p", "no:cacheprovider", "-W", "ignore"]
+    done = subprocess.run(
+        [python, "-m", "pytest", *words, checks],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert "8 passed" in done.stdout
+
+
+def test_without_verl_the_module_still_gives_the_functions() -> None:
+    assert ours.compute_score is compute_score
+    assert ours.acompute_score is acompute_score
