@@ -44,6 +44,9 @@ class World:
     holds_slot: bool = False
     """Whether a refused call keeps its place under the limit while it waits, as in clients that
     retry inside a semaphore; else the place goes to the next call at once."""
+    wave: int = 0
+    """The caller has so many calls at a time and waits for all of them, as a training step does;
+    0: it has them all from the beginning."""
     paced_at_start: bool = False
     """Whether a call keeps the pace of the moment it began at, or follows the load."""
 
@@ -156,7 +159,8 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
     ]
     jitter = draws.random(4096).tolist()
     server = _Server(world)
-    waiting = deque(range(world.calls))
+    wave = world.wave or world.calls
+    waiting = deque(range(wave))
     refused: list[tuple[float, int]] = []  # on their way back to the client
     later: list[tuple[float, int]] = []  # waiting for their next try
     result = Run()
@@ -190,6 +194,8 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
                 server.fill()
             limit.on_done(now, now - started, in_flight, True)
             in_flight -= 1
+            if done % wave == 0:
+                waiting.extend(range(done, min(done + wave, world.calls)))
         elif now == back:
             _, call = heapq.heappop(refused)
             result.rejects += 1

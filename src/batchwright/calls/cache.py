@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from sqlite3 import Connection
 from types import TracebackType
@@ -39,9 +40,7 @@ CHUNK = 100
 """Keys asked for in one statement."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
-INSERT = (
-    "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES (?, ?, ?, ?, ?, ?)"
-)
+INSERT = "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES "
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +162,15 @@ class Cache:
                 rows.append((key, form.checksum(key, answer), now, model, answer, told))
         if rows:
             with self._database.writing() as connection:
+                keys = [row[0] for row in rows]
                 before = connection.total_changes
-                connection.executemany(INSERT.format("IGNORE"), rows)
+                _insert(connection, INSERT.format("IGNORE"), rows)
                 if connection.total_changes - before < len(rows):
-                    sound = self._sound(connection, [row[0] for row in rows])
+                    sound = self._sound(connection, keys)
                     spoiled = [row for row in rows if row[0] not in sound]
-                    connection.executemany(INSERT.format("REPLACE"), spoiled)
-                connection.executemany(
-                    "DELETE FROM leases WHERE key = ?", [(row[0],) for row in rows]
-                )
+                    _insert(connection, INSERT.format("REPLACE"), spoiled)
+                for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
+                    pass
                 self._save_hits(connection)
         return len(rows)
 
@@ -198,10 +197,8 @@ class Cache:
                     held.add(key)
             granted = set(keys) - held
             granted -= self._sound(connection, list(granted))
-            connection.executemany(
-                "INSERT OR REPLACE INTO leases VALUES (?, ?, ?)",
-                [(key, owner, now + ttl_s) for key in granted],
-            )
+            rows = [(key, owner, now + ttl_s) for key in granted]
+            _insert(connection, "INSERT OR REPLACE INTO leases VALUES ", rows)
         return granted
 
     def release(self, *keys: bytes, owner: str) -> None:
@@ -327,3 +324,12 @@ def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterat
     for start in range(0, len(keys), CHUNK):
         part = keys[start : start + CHUNK]
         yield from connection.execute(query.format(",".join("?" * len(part))), part)
+
+
+def _insert(connection: Connection, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Insert many rows at a time: SQLite lets go of the interpreter at every single statement,
+    and beside a busy loop it takes longer to get it back than to insert."""
+    for start in range(0, len(rows), CHUNK):
+        part = rows[start : start + CHUNK]
+        marks = "(" + ",".join("?" * len(part[0])) + ")"
+        connection.execute(query + ",".join([marks] * len(part)), list(chain.from_iterable(part)))

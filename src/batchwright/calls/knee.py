@@ -52,7 +52,7 @@ class Round:
     def count(self, seconds: float, in_flight: int, ok: bool) -> None:
         self.ended += 1
         self.good += ok
-        self._in_flight += in_flight
+        self._in_flight += max(1, in_flight)
         self._seconds += seconds
         self._squares += seconds * seconds
 

@@ -13,6 +13,42 @@ __all__ = ["AutoLimit", "Change", "FixedLimit", "Limit"]
 
 VERSION = 1
 HISTORY = 256
+
+GROWTH = 2.0
+"""Factor of the ramp."""
+RAMP_SHARE, RAMP_CALLS = 0.6, 12
+"""A step of the ramp is judged when this share of the limit has ended, and so many calls."""
+PAYS = 0.25
+"""The ramp goes on if goodput grew by the growth of the limit to this power."""
+EXIT = 1.25
+"""Where the ramp ends: above its last good step, by this and by what goodput grew since."""
+HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
+"""Calls that a round needs, if it is not more that the limit asks for."""
+PROBE_ROUNDS = 1.5
+UP, DOWN = 1.2, 0.83
+"""Factors of the probes."""
+DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
+"""One probe of so many goes down; a thrashing server shows without any that its knee came down."""
+SKIP_UP, SKIP_DOWN = 0.6, 0.5
+"""Shares of the limit that end uncounted after it went up or down."""
+GAP_ROUNDS, GAP_CALLS = 8, 40
+"""Calls between two probes: so many times the limit, and so many more."""
+CLEAR, CLEAR_UP = 2.0, 4.0
+"""Log likelihood ratios at which a probe is over: as expected, and as if the knee had moved."""
+TEST_SHARE, TEST_CALLS = 0.35, 16
+"""A probe is not judged before this share of the limit has ended, and so many calls."""
+PAID = 0.9
+"""The slope that a moved knee is expected to show in a probe."""
+SURPRISE, SURPRISE_SIGMAS = 0.12, 2.5
+"""How far a round must be from what was expected to be doubted, on the logarithmic scale."""
+YOUNG = 3
+"""With fewer rounds than these, nothing is expected yet."""
+LATE = 1.5
+"""A round that takes so many times the expected time is judged before its end."""
+MEMORY_CALLS = 4000.0
+"""Measurements fade to a third in so many calls."""
+SURE = 1.5
+"""The search is over when the likely knees are at most this factor apart."""
 Phase = Literal["ramp", "dive", "hold", "probe", "doubt", "climb"]
 
 
@@ -115,47 +151,6 @@ class AutoLimit:
     12
     """
 
-    GROWTH = 2.0
-    """Factor of the ramp."""
-    RAMP_SHARE = 0.6
-    """A step of the ramp is judged when this share of the limit has ended."""
-    RAMP_CALLS = 12
-    PAYS = 0.25
-    """The ramp goes on if goodput grew by the growth of the limit to this power."""
-    EXIT = 1.25
-    """What the last good step of the ramp is multiplied with, and with how goodput grew since."""
-    HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
-    """Calls that a round needs at least, however small the limit is."""
-    PROBE_ROUNDS = 1.5
-    UP, DOWN = 1.2, 0.83
-    """Factors of the probes."""
-    DOWN_EVERY = 5
-    DOWN_EVERY_THRASH = 12
-    RESTLESS = 0.6
-    RESTLESS_CALLS = 3000.0
-    """One probe of so many goes down."""
-    SKIP_UP, SKIP_DOWN = 0.6, 0.5
-    """Shares of the limit that end uncounted after it went up or down."""
-    GAP_ROUNDS, GAP_CALLS = 8, 40
-    """Calls between two probes: so many times the limit, and so many more."""
-    LIKELIER, LIKELIER_UP = 2.0, 4.0
-    """Log likelihood ratio that ends a probe without and with effect."""
-    FURTHER = 2.5
-    """Log likelihood ratio at which a probe goes further up, where the difference is plainer."""
-    TEST_SHARE = 0.35
-    """Share of the limit that must have ended before a probe is judged."""
-    PAID = 0.9
-    """The slope that a moved knee is expected to show in a probe."""
-    SURPRISE, SURPRISE_SIGMAS = 0.12, 2.5
-    """How far a round must be from what was expected, on the logarithmic scale, to be doubted."""
-    YOUNG = 3
-    LATE = 1.5
-    """A round that takes so many times the expected time is judged before its end."""
-    MEMORY_CALLS = 4000.0
-    """Measurements fade to a third in so many calls."""
-    SURE = 1.5
-    """Likely knees are at most this factor apart when the search is over."""
-
     def __init__(self, start: int = 16, least: int = 1, most: int = 4096) -> None:
         if not 1 <= least <= most:
             raise ConfigError(f"least={least}, most={most} is not possible; 1 <= least <= most")
@@ -167,6 +162,9 @@ class AutoLimit:
         """The last changes. One entry a burst of rejects; a single call more that was tried
         above the ceiling is noted only if it was let in."""
         self._fresh: deque[Change] = deque(maxlen=HISTORY)
+        self._forget()
+
+    def _forget(self) -> None:
         self._limit = self.start
         self._base = float(self.start)
         self._phase: Phase = "ramp"
@@ -179,7 +177,6 @@ class AutoLimit:
         self._calm = 0
         self._probes = 0
         self._doubt = 0.0
-        self._restless = 0.0
         self._undecided = False
         self._ceiling: int | None = None
         """The most calls that the server did not reject, once it did."""
@@ -237,7 +234,7 @@ class AutoLimit:
             stretch.begun = now
             if not stretch.skip and len(self._curve):
                 expected, spread = self._curve.expect(limit)
-                stretch.late_s = self.LATE * math.exp(spread - expected)
+                stretch.late_s = LATE * math.exp(spread - expected)
             return
         stretch.count(seconds, in_flight, ok)
         if self._phase == "ramp":
@@ -283,7 +280,6 @@ class AutoLimit:
             "ceiling": self._ceiling,
             "latency_s": self._latency_s,
             "noise": self._curve.noise,
-            "restless": self._restless,
             "curve": self._curve.rows(),
         }
 
@@ -293,15 +289,19 @@ class AutoLimit:
                 f"a limit's memory of version {state.get('version')!r} cannot be read; "
                 f"this is version {VERSION}, leave the memory out and it is learned again"
             )
-        self.__init__(self.start, self.least, self.most)  # type: ignore[misc]
+        self._forget()
+        rows = [[float(value) for value in row] for row in state["curve"]]
+        numbers = [*sum(rows, []), float(state["limit"]), float(state["noise"])]
+        if not all(0 < value < math.inf for value in numbers):
+            raise Mismatch("a limit's memory has numbers that are not positive; leave it out")
         self._base = max(float(self.least), min(float(self.most), float(state["limit"])))
         self._limit = round(self._base)
-        self._ceiling = None if state["ceiling"] is None else int(state["ceiling"])
-        self._latency_s = float(state["latency_s"])
-        self._restless = float(state["restless"])
-        self._curve = Curve.of(state["curve"], float(state["noise"]))
+        self._ceiling = None if state["ceiling"] is None else max(self._limit, state["ceiling"])
+        self._latency_s = max(0.0, float(state["latency_s"]))
+        self._curve = Curve.of(rows, float(state["noise"]))
+        # The server may have changed since; but it is known well enough to be surprised.
         self._curve.fade(0.5)
-        self._curve.rounds = 3
+        self._curve.rounds = YOUNG
         if len(self._curve) or self._ceiling is not None:
             self._phase = "hold"
             self._gap = 4
@@ -317,7 +317,8 @@ class AutoLimit:
 
     def _begin(self, now: float | None, down: bool = False) -> None:
         """Count anew; `now` is None if the caller does not fill the limit."""
-        share = self.SKIP_DOWN if down else self.SKIP_UP
+        # After idling all calls begin together, and end in a wave that says little.
+        share = 1.0 if now is None else SKIP_DOWN if down else SKIP_UP
         passing = self._phase in ("ramp", "climb")
         self._undecided = False
         self._round = Round(now, 0 if passing else math.ceil(share * self._limit))
@@ -332,16 +333,16 @@ class AutoLimit:
 
     def _on_ramp(self, now: float) -> None:
         limit, stretch, rung = self._limit, self._round, self._rung
-        need = max(self.RAMP_CALLS, self.RAMP_SHARE * limit)
+        need = max(RAMP_CALLS, RAMP_SHARE * limit)
         elapsed = stretch.elapsed(now)
         overdue = rung is not None and elapsed > 1.5 * rung[2] and stretch.ended > 4
         if stretch.ended < need and not overdue:
             return
         rate = stretch.rate(now)
-        if rung is not None:
+        if rung is not None and rung[0] < limit:
             before, rate_before, _ = rung
             slope = math.log(rate / rate_before) / math.log(limit / before)
-            if slope < self.PAYS:
+            if slope < PAYS:
                 if slope < -0.2 or overdue or stretch.ended >= 2 * need:
                     self._end_ramp(now, before, rate / rate_before)
                 return
@@ -350,7 +351,7 @@ class AutoLimit:
             self._move(now, limit, "", "hold")
             return
         self._rung = (limit, rate, elapsed)
-        self._move(now, limit * self.GROWTH, "ramp: goodput grows", "ramp")
+        self._move(now, limit * GROWTH, "ramp: goodput grows", "ramp")
 
     def _end_ramp(self, now: float, before: float, ratio: float) -> None:
         self._rung = None
@@ -360,17 +361,17 @@ class AutoLimit:
             self._move(now, before, "ramp over at once", "dive")
             return
         self._curve.bounds = (before / 1.25, self._limit)
-        self._base = max(before, min(0.9 * self._limit, self.EXIT * ratio * before))
+        self._base = max(before, min(0.9 * self._limit, EXIT * ratio * before))
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
 
     def _on_round(self, now: float) -> None:
         """Judge a round of dive, hold, probe or doubt when there is enough of it."""
         limit, phase, stretch = self._limit, self._phase, self._round
-        need: float = max(self.HOLD_CALLS, limit)
+        need: float = max(HOLD_CALLS, limit)
         if phase == "probe":
-            need = max(self.PROBE_CALLS, self.PROBE_ROUNDS * limit)
+            need = max(PROBE_CALLS, PROBE_ROUNDS * limit)
         elif phase == "dive":
-            need = max(self.DIVE_CALLS, limit)
+            need = max(DIVE_CALLS, limit)
         elif phase == "doubt" and self._doubt < 0:
             need = max(16, 0.35 * limit)
         ended, elapsed = stretch.ended, stretch.elapsed(now)
@@ -385,12 +386,11 @@ class AutoLimit:
         if phase == "dive":
             self._on_dive(now)
             return
-        if self._curve.rounds >= self.YOUNG and self._surprised(now):
+        if self._curve.rounds >= YOUNG and self._surprised(now):
             return
         if phase == "doubt":
             self._phase = "hold" if limit == round(self._base) else "probe"
-        self._restless *= math.exp(-ended / self.RESTLESS_CALLS)
-        self._curve.fade(math.exp(-ended / self.MEMORY_CALLS))
+        self._curve.fade(math.exp(-ended / MEMORY_CALLS))
         self._curve.add(stretch.level, max(0.5, stretch.good), elapsed)
         self._settle(now)
 
@@ -404,7 +404,7 @@ class AutoLimit:
             noise *= 0.6
             if apart * self._doubt < 0:
                 return False
-        if abs(apart) <= max(self.SURPRISE, self.SURPRISE_SIGMAS * noise):
+        if abs(apart) <= max(SURPRISE, SURPRISE_SIGMAS * noise):
             return False
         if self._phase == "doubt":
             self._changed(now)
@@ -415,7 +415,6 @@ class AutoLimit:
 
     def _changed(self, now: float) -> None:
         """The knee has moved: what was measured before says nothing about it."""
-        self._restless = 1.0
         stretch = self._round
         level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
         self._curve = Curve(self._curve.noise)
@@ -424,7 +423,7 @@ class AutoLimit:
         if self._doubt > 0:
             # A step of the ramp sees its new calls end only in part.
             self._rung = (level, 0.7 * rate, elapsed)
-            self._move(now, self._limit * self.GROWTH, "goodput rose", "ramp")
+            self._move(now, self._limit * GROWTH, "goodput rose", "ramp")
         else:
             self._rung = (level, rate, elapsed)
             self._move(now, self._limit * 0.5, "goodput fell", "dive")
@@ -450,25 +449,22 @@ class AutoLimit:
         self._undecided = False
         if curve.rounds < 4:
             return False
-        if stretch.ended < max(16, self.TEST_SHARE * self._limit):
+        if stretch.ended < max(TEST_CALLS, TEST_SHARE * self._limit):
             return False
         apart = math.log(stretch.level / base)
         if abs(apart) < 0.05:
             return False
         expected, spread = curve.expect(stretch.level)
-        moved = curve.expect(base)[0] + (self.PAID * apart if apart > 0 else 0.0)
+        moved = curve.expect(base)[0] + (PAID * apart if apart > 0 else 0.0)
         seen = math.log(stretch.rate(now))
         variance = curve.noise**2 / stretch.ended + (spread**2 if seen > expected else 0.0)
         likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
-        if apart > 0 and likelier > self.LIKELIER_UP and moved > expected:
+        if apart > 0 and likelier > CLEAR_UP and moved > expected:
             self._doubt = 1.0
             self._changed(now)
             return True
-        if apart > 0 and likelier > self.FURTHER and self._limit < 1.4 * base:
-            self._move(now, self._limit * 1.25, "probe up further", "probe")
-            return True
-        self._undecided = apart > 0 and likelier > -self.LIKELIER
-        return likelier < -self.LIKELIER
+        self._undecided = apart > 0 and likelier > -CLEAR
+        return likelier < -CLEAR
 
     def _settle(self, now: float) -> None:
         """Go where the curve says the knee is, or probe whether it still is there."""
@@ -478,7 +474,7 @@ class AutoLimit:
             best = min(best, float(self._ceiling))
         at_ceiling = self._ceiling is not None and round(best) >= self._ceiling
         before, self._base = self._base, best
-        self._sure = at_ceiling or knee.high < self.SURE * knee.low
+        self._sure = at_ceiling or knee.high < SURE * knee.low
         if self._phase == "probe":
             steady = abs(math.log(best / before)) <= 0.08
             self._gap = min(64, 2 * self._gap) if steady else 1
@@ -494,11 +490,10 @@ class AutoLimit:
         if self._sure:
             self._curve.bounds = (0.0, math.inf)
         self._calm += self._round.ended
-        period = self.GAP_ROUNDS * self._limit + self.GAP_CALLS
-        period *= 1 - self.RESTLESS * self._restless
+        period = GAP_ROUNDS * self._limit + GAP_CALLS
         if knee.fall > -0.15:
-            period /= 2  # where goodput does not fall above the knee, probes cost nothing
-        period = min(period, self._gap * max(self.HOLD_CALLS, self._limit))
+            period //= 2  # where goodput does not fall above the knee, probes cost nothing
+        period = min(period, self._gap * max(HOLD_CALLS, self._limit))
         if self._calm >= (4 * period if at_ceiling else period):
             self._calm = 0
             target = self._target(best, at_ceiling, knee)
@@ -516,16 +511,16 @@ class AutoLimit:
         above = self._curve.evidence(1.07 * best, 1.8 * best)
         if at_ceiling:
             up = False
-        elif min(below, above) < 0.5 * self.PROBE_CALLS:
+        elif min(below, above) < 0.5 * PROBE_CALLS:
             up = below > above
         else:
             self._probes += 1
             thrashes = self._sure and knee.fall < -0.15
-            every = self.DOWN_EVERY_THRASH if thrashes else self.DOWN_EVERY
+            every = DOWN_EVERY_THRASHING if thrashes else DOWN_EVERY
             up = self._probes % every != 0
         if not up:
-            return round(min(best - 1, best * self.DOWN))
-        target = min(max(best + 1, best * self.UP), 1.35 * self._curve.highest)
+            return round(min(best - 1, best * DOWN))
+        target = min(max(best + 1, best * UP), 1.35 * self._curve.highest)
         return round(target if self._ceiling is None else min(target, self._ceiling))
 
     def _tries_ceiling(self, now: float) -> bool:
@@ -555,7 +550,7 @@ class AutoLimit:
             self._ceiling = None
             self._rung = None
             self._curve = Curve(self._curve.noise)
-            self._move(now, limit * self.GROWTH, "no reject far above the ceiling", "ramp")
+            self._move(now, limit * GROWTH, "no reject far above the ceiling", "ramp")
             return
         self._ceiling = limit
         step = 2 * (limit - self._climb_from + 1)

@@ -35,6 +35,9 @@ def evaluate_prover(
     kge: Annotated[
         Path | None, Parameter(help="The run or model folder of `batchwright train kge`.")
     ] = None,
+    prover: Annotated[
+        Path | None, Parameter(help="A run of `batchwright train prover`, for rl and hybrid.")
+    ] = None,
     beta: Annotated[
         float | None, Parameter(help="Weight of the proofs in hybrid; default: chosen on valid.")
     ] = None,
@@ -63,7 +66,16 @@ def evaluate_prover(
 
         triples = triples[np.linspace(0, len(triples) - 1, limit).astype(np.int64)]
 
-    def proofs() -> "tuple[RuleScorer, dict[str, Any]]":
+    if mode == "rl" and prover is None:
+        raise ConfigError("--mode rl needs --prover RUN; train one with `batchwright train prover`")
+    if mode in ("rules", "kge") and prover is not None:
+        raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
+
+    def proofs() -> "tuple[Scorer, dict[str, Any]]":
+        if prover is not None:
+            from batchwright.train.prover import load_prover
+
+            return load_prover(prover, graph), {"prover": str(prover)}
         mined = {"length": length, "min_confidence": min_confidence, "most": most}
         return _rules(graph, rules, mined, learn, seed, quiet)
 
@@ -84,14 +96,12 @@ def evaluate_prover(
 def _scorer(
     graph: "Graph",
     mode: Mode,
-    make_proofs: "Callable[[], tuple[RuleScorer, dict[str, Any]]]",
+    make_proofs: "Callable[[], tuple[Scorer, dict[str, Any]]]",
     kge: Path | None,
     beta: float | None,
 ) -> "tuple[Scorer, dict[str, Any]]":
     """What ranks, and how it came to be; everything that is chosen is chosen on valid."""
-    if mode == "rl":
-        raise ConfigError("no trained prover is given; --mode rules, kge and hybrid need none")
-    if mode == "rules":
+    if mode in ("rules", "rl"):
         return make_proofs()
     if kge is None:
         raise ConfigError(f"--mode {mode} needs --kge RUN; train one with `batchwright train kge`")

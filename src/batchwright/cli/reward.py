@@ -145,6 +145,30 @@ def agree(
     show(dataclasses.asdict(found), _agreed(found, len(given) - len(both)), format)
 
 
+@reward.command
+def serve(
+    *,
+    config: Config,
+    port: Annotated[int, Parameter(help="0 takes a free one.")] = 5000,
+    missing: Annotated[
+        float | None,
+        Parameter(help="The number that stands for a missing reward; default: an error."),
+    ] = None,
+) -> None:
+    """Score over HTTP on this machine until Ctrl-C, as OpenRLHF asks remote reward models."""
+    import asyncio
+
+    from batchwright.integrations.openrlhf import RewardFunction
+    from batchwright.integrations.openrlhf import serve as serve_function
+    from batchwright.rewards import RewardsConfig
+
+    def started(url: str) -> None:
+        print(f"rewards at {url}; Ctrl-C stops it", flush=True)
+
+    function = RewardFunction(RewardsConfig.load(config), missing=missing)
+    asyncio.run(serve_function(function, port, started))
+
+
 @contextmanager
 def _open(settings: "RewardsConfig", cache: Path | None, output: Path | None) -> "Iterator[Scorer]":
     """A scorer that keeps its answers, so that a second run pays for nothing again."""

@@ -12,6 +12,7 @@ from cyclopts import App, Parameter
 from batchwright.cli.kg import train_kge
 from batchwright.cli.mutator import train_query_mutator
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
+from batchwright.cli.prover import train_prover
 from batchwright.errors import ConfigError
 from batchwright.train.config import SftConfig
 
@@ -24,6 +25,7 @@ train = App(name="train", help="Train on a batch plan.")
 
 train.command(train_query_mutator, name="query-mutator")
 train.command(train_kge, name="kge")
+train.command(train_prover, name="prover")
 
 CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
 """What a resumed run may change; everything else would make it another run."""

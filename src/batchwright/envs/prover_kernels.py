@@ -196,6 +196,8 @@ def _act(
 ) -> None:
     """Resolve the first goal of the listed slots as their actions say."""
     entities, depth = config[C_ENTITIES], config[C_DEPTH]
+    # Taken out once: a field of a tuple counts its references each time it is named.
+    heads, body, body_len, variables = prog.head, prog.body, prog.body_len, prog.variables
     last = history.shape[1] - 1
     bound, names = scratch[0], scratch[1]
     for i in range(alive):
@@ -213,10 +215,10 @@ def _act(
                 b,
                 n,
                 answer,
-                prog.head,
-                prog.body,
-                prog.body_len,
-                prog.variables,
+                heads,
+                body,
+                body_len,
+                variables,
                 candidates[b, action, 1],
                 entities,
                 bound,
@@ -376,6 +378,28 @@ def _look(
                     for h in range(past, past + level + 1):
                         if history[h, room, 0] != size or history[h, 0, 0] != first:
                             continue
+                        # Entities keep their names, so most rules are told by their first atom.
+                        if body_len[r] > 0 and (
+                            _differs(
+                                body[r, 0, 1],
+                                heads[r, 1],
+                                heads[r, 2],
+                                s,
+                                o,
+                                history[h, 0, 1],
+                                entities,
+                            )
+                            or _differs(
+                                body[r, 0, 2],
+                                heads[r, 1],
+                                heads[r, 2],
+                                s,
+                                o,
+                                history[h, 0, 2],
+                                entities,
+                            )
+                        ):
+                            continue
                         for k in range(n):
                             for c in range(3):
                                 trial[0, k, c] = goals[b, k, c]
@@ -470,6 +494,7 @@ def _finish(
 ) -> None:
     """Reward the listed slots whose episode is over, and keep what they showed last."""
     entities = config[C_ENTITIES]
+    ps_ptr, ps_obj = prog.ps_ptr, prog.ps_obj
     room = goals.shape[1]
     for i in range(total):
         b = listed[i]
@@ -480,7 +505,7 @@ def _finish(
         if not stopped:
             right = slots[b, LABEL] != 0
             if proven and slots[b, SIDE] != 0:
-                right = _correct(slots, b, prog.ps_ptr, prog.ps_obj, entities)
+                right = _correct(slots, b, ps_ptr, ps_obj, entities)
             if proven:
                 reward[b] = rewards[0] if right else rewards[2]
             elif right:
@@ -710,6 +735,16 @@ def _needed(
     if x == y and x >= entities:
         o = s
     return True, s, o
+
+
+@kernel
+def _differs(term: int, h0: int, h1: int, s: int, o: int, seen: int, entities: int) -> bool:
+    """Whether a rule's `term` becomes an entity other than `seen` when its head is (s, o)."""
+    if term == h0:
+        term = s
+    elif term == h1:
+        term = o
+    return term < entities and term != seen
 
 
 @kernel

@@ -29,6 +29,9 @@ Ints = NDArray[np.int32]
 Named = tuple[str, str, str]
 """Head, relation, tail by name."""
 
+SHIPPED = ("family",)
+"""Graphs that come with the package."""
+
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _ARGUMENT = rf"\s*({_QUOTED}|[^\s,()'\"][^,()]*?)\s*"
 _PROLOG = re.compile(rf"\s*({_QUOTED}|[^\s,()'\"]+)\s*\(((?:{_QUOTED}|[^()'\"])*)\)\s*\.?\s*$")
@@ -103,13 +106,17 @@ class PykeenDataset(Protocol):
 def load_graph(source: str | Path | PykeenDataset) -> Graph:
     """The graph in a folder with `train.txt`, and `valid.txt` and `test.txt` if there are any.
 
-    A line is `head<tab>relation<tab>tail` or `relation(head, tail).`; lines that begin with `%`
+    `family` is the small graph that comes with the package, unless a folder is called so. A line
+    is `head<tab>relation<tab>tail` or `relation(head, tail).`; lines that begin with `%`
     or `#` and empty lines are skipped. A PyKEEN data set is taken as the object it is. Ids go by
     sorted name over all three parts, so entities met only in `test` have one as well.
     """
     if not isinstance(source, str | Path):
         return _from_pykeen(source)
-    folder = existing(Path(source), "folder of triples")
+    folder = Path(source)
+    if str(source) in SHIPPED and not folder.exists():
+        folder = shipped_graph(str(source))
+    folder = existing(folder, "folder of triples")
     if not folder.is_dir():
         raise BadProgram(f"{folder} is a file; name the folder that holds train.txt")
     if not (folder / "train.txt").exists():

@@ -50,9 +50,7 @@ class Asked:
             )
         names, preds, n = graph.vocab.predicates, graph.vocab.num_predicates, len(graph.train)
         kinds = ("{}", "{} turned", "{}?", "{} turned?")
-        vocab = Vocab(
-            graph.vocab.entities, tuple(kind.format(p) for kind in kinds for p in names)
-        )
+        vocab = Vocab(graph.vocab.entities, tuple(kind.format(p) for kind in kinds for p in names))
         forward, turned = graph.train, graph.train[:, ::-1]
         facts = np.concatenate([forward, turned, forward, turned])
         facts[:, 1] += np.repeat(np.arange(4, dtype=np.int32) * preds, n)

@@ -6,6 +6,8 @@ at once, with no sampling and no beam; proofs that go straight back over the fac
 left out. Nothing of an embedding is in it.
 """
 
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,7 +64,7 @@ class PolicyScorer:
 
 def _softmax(rules: Doubles, end: Doubles, ptr: NDArray[np.int64]) -> Doubles:
     chances = np.zeros_like(rules)
-    for question, (start, stop) in enumerate(zip(ptr[:-1], ptr[1:], strict=True)):
+    for question, (start, stop) in enumerate(pairwise(ptr)):
         logits = np.append(rules[start:stop], end[question])
         shares = np.exp(logits - logits.max())
         chances[start:stop] = shares[:-1] / shares.sum()
