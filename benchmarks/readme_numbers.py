@@ -14,7 +14,7 @@ def main() -> None:
 def table() -> str:
     """One line a claim, with the script that measured it."""
     lines = ["| what | ours | beside it | script |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in [*packing(), *plans(), *others()]]
+    lines += [f"| {' | '.join(row)} |" for row in [*packing(), *plans(), *others(), *training(), *agents()]]
     loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
     heaviest = max(max(load.values()) for load in loads)
     machine = json.loads((RESULTS / "packing.json").read_text())["machine"]
@@ -111,6 +111,49 @@ def others() -> list[list[str]]:
             f"`.jsonl` {load['batchwright .jsonl']['seconds']:.2f} s",
             f"a plain json loop {load['plain json loop']['seconds']:.2f} s",
             "`bench_lengths.py`",
+        ],
+    ]
+
+
+def training() -> list[list[str]]:
+    tail = rows("sft", "tiny, long tail up to 2,048: 128")
+    real = rows("sft", "smollm2, long tail up to 512: 32")
+    resumed = rows("resume", "to the batches of step 10,000")
+    speed = "x plain (cpu)"
+
+    def beside(found: dict[str, dict[str, Any]]) -> str:
+        ours, trl = found["batchwright packed"][speed], found["TRL packed"][speed]
+        return f"{ours:.2f}x a padded loop of 8 rows ({ours / trl:.2f}x TRL packed)"
+
+    return [
+        [
+            "useful tokens a processor second, long tail, packed",
+            f"`tiny` {beside(tail)}, SmolLM2 {beside(real)}",
+            "the same samples, one epoch each",
+            "`bench_sft.py`",
+        ],
+        [
+            "to the first step after resume at step 10,000 of 1M samples",
+            f"{resumed['train_sft, tiny']['seconds']:.2f} s, "
+            f"{resumed['train_sft, tiny']['MB read']:.1f} MB read",
+            f"batches replayed {resumed['batches replayed']['seconds']:.1f} s",
+            "`bench_resume.py`",
+        ],
+    ]
+
+
+def agents() -> list[list[str]]:
+    times = rows("gae", "times the time of ours")
+    loop, vector = (
+        times["torch loop over T (CleanRL, SB3)"],
+        times["torchrl vec_generalized_advantage_estimate"],
+    )
+    return [
+        [
+            "advantages of [128, 256] steps",
+            "1",
+            f"torch loop {loop['B=256']:.1f}x, torchrl {vector['B=256']:,.0f}x the time",
+            "`bench_gae.py`",
         ],
     ]
 

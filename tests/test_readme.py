@@ -13,14 +13,15 @@ def test_the_tree_has_every_file_with_the_first_line_of_its_docstring() -> None:
     block = re.search(r"<!-- tree -->\n```text\n(.*?)\n```", (ROOT / "README.md").read_text(), re.S)
     assert block
     listed = {}
-    folder = ""
+    folders: list[str] = []
     for line in block.group(1).splitlines()[1:]:
+        depth = (len(line) - len(line.lstrip())) // 2 - 1
         name, _, says = line.strip().partition("  ")
+        del folders[depth:]
         if name.endswith("/"):
-            folder, name = name, f"{name}__init__.py"
-        elif line.startswith("    "):
-            name = folder + name
-        listed[name] = says.strip()
+            folders.append(name)
+            name = "__init__.py"
+        listed["".join(folders) + name] = says.strip()
     found = {}
     package = ROOT / "src" / "batchwright"
     for path in package.rglob("*.py"):

@@ -4,13 +4,13 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from batchwright import models
 from batchwright.calls.breaker import Breaker
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.outcome import Done, Kind, Outcome
-from batchwright.errors import CannotWrite
+from batchwright.errors import CannotWrite, ConfigError
 from batchwright.files import write_atomic
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchwright.calls.rates import RateBuckets
     from batchwright.calls.transport import Transport
 
-__all__ = ["Lane", "memory_path", "remember", "remembered"]
+__all__ = ["Lane", "limit_for", "memory_path", "remember", "remembered"]
 
 BAD = {Kind.TIMEOUT, Kind.UNREACHABLE, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
 """What an unhealthy server sends, or does not; a refusal with a reason comes from a healthy one."""
@@ -84,6 +84,37 @@ class Lane:
             "times_set_aside": self.breaker.opened,
             "paused_s": round(max(0.0, self.limit.pause_until - now), 3),
         }
+
+
+def limit_for(
+    endpoint: Endpoint, given: "Literal['auto'] | int | Limit", remember: bool
+) -> "tuple[Limit, bool]":
+    """The limit of an endpoint by what a pool was given, and whether it is a found one.
+
+    With `remember` an automatic limit begins where an earlier run left it.
+    """
+    from batchwright.calls.limit import AutoLimit, FixedLimit
+
+    if not isinstance(given, str | int):
+        return given, False
+    if isinstance(given, int):
+        if given < 1:
+            raise ConfigError(f"limit={given} is not possible; give 1 or more")
+        return FixedLimit(given), False
+    if given != "auto":
+        raise ConfigError(f"limit={given!r} is not known; give 'auto' or a number")
+    if not endpoint.remote:
+        # While one batch runs, the next one gathers.
+        return FixedLimit(2 * endpoint.batch), False
+    limit = AutoLimit()
+    state = remembered(endpoint) if remember else None
+    if state is not None:
+        try:
+            limit.load_state_dict(state)
+        except (KeyError, TypeError, ValueError):
+            # Written by another version; what it knew is learned again.
+            limit = AutoLimit()
+    return limit, True
 
 
 def memory_path() -> Path:

@@ -97,7 +97,7 @@ class Limit(Protocol):
 
 
 class FixedLimit:
-    """Always `n` calls; only Retry-After makes it wait.
+    """Always `n` calls; it waits only where rejects come without answers between them.
 
     >>> FixedLimit(8).limit
     8
@@ -108,15 +108,17 @@ class FixedLimit:
             raise ConfigError(f"a limit of {n} calls in flight is not possible; give 1 or more")
         self.limit = n
         self.pause_until = 0.0
+        self._rejects = 0
 
     def on_start(self, now: float, in_flight: int) -> None:
         pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        pass
+        self._rejects = 0
 
     def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
-        if retry_after_s is not None:
+        self._rejects += 1
+        if retry_after_s is not None and self._rejects > max(3, self.limit // 4):
             self.pause_until = max(self.pause_until, now + retry_after_s)
 
     def take_changes(self) -> list[Change]:

@@ -10,22 +10,9 @@ import asyncio
 import ctypes
 import os
 import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import (
-    AsyncIterable,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Sequence,
-    Sized,
-)
+from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Sequence, Sized
 from importlib import import_module
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
@@ -33,13 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from batchwright import models
 from batchwright.calls.accounting import Ledger, Prices
 from batchwright.calls.background import Background, background
+from batchwright.calls.batches import Batch, One, Progress, setter
 from batchwright.calls.budget import WHOLE_BATCH, ErrorBudget
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.engine import Engine, Rules
-from batchwright.calls.lane import Lane, remembered
+from batchwright.calls.engine import Engine
+from batchwright.calls.lane import Lane, limit_for
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.calls.retry import Retry
+from batchwright.calls.sender import Rules
+from batchwright.calls.stream import Stream
 from batchwright.errors import BudgetExceeded, ConfigError
 from batchwright.events import EventLog
 
@@ -50,16 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
 T = TypeVar("T")
-Progress = Callable[[int, int], None]
-"""Called now and then with the calls done and the calls known so far."""
-
-WINDOW = 1024
-"""Requests taken from an iterator ahead of the answers, or twice the limit if that is more."""
-CHUNK = 256
-"""Requests handed over at a time; the first chunk is small, so that work begins at once."""
-PROGRESS_S = 0.1
-FLUSH_S = 20.0
-"""How long the first Ctrl-C waits for what has come back to be kept."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -132,8 +112,7 @@ class Pool:
         self._background: Background | None = None
         self._closed = False
         # A wrong limit is to be known here, not at the first call.
-        for endpoint in self.endpoints:
-            self._lane(endpoint)
+        limit_for(self.endpoints[0], limit, False)
 
     def map(
         self, requests: Iterable[Request], *, progress: Progress | None = None
@@ -143,20 +122,20 @@ class Pool:
         Ctrl-C once stops sending, keeps what came back and raises `Interrupted`; twice stops now.
         """
         wake = threading.Event()
-        batch = _Batch(self._started(), wake.set, ordered=True)
+        batch = Batch(self._started(), wake.set, ordered=True)
         source = self._checked(requests)
         total = len(requests) if isinstance(requests, Sized) else 0
         try:
             while batch.feed(source):
-                _wait(batch, wake, batch.room, total, progress)
-            _wait(batch, wake, batch.all_done, total, progress)
+                batch.wait(wake, batch.room, total, progress)
+            batch.wait(wake, batch.all_done, total, progress)
         except KeyboardInterrupt:
-            self._stop(batch, wake, "stopped by Ctrl-C")
+            batch.stop(wake, "stopped by Ctrl-C")
             interrupted = Interrupted()
             interrupted.outcomes = batch.results
             raise interrupted from None
         except BaseException:
-            self._stop(batch, wake, "the requests could not be read")
+            batch.stop(wake, "the requests could not be read")
             raise
         if progress is not None:
             progress(batch.done, batch.submitted)
@@ -170,19 +149,19 @@ class Pool:
     ) -> list[Outcome]:
         """As `map`, on the caller's own event loop; cancelling it cancels the calls."""
         wake = asyncio.Event()
-        batch = _Batch(self._started(here=True), _setter(wake), ordered=True)
+        batch = Batch(self._started(here=True), setter(wake), ordered=True)
         total = len(requests) if isinstance(requests, Sized) else 0
         try:
             if isinstance(requests, AsyncIterable):
                 async for request in requests:
                     batch.feed(iter([self._check(request)]))
-                    await _await(batch, wake, batch.room, total, progress)
+                    await batch.await_(wake, batch.room, total, progress)
             else:
                 source = self._checked(requests)
                 while batch.feed(source):
-                    await _await(batch, wake, batch.room, total, progress)
+                    await batch.await_(wake, batch.room, total, progress)
                     await asyncio.sleep(0)
-            await _await(batch, wake, batch.all_done, total, progress)
+            await batch.await_(wake, batch.all_done, total, progress)
         except BaseException:
             batch.cancel("cancelled by its caller")
             raise
@@ -190,15 +169,15 @@ class Pool:
             progress(batch.done, batch.submitted)
         return self._judged(batch)
 
-    def stream(self, requests: Iterable[Request]) -> "Stream":
+    def stream(self, requests: Iterable[Request]) -> Stream:
         """(index, outcome) as they come, by `for` or by `async for`; leaving early cancels."""
-        return Stream(self, self._checked(requests))
+        return Stream(self._started, self._checked(requests))
 
     async def call(self, request: Request) -> Outcome:
         """One call, from any event loop."""
         running = self._started(here=True)
         loop = asyncio.get_running_loop()
-        sink = _One(loop, loop.create_future(), running[0].loop is loop)
+        sink = One(loop, loop.create_future(), running[0].loop is loop)
         running[0].soon(running[1].submit, sink, [(0, self._check(request))])
         try:
             return await sink.future
@@ -315,7 +294,7 @@ class Pool:
             from batchwright.calls.keeper import Keeper
 
             keeper = Keeper(self._cache, running.loop, lambda error: engine.abort(error))
-        lanes = [self._lane(endpoint, True) for endpoint in self.endpoints]
+        lanes = [self._lane(endpoint) for endpoint in self.endpoints]
         ledger = Ledger(self._prices)
         engine = Engine(running.loop, lanes, self._rules, ledger, keeper, self._events)
         self._engine, self._background = engine, running
@@ -323,38 +302,14 @@ class Pool:
         weakref.finalize(self, _forgotten, running, engine, self._own_cache).atexit = False
         return running, engine
 
-    def _lane(self, endpoint: Endpoint, begin: bool = False) -> Lane:
-        from batchwright.calls.limit import AutoLimit, FixedLimit
-
-        limit: Limit
-        learns = False
-        if self._limit == "auto":
-            if endpoint.remote:
-                limit, learns = AutoLimit(), self._rules.remember
-                state = remembered(endpoint) if learns and begin else None
-                if state is not None:
-                    try:
-                        limit.load_state_dict(state)
-                    except (KeyError, TypeError, ValueError):
-                        # Written by another version; what it knew is learned again.
-                        limit = AutoLimit()
-            else:
-                # While one batch runs, the next one gathers.
-                limit = FixedLimit(2 * endpoint.batch)
-        elif isinstance(self._limit, str):
-            raise ConfigError(f"limit={self._limit!r} is not known; give 'auto' or a number")
-        elif isinstance(self._limit, int):
-            if self._limit < 1:
-                raise ConfigError(f"limit={self._limit} is not possible; give 1 or more")
-            limit = FixedLimit(self._limit)
-        else:
-            limit = self._limit
+    def _lane(self, endpoint: Endpoint) -> Lane:
+        limit, found = limit_for(endpoint, self._limit, self._rules.remember)
         rates = None
-        if begin and self._rates != (None, None):
+        if self._rates != (None, None):
             from batchwright.calls.rates import RateBuckets
 
             rates = RateBuckets(models.home() / "rates.db", *self._rates, name=endpoint.name)
-        return Lane(endpoint, limit, learns, rates)
+        return Lane(endpoint, limit, found and self._rules.remember, rates)
 
     def _checked(self, requests: Iterable[Request]) -> Iterator[Request]:
         return map(self._check, requests)
@@ -373,14 +328,7 @@ class Pool:
             )
         return request
 
-    def _stop(self, batch: "_Batch", wake: threading.Event, why: str) -> None:
-        """Cancel a batch and wait until what came back is kept."""
-        batch.cancel(why)
-        end = time.monotonic() + FLUSH_S
-        while not batch.ready(batch.all_done) and time.monotonic() < end:
-            wake.wait(0.05)
-
-    def _judged(self, batch: "_Batch") -> list[Outcome]:
+    def _judged(self, batch: Batch) -> list[Outcome]:
         if batch.error is not None:
             raise batch.error
         results = batch.results
@@ -392,251 +340,6 @@ class Pool:
                     f"{failed[0].kind}: {failed[0].error}"
                 )
         return results
-
-
-class Stream:
-    """Outcomes in order of completion, each with the index of its request."""
-
-    def __init__(self, pool: Pool, source: Iterator[Request]) -> None:
-        self._pool = pool
-        self._source: Iterator[Request] | None = source
-        self._batch: _Batch | None = None
-        self._wake: threading.Event | asyncio.Event | None = None
-
-    def __iter__(self) -> Iterator[tuple[int, Outcome]]:
-        return self
-
-    def __next__(self) -> tuple[int, Outcome]:
-        if self._batch is None:
-            event = threading.Event()
-            self._batch = _Batch(self._pool._started(), event.set, ordered=False)
-            self._wake = event
-        batch, wake = self._batch, self._wake
-        assert isinstance(wake, threading.Event)
-        try:
-            while not self._fed(batch):
-                _wait(batch, wake, batch.something, 0, None)
-        except KeyboardInterrupt:
-            self._pool._stop(batch, wake, "stopped by Ctrl-C")
-            raise
-        except StopIteration:
-            raise
-        except BaseException:
-            batch.cancel("the requests could not be read")
-            raise
-        return batch.take()
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, Outcome]]:
-        return self
-
-    async def __anext__(self) -> tuple[int, Outcome]:
-        if self._batch is None:
-            event = asyncio.Event()
-            self._batch = _Batch(self._pool._started(here=True), _setter(event), ordered=False)
-            self._wake = event
-        batch, wake = self._batch, self._wake
-        assert isinstance(wake, asyncio.Event)
-        try:
-            while not self._fed(batch):
-                await _await(batch, wake, batch.something, 0, None)
-        except StopIteration:
-            raise StopAsyncIteration from None
-        except BaseException:
-            batch.cancel("cancelled by its caller")
-            raise
-        return batch.take()
-
-    def close(self) -> None:
-        """Cancel what has not come yet."""
-        if self._batch is not None:
-            self._batch.cancel("the stream was closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _fed(self, batch: "_Batch") -> bool:
-        """Keep the window full; whether an outcome is there. StopIteration at the end of all."""
-        if batch.error is not None:
-            raise batch.error
-        # A slow reader holds the senders back as well: what was not taken counts as open.
-        room = batch.submitted - batch.taken <= batch.window // 2
-        if self._source is not None and room and not batch.feed(self._source):
-            self._source = None
-        if batch.out:
-            return True
-        if self._source is None and batch.taken == batch.submitted:
-            raise StopIteration
-        return False
-
-
-class _Batch:
-    """What was handed over together. Fed by the caller's thread, delivered to by the loop."""
-
-    def __init__(
-        self, running: tuple[Background, Engine], changed: Callable[[], None], *, ordered: bool
-    ) -> None:
-        self.background, self.engine = running
-        self.changed = changed
-        self.born = self.background.loop.time()
-        self.results: list[Outcome] = []
-        self.out: deque[tuple[int, Outcome]] = deque()
-        self.ordered = ordered
-        self.submitted = self.done = self.taken = 0
-        self.error: Exception | None = None
-        self.stopped = False
-        self._chunk = 32
-        self._until: Callable[[], bool] | None = None
-
-    @property
-    def window(self) -> int:
-        return max(WINDOW, 2 * sum(lane.limit.limit for lane in self.engine.lanes))
-
-    def feed(self, source: Iterator[Request]) -> bool:
-        """Hand over some requests; False when there are no more."""
-        if self.stopped:
-            return False
-        size, self._chunk = self._chunk, CHUNK
-        taken = list(islice(source, size))
-        if taken:
-            start = self.submitted
-            self.submitted += len(taken)
-            if self.ordered:
-                self.results += [_PENDING] * len(taken)
-            self.background.soon(self.engine.submit, self, list(enumerate(taken, start)))
-        return len(taken) == size
-
-    def cancel(self, why: str) -> None:
-        self.stopped = True
-        if self.background.pid == os.getpid() and not self.background.loop.is_closed():
-            self.background.soon(self.engine.cancel, self, why)
-
-    def deliver(self, index: int, outcome: Outcome) -> None:
-        if self.ordered:
-            self.results[index] = outcome
-        else:
-            self.out.append((index, outcome))
-        # Last, because the other thread takes it as the sign that all the rest is there.
-        self.done += 1
-        if self._until is not None and self._until():
-            self.changed()
-
-    def abort(self, error: Exception) -> None:
-        self.error, self.stopped = error, True
-        self.changed()
-
-    def take(self) -> tuple[int, Outcome]:
-        self.taken += 1
-        return self.out.popleft()
-
-    def room(self) -> bool:
-        return self.submitted - self.done <= self.window // 2
-
-    def all_done(self) -> bool:
-        return self.done == self.submitted
-
-    def something(self) -> bool:
-        return bool(self.out)
-
-    def ready(self, until: Callable[[], bool]) -> bool:
-        """Whether it is so; if not, the next delivery that makes it so calls `changed`."""
-        self._until = until
-        if until() or (self.error is not None and self.all_done()):
-            self._until = None
-            return True
-        return False
-
-
-class _One:
-    """A single call and the future that waits for it."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Outcome]", direct: bool
-    ) -> None:
-        self.loop = loop
-        self.future = future
-        self.direct = direct
-        self.born = time.monotonic()
-        self.stopped = False
-        self.error: Exception | None = None
-
-    def deliver(self, index: int, outcome: Outcome) -> None:
-        if self.direct:
-            self._set(outcome)
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._set, outcome)
-
-    def abort(self, error: Exception) -> None:
-        self.error = error
-
-    def _set(self, outcome: Outcome) -> None:
-        if self.future.done():
-            return
-        if self.error is not None:
-            self.future.set_exception(self.error)
-        else:
-            self.future.set_result(outcome)
-
-
-_PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
-
-
-def _wait(
-    batch: _Batch,
-    wake: threading.Event,
-    until: Callable[[], bool],
-    total: int,
-    progress: Progress | None,
-) -> None:
-    while True:
-        wake.clear()
-        if batch.ready(until):
-            return
-        if progress is not None:
-            progress(batch.done, max(total, batch.submitted))
-        wake.wait(PROGRESS_S if progress is not None else None)
-
-
-async def _await(
-    batch: _Batch,
-    wake: asyncio.Event,
-    until: Callable[[], bool],
-    total: int,
-    progress: Progress | None,
-) -> None:
-    while True:
-        wake.clear()
-        if batch.ready(until):
-            return
-        waiting: Awaitable[object] = wake.wait()
-        if progress is None:
-            await waiting
-            continue
-        progress(batch.done, max(total, batch.submitted))
-        try:
-            await asyncio.wait_for(waiting, PROGRESS_S)
-        except TimeoutError:
-            continue
-
-
-def _setter(event: asyncio.Event) -> Callable[[], None]:
-    loop = asyncio.get_running_loop()
-
-    def set_soon() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(event.set)
-
-    return set_soon
 
 
 def _opened(given: "str | os.PathLike[str] | Cache | None") -> "tuple[Cache | None, bool]":

@@ -37,7 +37,7 @@ from batchwright.rewards.scorer import Column, Scorer
 
 __all__ = ["RewardFunction", "app_of", "reward_func", "serve"]
 
-_SPECIAL = re.compile(r"(?:\s*(?:<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|</?s>|<eos>|<pad>))+\s*$")
+_SPECIAL = re.compile(r"(?:\s*(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>))+\s*$")
 """What decoding with special tokens leaves behind the words."""
 _LAST = (BudgetExceeded, NoServer)
 """After these nothing can be scored; to go on would be to learn from nothing."""
@@ -152,7 +152,7 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
     if isinstance(query, str) and isinstance(prompt, str):
         # A long prompt is cut from the left before the model sees it.
         for part in (prompt, prompt[-200:]):
-            before, found, after = query.partition(part)
+            _, found, after = query.partition(part)
             if found and part:
                 text = after
                 break

@@ -60,7 +60,7 @@ class RewardsConfig(BaseModel):
     """Calls in flight."""
     cache: Path | None = None
     deadline_s: float = Field(default=120.0, gt=0)
-    error_budget: float | None = Field(default=None, gt=0, le=1)
+    error_budget: float | None = Field(default=None, gt=0, lt=1)
     """The share of failed calls, of the last 1000, at which scoring stops."""
     missing: Missing = "raise"
 

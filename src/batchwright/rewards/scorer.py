@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
-from batchwright.errors import BadReward, NoServer
+from batchwright.calls.budget import Failures
+from batchwright.errors import BadReward, BudgetExceeded, NoServer
 from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.reach import knock, refuse_strangers
 from batchwright.rewards.reward import Response, Reward
@@ -34,6 +35,8 @@ class Scorer:
         self._pid = 0
         self._answered = False
         self._lock = threading.Lock()
+        self._budget = ErrorBudget(config.error_budget, 1000) if config.error_budget else None
+        self._failures = Failures(self._budget) if self._budget else None
 
     def __reduce__(self) -> tuple[type["Scorer"], tuple[RewardsConfig]]:
         return type(self), (self.config,)
@@ -46,14 +49,13 @@ class Scorer:
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
                 config = self.config
-                budget = ErrorBudget(config.error_budget, 1000) if config.error_budget else None
                 self._pid = os.getpid()
                 self._pool = Pool(
                     *(Endpoint(url, key_env=config.key_env) for url in config.endpoints),
                     limit=config.batch_size,
                     cache=config.cache,
                     deadline_s=config.deadline_s,
-                    budget=budget,
+                    budget=self._budget,
                 )
             return self._pool
 
@@ -133,6 +135,14 @@ class Scorer:
     def _seen(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not self._answered:
             self._answered = refuse_strangers(outcomes)
+        if self._failures is not None:
+            # The pool stops a batch that goes wrong; trainers that score one sample at a time
+            # have no batch.
+            with self._lock:
+                if any(self._failures.add(outcome) for outcome in outcomes):
+                    sentence = self._failures.sentence()
+                    self._failures.clear()
+                    raise BudgetExceeded(f"{sentence}; look at the server, then go on")
         return outcomes
 
     def _row(self, reward: Reward, policy: Missing) -> dict[str, Column]:

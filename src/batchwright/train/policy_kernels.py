@@ -49,8 +49,8 @@ def follow(
 ) -> int:
     """The distinct ends of a body from x, and in `chance` how likely facts at random lead there.
 
-    Every fact of a step is as likely as the others, the hidden one left out. A walk that goes
-    straight back over the fact it came by proves nothing, and its chance is lost.
+    Every fact of a step is as likely as the others, the hidden one left out. A walk that uses the
+    fact it came by once more proves nothing, and its chance is lost.
     """
     count = 0
     node = np.empty(length + 1, np.int64)
@@ -78,7 +78,8 @@ def follow(
             continue
         if level > 0 and end == node[level - 1]:
             turn = body[level] - body[level - 1]
-            if turn == preds or turn == -preds:
+            # A loop is the same fact in either direction.
+            if turn == preds or turn == -preds or (turn == 0 and end == node[level]):
                 continue
         if level + 1 < length:
             level += 1

@@ -2,7 +2,7 @@
 
 The chance is over whole proofs: the policy draws a rule, and then a fact for each step of it. What
 an episode of the environment would answer by sampling is summed here exactly and for all entities
-at once, with no sampling and no beam; proofs that go straight back over the fact they came by are
+at once, with no sampling and no beam; proofs that use one fact twice in a row, there and back, are
 left out. Nothing of an embedding is in it.
 """
 

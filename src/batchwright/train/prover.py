@@ -27,7 +27,7 @@ from batchwright.logic.rules import Rules, parse_rules
 from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
 from batchwright.rl.policy import Policy
 from batchwright.train.asking import Asked
-from batchwright.train.kge import load_scorer, vocab_digest
+from batchwright.train.kge import _threads, load_scorer, vocab_digest
 from batchwright.train.policy_scorer import PolicyScorer
 from batchwright.train.prover_parts import (
     Cloning,
@@ -197,7 +197,8 @@ def _loop(
 
     learner: Learner | None = None
     begun_at, stopping = at.round, False
-    with _interrupts() as interrupted:
+    # What is computed is small: more threads would only wait for each other.
+    with _threads(1), _interrupts() as interrupted:
         if at.round == 0:
             at = judged(at)
         while at.round < len(plan) and not stopping:

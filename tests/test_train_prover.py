@@ -1,0 +1,461 @@
+"""Training of a prover, and the chances it gives to answers."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.envs.prover import FACT, BatchedVecEnv
+from batchwright.errors import ConfigError, Mismatch, MissingFile
+from batchwright.events import read_events
+from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge
+from batchwright.logic.loaders import Graph, load_graph, shipped_graph
+from batchwright.logic.mine import mine
+from batchwright.logic.prove import prove_all
+from batchwright.logic.ranking import rank
+from batchwright.logic.rules import Rules, parse_rules
+from batchwright.logic.scorers import Hybrid
+from batchwright.logic.vocab import Vocab
+from batchwright.rl.checkpoint import latest, load_checkpoint
+from batchwright.rl.policy import Policy
+from batchwright.train.asking import Asked
+from batchwright.train.kge import vocab_digest
+from batchwright.train.policy_kernels import learn
+from batchwright.train.policy_scorer import PolicyScorer
+from batchwright.train.prover import fit_prover, load_prover, train_prover
+from batchwright.train.prover_parts import ask_once, kge_potential
+from batchwright.train.proverconfig import ProverConfig
+from batchwright.train.rule_policy import rule_policy
+
+BIN = Path(sys.executable).parent
+FAMILY = shipped_graph()
+SMALL = {"n_envs": 32, "clone_updates": 4, "ppo_steps": 1536, "passes": 3, "save_every": 1}
+FLAGS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items())
+
+
+@pytest.fixture(scope="module")
+def family() -> Graph:
+    return load_graph(FAMILY)
+
+
+@pytest.fixture(scope="module")
+def asked(family: Graph) -> Asked:
+    return Asked.of(family, parse_rules(FAMILY / "rules.txt", family.vocab))
+
+
+def unlike(asked: Asked, seed: int = 0) -> Policy:
+    """A policy with likes and dislikes."""
+    policy = rule_policy(asked)
+    numbers = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        policy.actor.rules.normal_(generator=numbers)  # type: ignore[union-attr, operator]
+        policy.actor.end.normal_(generator=numbers)  # type: ignore[union-attr, operator]
+    return policy
+
+
+def enumerated(asked: Asked, policy: Policy, question: Any) -> np.ndarray:
+    """The chance of every answer, from every episode that the environment allows.
+
+    Proofs that use one fact twice in a row do not count.
+    """
+    env = BatchedVecEnv(
+        asked.facts,
+        asked.rules,
+        [question],
+        1,
+        depth=asked.depth,
+        goals=asked.depth - 1,
+        max_candidates=asked.width,
+        ask="tail",
+        inverse=asked.inverse,
+    )
+    chance = np.zeros(asked.steps.num_entities)
+
+    def explore(actions: list[int], likely: float, facts: list[tuple[int, ...]]) -> None:
+        obs = env.reset()
+        step = None
+        for action in actions:
+            step = env.step(np.array([action]))
+        if step is not None and step.done[0]:
+            if step.info["proven"][0] and all(a != b for a, b in pairwise(facts)):
+                chance[step.info["answer"][0]] += likely
+            return
+        logits = policy.logits({name: torch.from_numpy(a.copy()) for name, a in obs.items()})
+        chances = torch.softmax(logits.detach().double(), -1)[0].tolist()
+        rows, mask = obs["candidates"][0].tolist(), obs["mask"][0].copy()
+        for action in np.flatnonzero(mask).tolist():
+            used = [tuple(rows[action][1:])] if rows[action][0] == FACT else []
+            explore([*actions, action], likely * chances[action], facts + used)
+
+    explore([], 1.0, [])
+    return chance
+
+
+def walks(
+    x: int, path: list[int], triples: list[list[int]], preds: int, hidden: Any
+) -> Iterator[tuple[int, float]]:
+    """Ends of a path of steps and the chance of each walk: the plain twin of the kernel."""
+    ways: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for number, (h, p, t) in enumerate(triples):
+        if [h, p, t] != hidden:
+            ways[h, p].append((t, number))
+            ways[t, p + preds].append((h, number))
+
+    def go(at: int, left: list[int], came_by: int, likely: float) -> Iterator[tuple[int, float]]:
+        if not left:
+            yield at, likely
+            return
+        choices = ways[at, left[0]]
+        for end, fact in choices:
+            if fact != came_by:
+                yield from go(end, left[1:], fact, likely / len(choices))
+
+    yield from go(x, path, -1, 1.0)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Graph, Rules]:
+    """A small graph and chain rules over it."""
+    n, preds = 4, 2
+    entity = st.integers(0, n - 1)
+    triples = draw(
+        st.lists(
+            st.tuples(entity, st.integers(0, preds - 1), entity),
+            min_size=3,
+            max_size=9,
+            unique=True,
+        )
+    )
+    vocab = Vocab.of([f"e{i}" for i in range(n)], [f"p{i}" for i in range(preds)])
+    array = np.array(triples, np.int32)
+    graph = Graph("small", vocab, array, array[:0], array[:0], np.full(preds, -1, np.int32))
+    paths = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, preds - 1),
+                st.lists(st.integers(0, 2 * preds - 1), min_size=1, max_size=3).map(tuple),
+            ),
+            min_size=1,
+            max_size=4,
+            unique=True,
+        )
+    )
+    clauses = []
+    for head, path in paths:
+        nodes = [n, *range(n + 2, n + 1 + len(path)), n + 1]
+        body = [
+            (s, nodes[i], nodes[i + 1]) if s < preds else (s - preds, nodes[i + 1], nodes[i])
+            for i, s in enumerate(path)
+        ]
+        clauses.append(((head, n, n + 1), body))
+    return graph, Rules.of(clauses, vocab)
+
+
+@settings(max_examples=25, deadline=None)
+@given(program=programs(), seed=st.integers(0, 3))
+def test_scores_are_the_chances_of_all_episodes_of_the_environment(
+    program: tuple[Graph, Rules], seed: int
+) -> None:
+    graph, rules = program
+    asked = Asked.of(graph, rules)
+    policy = unlike(asked, seed)
+    scorer = PolicyScorer(asked, policy)
+    # A triple that is no fact has nothing to hide, as it is with questions of the test part.
+    missing = next(t for t in np.ndindex(4, 2, 4) if not (graph.train == np.array(t)).all(1).any())
+    h, p, t = missing
+    tail, head = asked.questions(np.array([missing], np.int32))
+    for side, entity, question in (("tail", h, tail), ("head", t, head)):
+        found = scorer.mass(np.array([entity], np.int32), np.array([p], np.int32), side)[0]
+        np.testing.assert_allclose(found, enumerated(asked, policy, question), atol=1e-7)
+
+
+def test_scores_are_the_chances_of_all_episodes_on_the_shipped_graph(
+    family: Graph, asked: Asked
+) -> None:
+    policy = unlike(asked)
+    scorer = PolicyScorer(asked, policy)
+    for h, p, t in family.test[::16].tolist():
+        found = scorer.mass(np.array([h], np.int32), np.array([p], np.int32), "tail")[0]
+        expected = enumerated(asked, policy, asked.questions(np.array([[h, p, t]]))[0])
+        np.testing.assert_allclose(found, expected, atol=1e-7)
+
+
+def test_scores_order_entities_as_chances_do_and_are_zero_without_a_proof(
+    family: Graph, asked: Asked
+) -> None:
+    scorer = PolicyScorer(asked, unlike(asked))
+    heads, preds = family.test[:40, 0], family.test[:40, 1]
+    mass, scores = scorer.mass(heads, preds, "tail"), scorer.scores(heads, preds, "tail")
+    assert ((mass == 0) == (scores == 0)).all()
+    order = np.argsort(mass, axis=1, kind="stable")
+    assert (np.diff(np.take_along_axis(scores, order, 1), axis=1) >= 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(program=programs(), which=st.integers(0, 100))
+def test_a_pass_of_gradients_does_what_its_plain_twin_does(
+    program: tuple[Graph, Rules], which: int
+) -> None:
+    graph, rules = program
+    asked = Asked.of(graph, rules)
+    chains, steps, preds = asked.chains, asked.steps, asked.steps.num_predicates
+    triples = np.unique(graph.train, axis=0)
+    h, p, t = (int(v) for v in triples[which % len(triples)])
+    logits = np.linspace(-1.0, 1.0, len(asked.rules))
+    squares = np.full(len(logits), 0.01)
+    wanted, loss = logits.copy(), 0.0
+    true = [b for a, q, b in triples.tolist() if (a, q) == (h, p) and b != t]
+    right, whole = np.zeros(len(logits)), np.zeros(len(logits))
+    for r in range(chains.ptr[p], chains.ptr[p + 1]):
+        path = chains.bodies[r, : chains.lengths[r]].tolist()
+        for end, chance in walks(h, path, triples.tolist(), preds, [h, p, t]):
+            right[r] += chance * (end == t)
+            whole[r] += chance * (end not in true)
+    weight = np.exp(logits)
+    if (weight * right).sum() > 0:
+        slope = weight * (whole / (weight * whole).sum() - right / (weight * right).sum())
+        loss = np.log((weight * whole).sum() / (weight * right).sum())
+        used = whole > 0
+        wanted[used] -= 0.5 * slope[used] / np.sqrt(0.01 + slope[used] ** 2)
+
+    question = asked.as_steps(asked.questions(np.array([[h, p, t]], np.int32)))[:1]
+    found, counted = learn(
+        question, chains.ptr, chains.bodies, chains.lengths, steps.ptr, steps.ends,
+        steps.num_entities, preds, 0.5, logits, squares,
+    )  # fmt: skip
+
+    assert counted == ((weight * right).sum() > 0)
+    assert found == pytest.approx(loss, abs=1e-9)
+    np.testing.assert_allclose(logits, wanted, atol=1e-9)
+
+
+def test_a_question_is_never_answered_by_its_own_fact() -> None:
+    vocab = Vocab.of(["a", "b"], ["p", "q"])
+    fact = np.array([[0, 0, 1]], np.int32)
+    graph = Graph("planted", vocab, fact, fact[:0], fact[:0], np.full(2, -1, np.int32))
+    asked = Asked.of(graph, parse_rules("same:1:p(X,Y) -> p(X,Y)", vocab))
+    questions = asked.questions(fact)
+    found = prove_all(questions, asked.facts, asked.rules, asked.depth, inverse=asked.inverse)
+    assert found.lengths.tolist() == [0, 0]
+    chains, steps = asked.chains, asked.steps
+    _, counted = learn(
+        asked.as_steps(questions), chains.ptr, chains.bodies, chains.lengths, steps.ptr,
+        steps.ends, 2, 2, 0.5, np.zeros(2), np.ones(2),
+    )  # fmt: skip
+    assert counted == 0
+    for question in questions:
+        assert enumerated(asked, rule_policy(asked), question).sum() == 0
+
+
+def test_a_trained_prover_proves_more_and_ranks_better_than_an_untrained_one(
+    family: Graph,
+) -> None:
+    rules = mine(family.facts, family.vocab).rules
+    config = ProverConfig(data="family", n_envs=64, clone_updates=20, ppo_steps=8192, passes=4)
+    trained, result = fit_prover(config, family, rules)
+
+    assert result.finished
+    assert result.proved is not None
+    assert result.first_proved is not None
+    assert result.proved > result.first_proved
+    untrained = PolicyScorer(trained.asked, rule_policy(trained.asked))
+    after, before = (
+        rank(scorer, family.test, family.known).metrics() for scorer in (trained, untrained)
+    )
+    assert after.expected_mrr > before.expected_mrr
+    assert after.expected_mrr > 0.98
+
+
+def test_ppo_alone_learns_to_answer_rightly(family: Graph) -> None:
+    rules = mine(family.facts, family.vocab).rules
+    config = ProverConfig(
+        data="family", n_envs=64, clone_updates=0, ppo_steps=20_000, passes=0, eval_every=1000
+    )
+    asked = Asked.of(family, rules)
+    before = ask_once(asked, rule_policy(asked), family.valid, 64)
+    _, result = fit_prover(config, family, rules)
+    assert result.right is not None
+    assert result.right > before.right
+
+
+@pytest.mark.parametrize("rounds", [1, 4, 6, 11])
+def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
+    rounds: int, tmp_path: Path, whole: Path
+) -> None:
+    config = ProverConfig(
+        data=str(FAMILY), rules=FAMILY / "rules.txt", run_dir=tmp_path / "run", **SMALL
+    )
+    first = train_prover(dataclasses.replace(config, stop_after=rounds))
+    assert (first.rounds, first.finished) == (rounds, False)
+    with pytest.raises(MissingFile, match="no trained prover"):
+        load_prover(tmp_path / "run", load_graph(FAMILY))
+    assert train_prover(config, resume=True).finished
+    same_end(tmp_path / "run", whole)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing stopped."""
+    run = tmp_path_factory.mktemp("prover") / "whole"
+    config = ProverConfig(data=str(FAMILY), rules=FAMILY / "rules.txt", run_dir=run, **SMALL)
+    assert train_prover(config).finished
+    return run
+
+
+def same_end(one: Path, other: Path) -> None:
+    for folder in ("checkpoints", "model"):
+        states = []
+        for run in (one, other):
+            path = latest(run / folder)
+            assert path is not None
+            states.append((path.name, flat(load_checkpoint(path))))
+        assert states[0] == states[1]
+    events = [numbers(run) for run in (one, other)]
+    assert events[0] == events[1]
+
+
+def flat(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: flat(value) for name, value in state.items()}
+    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
+
+
+def numbers(run: Path) -> dict[tuple[str, int], Any]:
+    """What every round came to, without what depends on the clock."""
+    return {
+        (event.kind, event.fields["round"]): {
+            k: v for k, v in event.fields.items() if not k.endswith(("SPS", "_s", "seconds"))
+        }
+        for event in read_events(run / "events.jsonl")
+        if event.kind in ("round", "eval")
+    }
+
+
+def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
+    tmp_path: Path, whole: Path, call: Callable[..., Any], environ: dict[str, str]
+) -> None:
+    line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt {FLAGS} --run-dir killed"
+    process = subprocess.Popen(
+        [BIN / "batchwright", *line.split(), "--quiet"],
+        cwd=tmp_path,
+        env={**environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    deadline = time.monotonic() + 120
+    while not (checkpoints.is_dir() and any(checkpoints.glob("update_0000000[3-9]"))):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+    outcome = call("train prover --resume killed --quiet --format json", tmp_path)
+
+    assert outcome.code == 0, outcome.err
+    assert outcome.data["finished"]
+    same_end(tmp_path / "killed", whole)
+
+
+def test_the_command_trains_and_the_prover_is_evaluated_alone_and_beside_an_embedding(
+    tmp_path: Path, family: Graph, whole: Path, call: Callable[..., Any]
+) -> None:
+    shape = KgeShape("complex", 8, family.vocab.num_entities, family.vocab.num_predicates)
+    kge = Kge.new(shape, 0)
+    save_kge(tmp_path / "kge", kge, entities=vocab_digest(family))
+    line = f"evaluate prover --data {FAMILY} --prover {whole} --format json --quiet --mode"
+    alone = call(f"{line} rl", tmp_path)
+    assert alone.code == 0, alone.err
+    expected = rank(load_prover(whole, family), family.test, family.known).metrics()
+    assert alone.data["both"]["mrr"] == pytest.approx(expected.mrr)
+    plain = call(f"{line.replace(f' --prover {whole}', '')} kge --kge kge", tmp_path)
+    none = call(f"{line} hybrid --kge kge --beta 0", tmp_path)
+    assert none.data["both"] == plain.data["both"]
+    chosen = call(f"{line} hybrid --kge kge", tmp_path)
+    assert chosen.data["both"]["mrr"] > 2 * plain.data["both"]["mrr"]
+    proofs = load_prover(whole, family)
+    given = family.test[:50]
+    for side, column in (("tail", 0), ("head", 2)):
+        asked = np.ascontiguousarray(given[:, column]), np.ascontiguousarray(given[:, 1]), side
+        embedding = KgeScorer(kge).scores(*asked)  # type: ignore[arg-type]
+        both = Hybrid(KgeScorer(kge), proofs, 0.0).scores(*asked)  # type: ignore[arg-type]
+        assert embedding.tobytes() == both.tobytes()
+
+
+def test_corrupted_triples_and_an_embedding_that_shapes_rewards_can_be_trained_with(
+    tmp_path: Path, family: Graph, asked: Asked
+) -> None:
+    shape = KgeShape("distmult", 4, family.vocab.num_entities, family.vocab.num_predicates)
+    kge = Kge.new(shape, 1)
+    save_kge(tmp_path / "kge", kge, entities=vocab_digest(family))
+    h, p, t = family.train[0].tolist()
+    preds = family.vocab.num_predicates
+    potential = kge_potential(kge, asked)
+    goals = [[h, p, t], [t, preds + p, h], [h, 2 * preds + p, t], [t, 3 * preds + p, h], [h, p, -1]]
+    values = potential(np.array(goals, np.int32))
+    score = float((kge.entities[h] * kge.steps[p] * kge.entities[t]).sum())
+    assert values.tolist() == pytest.approx([1 / (1 + np.exp(-score))] * 4 + [0.0])
+    config = ProverConfig(
+        data=str(FAMILY), rules=FAMILY / "rules.txt", run_dir=tmp_path / "run", negatives=1,
+        reward="balanced", kge=tmp_path / "kge", curriculum=False, **SMALL,
+    )  # fmt: skip
+    assert train_prover(config).finished
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train prover", "no --data"),
+        ("train prover --data nowhere", "nowhere"),
+        ("train prover --data {family} --rules r --mine", "exclude each other"),
+        ("train prover --data {family} --n-envs 0", "--n-envs 0"),
+        ("train prover --data {family} --kge k", "--negatives"),
+        (
+            "train prover --data {family} --passes 0 --ppo-steps 0 --clone-updates 0",
+            "nothing to do",
+        ),
+        ("train prover --data {family} --rules bad.txt", "bad.txt, line 1"),
+        ("train prover --data {family} --rules none.txt", "none of the 1 rules"),
+        ("train prover --data {family} --reward best", "'best'"),
+        ("train prover --resume nowhere", "nowhere"),
+        ("evaluate prover --data {family} --mode rl", "--prover RUN"),
+        ("evaluate prover --data {family} --mode rl --prover nowhere", "no trained prover"),
+        ("evaluate prover --data {family} --mode rules --prover x", "takes no --prover"),
+    ],
+)
+def test_a_mistake_is_told_in_one_sentence(
+    line: str, words: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    (tmp_path / "bad.txt").write_text("r:1:cousin(X,Y) -> father(X,Y)\n")
+    (tmp_path / "none.txt").write_text("r:1:father(X,Y), father(X,Z) -> brother(Y,Y)\n")
+    outcome = call(line.format(family=FAMILY), tmp_path)
+    assert outcome.code == 1
+    assert words in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_run_is_resumed_with_its_own_settings_and_never_written_over(
+    whole: Path, family: Graph, call: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcome = call(f"train prover --resume {whole} --n-envs 64", tmp_path)
+    assert (outcome.code, "keeps its settings" in outcome.err) == (1, True)
+    with pytest.raises(ConfigError, match="holds a run already"):
+        train_prover(ProverConfig(data=str(FAMILY), run_dir=whole))
+    other = dataclasses.replace(family, vocab=Vocab.of(["a"], ["p"]))
+    with pytest.raises(Mismatch, match="other names"):
+        load_prover(whole, other)
+    assert json.loads((whole / "stamp.json").read_text())["seed"] == 0
