@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import select
+import socket
+import socketserver
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -67,10 +71,17 @@ Handler = Callable[[Seen], Awaitable[None]]
 class RawServer:
     """Runs `handler` for every request, on a thread of its own. Use it with `with`."""
 
-    def __init__(self, handler: Handler, port: int = 0, unix: str | None = None) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        port: int = 0,
+        unix: str | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.handler = handler
         self.port = port
         self.unix = unix
+        self.tls = tls
         self.seen: list[Seen] = []
         self.counts: Counter[str] = Counter()
         self.open = self.most_open = 0
@@ -80,7 +91,7 @@ class RawServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}/v1"
 
     def __enter__(self) -> "RawServer":
         self._thread.start()
@@ -101,7 +112,7 @@ class RawServer:
             self._server = await asyncio.start_unix_server(self._serve, self.unix)
         else:
             self._server = await asyncio.start_server(
-                self._serve, "127.0.0.1", self.port, backlog=1024
+                self._serve, "127.0.0.1", self.port, backlog=1024, ssl=self.tls
             )
             self.port = self._server.sockets[0].getsockname()[1]
 
@@ -139,3 +150,55 @@ class RawServer:
         finally:
             self._tasks.discard(task)
             writer.transport.abort()
+
+
+class Tunnel(socketserver.ThreadingTCPServer):
+    """A proxy that connects its clients to where they ask by CONNECT, and reads nothing of it."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Digger)
+        self.heads: list[str] = []
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.02,))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self) -> "Tunnel":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _Digger(socketserver.BaseRequestHandler):
+    server: Tunnel
+    request: socket.socket
+
+    def handle(self) -> None:
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += self.request.recv(1) or b"\r\n\r\n"
+        self.server.heads.append(head.decode())
+        method, target = head.decode().split()[:2]
+        if method != "CONNECT":
+            self.request.sendall(reply(405))
+            return
+        host, port = target.rsplit(":", 1)
+        with socket.create_connection((host, int(port))) as far:
+            self.request.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            other = {self.request: far, far: self.request}
+            while True:
+                for side in select.select(list(other), [], [])[0]:
+                    try:
+                        data = side.recv(65536)
+                        other[side].sendall(data)
+                    except ConnectionError:
+                        return
+                    if not data:
+                        return

@@ -74,15 +74,28 @@ def test_keys_come_from_the_environment_only(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
     monkeypatch.setenv("OTHER", "sk-2")
 
-    assert Endpoint("http://h").api_key() == "sk-1"
-    assert Endpoint("http://h", key_env="OTHER").api_key() == "sk-2"
-    assert Endpoint("http://h", key_env="").api_key() is None
-    assert Endpoint("ollama://h").api_key() is None
-    assert "sk-" not in repr(Endpoint("http://h"))
+    assert Endpoint("https://h").api_key() == "sk-1"
+    assert Endpoint("https://h", key_env="OTHER").api_key() == "sk-2"
+    assert Endpoint("https://h", key_env="").api_key() is None
+    assert "sk-" not in repr(Endpoint("https://h"))
     monkeypatch.delenv("OPENAI_API_KEY")
-    assert Endpoint("http://h").api_key() is None
+    assert Endpoint("https://h").api_key() is None
     with pytest.raises(ConfigError, match="UNSET"):
         Endpoint("http://h", key_env="UNSET").api_key()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *("http://localhost:8000", "http://api.example.com/v1", "unix:///run/llm.sock"),
+        *("ollama://h", "ollama+https://h", "local:smollm2"),
+    ],
+)
+def test_the_usual_key_goes_to_https_only_unless_it_is_named(address, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+
+    assert Endpoint(address).api_key() is None
+    assert Endpoint(address, key_env="OPENAI_API_KEY").api_key() == "sk-1"
 
 
 def test_what_is_sent_to_an_openai_server_is_the_body_and_nothing_else():

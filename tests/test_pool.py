@@ -305,30 +305,6 @@ def test_ollama_is_spoken_and_translated():
     assert "logit_bias" in refused.error
 
 
-def test_unix_sockets_and_other_model_names_work(tmp_path):
-    path = str(tmp_path / "server.sock")
-    with RawServer(quick, unix=path) as server:
-        with Pool(Endpoint(f"unix://{path}", model="theirs"), limit=2) as pool:
-            assert pool.map(questions(3))[2].text == "re: question 2"
-        assert {seen.body["model"] for seen in server.seen} == {"theirs"}
-        assert {seen.path for seen in server.seen} == {"/v1/chat/completions"}
-
-
-def test_the_proxy_of_the_environment_is_used_and_no_proxy_is_kept_to(monkeypatch):
-    with RawServer(quick) as proxy:
-        monkeypatch.setenv("http_proxy", f"http://user:word@127.0.0.1:{proxy.port}")
-        with Pool("http://model.example:8000/v1", limit=2) as pool:
-            assert pool.map(questions(1))[0].text == "re: question 0"
-        (seen,) = proxy.seen
-        assert seen.path == "http://model.example:8000/v1/chat/completions"
-        assert seen.headers["proxy-authorization"] == "Basic dXNlcjp3b3Jk"
-
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        with RawServer(quick) as server, Pool(server.url, limit=2) as pool:
-            assert pool.map(questions(1))[0]
-        assert len(proxy.seen) == 1
-
-
 def test_functions_and_servers_are_one_thing_to_the_pool():
     def function(requests):
         return [

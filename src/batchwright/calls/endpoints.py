@@ -28,8 +28,10 @@ class Endpoint:
     server on a socket file, `local:smollm2` and `local:PATH` are models inside this process, and a
     function is called with up to `batch` requests at a time.
 
-    An API key is taken from the environment variable `key_env`, by default OPENAI_API_KEY if it
-    is set; `key_env=""` sends none. `model` replaces the model's name in every request sent here.
+    An API key is taken from the environment variable `key_env`, which must be set then. Without
+    `key_env`, OPENAI_API_KEY is sent if it is set, but to `https` addresses only: a key that lies
+    in the environment for one service is not told to every server on the way. `key_env=""` sends
+    none. `model` replaces the model's name in every request sent here.
 
     >>> Endpoint("ollama://gpu0")
     Endpoint('ollama://gpu0:11434')
@@ -86,7 +88,9 @@ class Endpoint:
     def api_key(self) -> str | None:
         """The key itself, read at the moment of use and kept nowhere."""
         if self.key_env is None:
-            return os.environ.get("OPENAI_API_KEY") or None if self.protocol == "openai" else None
+            if self.protocol != "openai" or not self.base.startswith("https:"):
+                return None
+            return os.environ.get("OPENAI_API_KEY") or None
         if not self.key_env:
             return None
         key = os.environ.get(self.key_env)

@@ -27,6 +27,7 @@ HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
 PROBE_ROUNDS = 1.5
 UP, DOWN = 1.2, 0.83
 """Factors of the probes."""
+LOPSIDED = 1.15
 DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
 """One probe of so many goes down; a thrashing server shows without any that its knee came down."""
 SKIP_UP, SKIP_DOWN = 0.6, 0.5
@@ -511,7 +512,8 @@ class AutoLimit:
         """The level of the next probe: on the side of which less is known, else mostly up."""
         below = self._curve.evidence(0.55 * best, 0.93 * best)
         above = self._curve.evidence(1.07 * best, 1.8 * best)
-        if at_ceiling:
+        lost = not self._sure and best * best > LOPSIDED * knee.low * knee.high
+        if at_ceiling or lost:
             up = False
         elif min(below, above) < 0.5 * PROBE_CALLS:
             up = below > above
@@ -521,7 +523,8 @@ class AutoLimit:
             every = DOWN_EVERY_THRASHING if thrashes else DOWN_EVERY
             up = self._probes % every != 0
         if not up:
-            return round(min(best - 1, best * DOWN))
+            factor = max(0.6, min(DOWN, knee.low / best)) if lost else DOWN
+            return round(min(best - 1, best * factor))
         target = min(max(best + 1, best * UP), 1.35 * self._curve.highest)
         return round(target if self._ceiling is None else min(target, self._ceiling))
 

@@ -215,7 +215,7 @@ def _reason(error: Exception) -> str:
 
 
 def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
-    """The system's certificates; SSL_CERT_FILE adds a company's own."""
+    """The system's certificates, or in their place the ones that SSL_CERT_FILE holds."""
     if not endpoint.base.startswith("https:"):
         return True
     file = os.environ.get("SSL_CERT_FILE")

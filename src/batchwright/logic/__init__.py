@@ -3,19 +3,26 @@
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.prove import Proof, Proofs, Shortest, prove, prove_all
+from batchwright.logic.ranking import Ranks, Scorer, rank
 from batchwright.logic.rules import Rules, parse_rules
+from batchwright.logic.scorers import Hybrid, RuleScorer
 from batchwright.logic.vocab import Vocab
 
 __all__ = [
     "Facts",
     "Graph",
+    "Hybrid",
     "Proof",
     "Proofs",
+    "Ranks",
+    "RuleScorer",
     "Rules",
+    "Scorer",
     "Shortest",
     "Vocab",
     "load_graph",
     "parse_rules",
     "prove",
     "prove_all",
+    "rank",
 ]

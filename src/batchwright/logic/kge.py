@@ -35,8 +35,10 @@ __all__ = [
     "KgeShape",
     "Model",
     "load_kge",
+    "read_tables",
     "save_kge",
     "softmax_loss",
+    "write_tables",
 ]
 
 Ints = NDArray[np.int32]
@@ -237,14 +239,15 @@ def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
 
 
 def write_tables(path: Path, tables: dict[str, Tensor]) -> None:
+    """Write a safetensors file; what the disk refuses is an `OSError` as for any other file."""
     try:
         save_file({name: table.detach().contiguous() for name, table in tables.items()}, path)
     except SafetensorError as error:
-        # What the disk says, as every other writer would pass it on.
         raise OSError(str(error)) from None
 
 
 def read_tables(path: Path, kind: Kind) -> dict[str, Tensor]:
+    """Read a safetensors file of finite numbers, or say that its folder is damaged."""
     try:
         tables: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 
-__all__ = ["apply_chains", "count_chains", "learn_chains", "reach", "walk"]
+__all__ = ["apply_chains", "count_chains", "learn_chains", "reach", "turned", "walk"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]

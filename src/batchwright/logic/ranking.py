@@ -34,6 +34,7 @@ __all__ = [
     "Side",
     "average_precision",
     "blocks",
+    "count_ranks",
     "rank",
     "summary",
 ]

@@ -131,7 +131,9 @@ class RewardsConfig(BaseModel):
                     "wrong": _number(environ, "MONITOR_WRONG_REWARD", "1"),
                 }
             )
-            settings |= {"endpoints": (url,), "key_env": "OPENAI_API_KEY"}
+            # A server of one's own may want no key.
+            key = "OPENAI_API_KEY" if environ.get("OPENAI_API_KEY") else ""
+            settings |= {"endpoints": (url,), "key_env": key}
             if _truth(environ, "MONITOR_CACHE", "true"):
                 settings["cache"] = environ.get("MONITOR_CACHE_FILE", "monitor_cache.db")
         return cls.of(settings, "the environment")

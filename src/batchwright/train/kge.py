@@ -41,7 +41,7 @@ from batchwright.train.sft import _interrupts
 from batchwright.train.stamp import write_stamp
 from batchwright.world import World
 
-__all__ = ["KgeResult", "KgeTrainer", "fit_kge", "load_scorer", "train_kge"]
+__all__ = ["KgeResult", "KgeTrainer", "fit_kge", "load_scorer", "train_kge", "vocab_digest"]
 
 Ints = NDArray[np.int32]
 Tensor = torch.Tensor

@@ -55,7 +55,7 @@ class ProverConfig:
     """Whether a question can be given up."""
     kge: Path | None = None
     """An embedding whose opinion of goals shapes the rewards of PPO; used with --negatives."""
-    lr: float = 0.01
+    lr: float = 0.05
     """Learning rate of PPO, falling to zero in each part."""
     ppo_epochs: int = 4
     """Passes over each rollout."""
