@@ -174,6 +174,14 @@ def test_the_cache_serves_another_process_and_no_server(
         compute_score(WRONG, *sample[1:])
 
 
+def test_a_server_of_ones_own_needs_no_key(
+    monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+    row = compute_score(RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
+    assert row["score"] == 3.0
+
+
 def test_without_the_cache_every_batch_is_paid(
     monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,18 @@ def test_an_outage_does_not_pay() -> None:
     assert total(failed).why == "unreachable"
 
 
+def test_a_part_that_does_not_count_is_not_the_reason() -> None:
+    reward = Reward.of(
+        {
+            "watched": (0.0, Part.missing("timeout", "late")),
+            "counted": (1.0, Part.missing("parse", "no score")),
+        }
+    )
+    assert (reward.valid, reward.why) == (False, "parse")
+    fine = Reward.of({"watched": (0.0, Part.missing("timeout", "late")), "counted": (1.0, Part(2))})
+    assert (fine.value, fine.valid, fine.why) == (2.0, True, "")
+
+
 def test_similarity_is_the_cosine_of_the_two_embeddings() -> None:
     def vector(*values: float) -> Done:
         return Done("", {"data": [{"index": 0, "embedding": list(values)}]})

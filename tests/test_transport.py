@@ -106,19 +106,21 @@ def test_plain_http_gets_the_key_only_if_it_is_named(monkeypatch):
         ]
 
 
-def test_https_goes_through_the_proxy_unread(certificate, tls, monkeypatch):
+@pytest.mark.parametrize("user", ["", "user:word@"])
+def test_https_goes_through_the_proxy_unread(user, certificate, tls, monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-otter")
     with Tunnel() as proxy, RawServer(quick, tls=tls) as server:
-        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", "//user:word@"))
+        monkeypatch.setenv("HTTPS_PROXY", proxy.url.replace("//", f"//{user}"))
         with Pool(server.url, limit=1) as pool:
             assert all(pool.map(questions(3)))
         (head,) = proxy.heads
         assert head.startswith(f"CONNECT 127.0.0.1:{server.port} ")
-        assert "Proxy-Authorization: Basic dXNlcjp3b3Jk" in head
+        assert ("Proxy-Authorization: Basic dXNlcjp3b3Jk" in head) == bool(user)
         assert "sk-otter" not in head
-        # What is meant for the proxy ends there.
+        # What is meant for the proxy ends there, and what is meant for the server comes.
         assert not any("proxy-authorization" in seen.headers for seen in server.seen)
+        assert {seen.headers["authorization"] for seen in server.seen} == {"Bearer sk-otter"}
 
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         with Pool(server.url, limit=1) as pool:

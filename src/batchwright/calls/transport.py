@@ -58,8 +58,6 @@ class HttpTransport:
         self._base = endpoint.base
         self._urls: dict[str, URL] = {}
         headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
         connector: aiohttp.BaseConnector
         # aiohttp would look the proxy up in a thread for every single call.
         self._proxy: URL | None = None
@@ -74,6 +72,12 @@ class HttpTransport:
             else:
                 # Without a tunnel the proxy reads the call itself.
                 headers |= password
+        # aiohttp tells a proxy whatever stands in the headers of the session, a key too.
+        self._headers: dict[str, str] | None = None
+        if self._key and self._proxy is None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        elif self._key:
+            self._headers = {"Authorization": f"Bearer {self._key}"}
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=headers,
@@ -98,6 +102,7 @@ class HttpTransport:
             response = await self._session.post(
                 url,
                 data=data,
+                headers=self._headers,
                 allow_redirects=False,
                 proxy=self._proxy,
                 proxy_headers=self._proxy_headers,
@@ -136,6 +141,7 @@ class HttpTransport:
         try:
             async with self._session.get(
                 URL(path),
+                headers=self._headers,
                 proxy=self._proxy,
                 proxy_headers=self._proxy_headers,
                 timeout=aiohttp.ClientTimeout(total=LIST_S),

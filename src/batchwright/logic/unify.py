@@ -25,6 +25,7 @@ __all__ = [
     "PAIRS",
     "SUBJECTS",
     "Program",
+    "canonical",
     "place",
     "program",
     "resolve_fact",

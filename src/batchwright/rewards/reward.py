@@ -53,6 +53,8 @@ class Reward:
     value: float
     valid: bool
     parts: Mapping[str, Part]
+    why: str = ""
+    """The kind of the first part that spoilt it; empty if it is valid."""
 
     @classmethod
     def of(cls, parts: Mapping[str, tuple[float, Part]]) -> "Reward":
@@ -64,14 +66,8 @@ class Reward:
         counted = [(weight, part) for weight, part in parts.values() if weight]
         valid = all(part.valid for _, part in counted)
         value = sum(weight * part.value for weight, part in counted) if valid else math.nan
-        return cls(float(value), valid, {name: part for name, (_, part) in parts.items()})
-
-    @property
-    def why(self) -> str:
-        """The kind of the first part that spoilt it; empty if it is valid."""
-        if self.valid:
-            return ""
-        return next((part.why for part in self.parts.values() if not part.valid), "")
+        why = next((part.why for _, part in counted if not part.valid), "")
+        return cls(float(value), valid, {name: part for name, (_, part) in parts.items()}, why)
 
 
 def words(said: Any) -> Any:

@@ -107,7 +107,7 @@ class Scorer:
         spoilt = [number for number, reward in enumerate(rewards) if not reward.valid]
         if spoilt and policy == "raise":
             first = rewards[spoilt[0]]
-            error = next(part.error for part in first.parts.values() if not part.valid)
+            error = next(part.error for part in first.parts.values() if part.why == first.why)
             raise BadReward(
                 f"{len(spoilt)} of {len(rewards)} rewards are missing, the first is sample "
                 f"{spoilt[0]}: {first.why}, {error}; choose missing = mask or a number to go on"
