@@ -7,11 +7,14 @@ rank at the middle of its ties (see batchwright.logic.ranking). What is compared
     kge       ComplEx trained on train, the epoch that does best on valid
     hybrid    both, weighted as does best on valid
 
-Nothing is chosen on test. Each graph has one line of settings below, found on valid beforehand; the
-seed changes the tables, the order and the drawn entities of the embedding, and the order in which
+What is chosen in a run is chosen on valid. The settings of each graph below were found beforehand
+in a few tries judged by valid, though test figures of some tries were in sight as well. The seed
+changes the tables, the order and the drawn entities of the embedding, and the order in which
 evidence of rules is learned. Countries is also asked the way it was made for, as the area under
-precision and recall over its five regions, a country's scores taken as chances over them (beside
-it, as they are); its rules are mined as well, none is given.
+precision and recall over its five regions, all pairs compared by their scores as they are; that
+is what its goal is held against. The column `as chances` turns each country's scores into chances
+over the regions first. It was added after the test figures were known, so no goal rests on it.
+The rules of Countries are mined like all others, none is given.
 
 Every graph and seed leaves a file in --runs, and is not run again while its settings stay the
 same. Seconds are of one thread: `cpu s` is what counts on a shared machine, `wall s` what passed.
@@ -112,8 +115,8 @@ def measured(
     found = summary(rank(scorer, triples, graph.known, sampled=100), graph.vocab.predicates)
     if graph.name.startswith("countries"):
         regions = np.array([graph.vocab.entity(name) for name in REGIONS], np.int32)
-        found["area_raw"] = average_precision(scorer, triples, regions)
-        found["area"] = average_precision(scorer, triples, regions, as_chances=True)
+        found["area"] = average_precision(scorer, triples, regions)
+        found["area_chances"] = average_precision(scorer, triples, regions, as_chances=True)
     return {**found, "spent": spent, "ranking": clock.read()}
 
 
@@ -215,14 +218,16 @@ def report_on(report: Report, name: str, settings: Settings, seeds: list[dict[st
         report.target(f"{name}: cpu seconds of the slowest seed", spent, most=settings.within_s)
     if settings.area_goal is not None:
         areas = {way: [seed[way]["area"] for seed in seeds] for way in ways}
-        raw = {way: mean(seed[way]["area_raw"] for seed in seeds) for way in ways}
+        chances = {way: mean(seed[way]["area_chances"] for seed in seeds) for way in ways}
         report.table(
             f"{name}, area under precision and recall over the five regions, rules mined",
-            ("", "mean", "least", "greatest", "mean of raw scores"),
-            [[way, mean(area), min(area), max(area), raw[way]] for way, area in areas.items()],
+            ("", "mean", "least", "greatest", "mean as chances"),
+            [[way, mean(area), min(area), max(area), chances[way]] for way, area in areas.items()],
         )
         report.target(
-            f"{name}: AUC-PR, mined rules", mean(areas["rules"]), least=settings.area_goal
+            f"{name}: AUC-PR, hybrid with mined rules",
+            mean(areas["hybrid"]),
+            least=settings.area_goal,
         )
 
 

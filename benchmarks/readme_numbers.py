@@ -14,7 +14,8 @@ def main() -> None:
 def table() -> str:
     """One line a claim, with the script that measured it."""
     lines = ["| what | ours | beside it | script |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in [*packing(), *plans(), *others(), *training(), *agents()]]
+    every = [*packing(), *plans(), *others(), *training(), *agents()]
+    lines += [f"| {' | '.join(row)} |" for row in every]
     loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
     heaviest = max(max(load.values()) for load in loads)
     machine = json.loads((RESULTS / "packing.json").read_text())["machine"]

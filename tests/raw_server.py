@@ -26,7 +26,7 @@ class Seen:
     @property
     def text(self) -> str:
         """What was asked."""
-        return self.body["messages"][0]["content"]
+        return str(self.body["messages"][0]["content"])
 
     async def send(self, raw: bytes) -> None:
         self.writer.write(raw)

@@ -22,13 +22,14 @@ from hypothesis import strategies as st
 from batchwright.calls import Done, Failed, Kind, Request, Usage, chat, complete, embed
 from batchwright.calls.cache import Cache
 from batchwright.calls.database import filesystem
+from batchwright.calls.openai import decode
 from batchwright.calls.owners import is_dead, new_owner
 from batchwright.cli.callcache import cache as app
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
 
 HELPERS = textwrap.dedent(
     """
-    import os, sys, time
+    import os, random, signal, sys, time
     from batchwright.calls import Done, chat
     from batchwright.calls.cache import Cache
 
@@ -102,7 +103,7 @@ answers = st.builds(
 
 
 @given(st.lists(st.tuples(texts, answers), max_size=4))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_an_answer_comes_back_as_it_was_in_every_script(pairs: list[tuple[str, Done]]) -> None:
     entries = [(chat("m", prompt, temperature=0), done) for prompt, done in pairs]
     with tempfile.TemporaryDirectory() as folder:
@@ -132,6 +133,33 @@ def test_an_answer_comes_back_as_it_was_in_every_script(pairs: list[tuple[str, D
         assert line["key"] == request.key.hex()
         assert line["text"] == first[request.key].text
         assert line["body"] == first[request.key].body
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ('{"id": 1, "choices": [{"message": {"content": "\\u00e4 ä 🦦"}}]}', True),
+        ('{\n  "choices": [\n{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}', True),
+        ('{"id": 1, "id": 2, "choices": [{"message": {"content": "a"}}], "usage": {}}', True),
+        ('{"choices": [{"message": {"content": "a"}, "logprobs": NaN}]}', False),
+        ('{"choices": [{"message": {"content": "a"}, "logprobs": -Infinity}]}', False),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le"])
+def test_what_a_server_sent_is_kept_as_it_was_read(
+    cache: Cache, sent: str, kept: bool, encoding: str
+) -> None:
+    request = chat("m", "anything", temperature=0)
+    done = decode(request, 200, {}, sent.encode(encoding))
+
+    assert isinstance(done, Done)
+    assert cache.put_many([(request, done)]) == kept
+    if kept:
+        found = cache.get_many([request.key])[request.key]
+        assert (found.text, found.body, found.finish, found.usage) == (
+            *(done.text, done.body, done.finish, done.usage),
+        )
+        assert found.raw is None
 
 
 def test_only_whole_answers_to_exact_requests_are_kept(tmp_path: Path) -> None:
@@ -200,41 +228,47 @@ def test_many_keys_at_once_are_found_or_missed_each_for_itself(cache: Cache) -> 
     assert (cache.hits, cache.misses, cache.damaged) == (500, 500, 0)
 
 
-def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
-    path, draw = tmp_path / "calls.db", random.Random(5)
-    acknowledged: set[int] = set()
-    for life in range(30):
-        writer = start(
-            """
-            cache, number = Cache(sys.argv[1]), int(sys.argv[2])
-            print(flush=True)
-            while True:
-                size = 1 + number % 7
-                numbers = range(number, number + size)
-                cache.put_many([(question(n), answer(n, n % 5 * 3000)) for n in numbers])
-                print(*numbers, flush=True)
-                number += size
-            """,
-            path,
-            life * 1_000_000,
-        )
-        with writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(draw.uniform(0, 0.04))
-            writer.kill()
-            # A line without its end was not acknowledged in full.
-            for line in writer.stdout.read().decode().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    acknowledged.update(map(int, line.split()))
+KILLED = """
+    path, log, lives = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    draw = random.Random(5)
+    heard, told = os.pipe()
 
-        if life % 5 == 4:
-            with Cache(path) as cache:
-                found = cache.get_many([question(n).key for n in acknowledged])
-                assert cache.damaged == 0
-            assert {question(n).key: f"answer {n}" for n in acknowledged} == {
-                key: done.text.rstrip(".") for key, done in found.items()
-            }
+    def write(number):
+        cache = Cache(path)
+        os.write(told, b".")
+        with open(log, "ab", buffering=0) as file:
+            while True:
+                numbers = range(number, number + 1 + number % 7)
+                cache.put_many([(question(n), answer(n, n % 5 * 3000)) for n in numbers])
+                file.write((" ".join(map(str, numbers)) + "\\n").encode())
+                number = numbers.stop
+
+    for life in range(lives):
+        pid = os.fork()
+        if pid == 0:
+            write(life * 1_000_000)
+        if life % 5:
+            # Otherwise it may be killed while it opens the file.
+            os.read(heard, 1)
+        time.sleep(draw.uniform(0, 0.04))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        print(life, flush=True)
+    """
+
+
+@pytest.mark.parametrize("lives", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, lives: int) -> None:
+    path, log = tmp_path / "calls.db", tmp_path / "log"
+    ended(start(KILLED, path, log, lives))
+
+    acknowledged = {int(word) for word in log.read_text().split()}
+    with Cache(path) as cache:
+        found = cache.get_many([question(n).key for n in acknowledged])
+        assert cache.damaged == 0
+    assert {question(n).key: f"answer {n}" for n in acknowledged} == {
+        key: done.text.rstrip(".") for key, done in found.items()
+    }
     assert len(acknowledged) > 100
     known = whole(path)
     assert all(text.startswith("answer ") for text in known.values())
@@ -400,7 +434,7 @@ def test_damage_anywhere_is_never_a_wrong_answer(tmp_path: Path) -> None:
     content, draw = source.read_bytes(), random.Random(11)
     right = {request.key: done.text for request, done in entries}
     seen = {"damaged": 0, "refused": 0, "missed": 0}
-    for turn in range(100):
+    for turn in range(60):
         torn = bytearray(content)
         start = draw.randrange(len(torn))
         for place in range(start, min(start + draw.choice([1, 1, 8, 512]), len(torn))):

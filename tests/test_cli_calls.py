@@ -180,7 +180,7 @@ def test_a_run_that_is_killed_again_and_again_pays_for_each_answer_once(tmp_path
     with RawServer(handler) as server:
         words = line(server.url, "--batch-size 4 --quiet").split()
         kills = 0
-        while kills < 3:
+        while kills < 2:
             before = len(server.seen)
             process = subprocess.Popen(
                 [COMMAND, *words],

@@ -111,7 +111,7 @@ def test_scores_are_kept_so_that_a_second_run_pays_for_nothing(
 
 
 def test_failures_are_gaps_and_are_counted_by_kind(
-    run: Callable[..., Any], folder: Path, server: RunningSimulator
+    call: Callable[..., Any], folder: Path, server: RunningSimulator
 ) -> None:
     rows = read(folder / "rows.jsonl")
     rows[0]["response"] = "do not answer 1"
@@ -119,7 +119,7 @@ def test_failures_are_gaps_and_are_counted_by_kind(
     rows[2]["ground_truth"] = "no number here"
     write(folder / "rows.jsonl", rows)
 
-    found = run(f"{SCORE} --format json", folder)
+    found = call(f"{SCORE} --format json", folder)
     assert found.data["missing"] == {"http_5xx": 1, "empty": 1, "bad_truth": 1}
     assert found.data["valid"] == 17
     scores = read(folder / "scores.jsonl")
@@ -128,38 +128,38 @@ def test_failures_are_gaps_and_are_counted_by_kind(
     assert [row["valid"] for row in scores[:4]] == [False, False, False, True]
 
     # Failures are not kept: once the server is well, the second run asks for those alone.
-    shown = run(SCORE, folder)
+    shown = call(SCORE, folder)
     assert "17 of 20 rewards are valid" in shown.out
     assert "left out: 1 http_5xx, 1 empty, 1 bad_truth" in shown.out
 
 
 def test_explain_shows_what_was_asked_and_answered(
-    run: Callable[..., Any], folder: Path, server: RunningSimulator
+    call: Callable[..., Any], folder: Path, server: RunningSimulator
 ) -> None:
     line = "reward explain capital-3 -i rows.jsonl -c rewards.toml"
-    told = run(f"{line} --cache kept.db", folder)
+    told = call(f"{line} --cache kept.db", folder)
     assert told.code == 0
     assert "Rome, said 3" in told.out
     assert "asked sim-judge:" in told.out
     assert "    | Score: 10" in told.out
-    again = run(f"{line} --cache kept.db --format json", folder)
+    again = call(f"{line} --cache kept.db --format json", folder)
     (part,) = again.data["parts"]
     assert (part["value"], part["weight"]) == (1.0, 2.0)
     assert again.data["score"] == 2.0
     assert part["calls"][0]["from"] == "cache"
     assert server.stats()["received"] == 1
 
-    missing = run("reward explain nobody -i rows.jsonl -c rewards.toml", folder)
+    missing = call("reward explain nobody -i rows.jsonl -c rewards.toml", folder)
     assert missing.code == 1
     assert "has no row 'nobody'" in missing.err
 
 
 def test_agree_compares_a_judge_with_labels_and_draws_it(
-    run: Callable[..., Any], folder: Path
+    call: Callable[..., Any], folder: Path
 ) -> None:
-    assert run(SCORE, folder).code == 0
+    assert call(SCORE, folder).code == 0
     line = "reward agree -s scores.jsonl --labels rows.jsonl --score judge_reward --high 2"
-    found = run(f"{line} --format json --plot calibration.png", folder)
+    found = call(f"{line} --format json --plot calibration.png", folder)
     assert found.code == 0, found.err
     scores = {row["id"]: row["judge_reward"] / 2 for row in read(folder / "scores.jsonl")}
     labels = {row["id"]: row["label"] for row in read(folder / "rows.jsonl")}
@@ -167,12 +167,12 @@ def test_agree_compares_a_judge_with_labels_and_draws_it(
     assert found.data["count"] == 20
     assert found.data["accuracy"] == pytest.approx(sum(right) / len(right))
     assert (folder / "calibration.png").read_bytes().startswith(b"\x89PNG")
-    text = run(line, folder)
+    text = call(line, folder)
     assert all(word in text.out for word in ("accuracy", "kappa", "Brier", "labelled true"))
-    wide = run("reward agree -s scores.jsonl --labels rows.jsonl", folder)
+    wide = call("reward agree -s scores.jsonl --labels rows.jsonl", folder)
     assert wide.code == 1
     assert "not within 0 and 1" in wide.err
-    nobody = run(f"{line} --label nothing", folder)
+    nobody = call(f"{line} --label nothing", folder)
     assert nobody.code == 1
     assert "has no column 'nothing'" in nobody.err
 

@@ -36,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningSimulator]:
-    faults = {"Nobody hears this": "500"}
+    faults = {"Nobody hears this": "empty"}
     with Simulator(knee=64, latency_s=0.002, script=faults).running() as url:
         yield url
 
@@ -199,11 +199,11 @@ def test_a_monitor_that_fails_pays_nothing(monitor: RunningSimulator) -> None:
         "ground_truths": [TRUTH] * 2,
         "extra_infos": [{"is_correct": True}] * 2,
     }
-    with pytest.raises(BadReward, match="sample 1: http_5xx"):
+    with pytest.raises(BadReward, match="sample 1: empty"):
         compute_score(**batch)
     good, spoilt = compute_score(**batch, missing="mask")
     assert (good["score"], good["valid"]) == (3.0, True)
-    assert (spoilt["valid"], spoilt["why"]) == (False, "http_5xx")
+    assert (spoilt["valid"], spoilt["why"]) == (False, "empty")
     assert math.isnan(spoilt["score"])
     assert math.isnan(spoilt["monitor_correctness"])
 

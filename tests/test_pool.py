@@ -305,6 +305,15 @@ def test_ollama_is_spoken_and_translated():
     assert "logit_bias" in refused.error
 
 
+@pytest.mark.parametrize("cache", [None, "calls.db"])
+def test_outcomes_do_not_hold_the_bytes_they_came_as(cache, tmp_path):
+    path = tmp_path / cache if cache else None
+    with RawServer(quick) as server, Pool(server.url, limit=2, cache=path) as pool:
+        outcomes = [*pool.map(questions(3)), *pool.map(questions(3))]
+
+    assert [outcome.raw for outcome in outcomes] == [None] * 6
+
+
 def test_functions_and_servers_are_one_thing_to_the_pool():
     def function(requests):
         return [

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from batchwright.calls import Done, Failed, Kind, Outcome
 from batchwright.calls.ngrams import hashed_ngrams
-from batchwright.calls.simulated_questions import Question as Known
-from batchwright.calls.simulated_questions import Target, mutate
+from batchwright.calls.simulator.questions import Question as Known
+from batchwright.calls.simulator.questions import Target, mutate
 from batchwright.envs.operators import (
     NOOP,
     OPERATORS,

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 
 from batchwright.calls import chat, complete, embed
 from batchwright.calls.ngrams import hashed_ngrams
-from batchwright.calls.simulated_answers import answer, asked, operator_of
-from batchwright.calls.simulated_questions import (
+from batchwright.calls.simulator import FAULTS, RunningSimulator, Simulator, running
+from batchwright.calls.simulator.answers import answer, asked, operator_of
+from batchwright.calls.simulator.questions import (
     OPERATORS,
     RULES,
     TRAITS,
@@ -37,8 +38,7 @@ from batchwright.calls.simulated_questions import (
     read_questions,
     traits,
 )
-from batchwright.calls.simulated_service import Bucket, Job, Service
-from batchwright.calls.simulator import FAULTS, RunningSimulator, Simulator, running
+from batchwright.calls.simulator.service import Bucket, Job, Service
 from batchwright.envs.operators import OPERATORS as shipped_operators
 from batchwright.errors import BadRow, ConfigError, MissingFile, NoServer
 

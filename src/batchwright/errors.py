@@ -119,7 +119,7 @@ class BadReward(BatchwrightError, ValueError):
 
 
 class BadProgram(BatchwrightError, ValueError):
-    """A fact, rule or query cannot be read or contradicts itself; the message names file and line."""
+    """A fact, rule or query cannot be read or contradicts itself; the message names the place."""
 
 
 class MissingExtra(BatchwrightError, ImportError):

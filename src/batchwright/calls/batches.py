@@ -5,15 +5,17 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import islice
 
 from batchwright.calls.background import Background
+from batchwright.calls.budget import WHOLE_BATCH
 from batchwright.calls.engine import Engine
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
+from batchwright.errors import BudgetExceeded
 
-__all__ = ["Batch", "One", "Progress", "setter"]
+__all__ = ["Batch", "Interrupted", "One", "Progress", "setter"]
 
 Progress = Callable[[int, int], None]
 """Called now and then with the calls done and the calls known so far."""
@@ -26,6 +28,12 @@ PROGRESS_S = 0.1
 FLUSH_S = 20.0
 """How long the first Ctrl-C waits for what has come back to be kept."""
 _PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `Pool.map`: what came back is in `outcomes`, the rest is `cancelled` there."""
+
+    outcomes: Sequence[Outcome] = ()
 
 
 class Batch:
@@ -148,6 +156,20 @@ class Batch:
         end = time.monotonic() + FLUSH_S
         while not self.ready(self.all_done) and time.monotonic() < end:
             wake.wait(0.05)
+
+    def judged(self, strict: bool) -> list[Outcome]:
+        """The outcomes, unless the pool gave up or, if `strict`, every call of many failed."""
+        if self.error is not None:
+            raise self.error
+        results = self.results
+        if strict and len(results) >= WHOLE_BATCH:
+            failed = [r for r in results if isinstance(r, Failed) and r.kind is not Kind.CANCELLED]
+            if len(failed) == len(results):
+                raise BudgetExceeded(
+                    f"all {len(failed):,} calls of a batch failed, the first with "
+                    f"{failed[0].kind}: {failed[0].error}"
+                )
+        return results
 
 
 class One:

@@ -117,6 +117,7 @@ class Curve:
         self.noise = noise
         """Standard deviation that one call gives to a rate: the variation of the latencies."""
         self.rounds = 0
+        """How many measurements there were; 0 if all are forgotten."""
         self.bounds = (0.0, math.inf)
         """Knees are looked for between these; ignored where measurements lie outside."""
         self._bins: dict[int, tuple[float, float]] = {}
@@ -137,6 +138,7 @@ class Curve:
         """Trust everything only `share` as much; what is worth less than a call is forgotten."""
         faded = {place: (c * share, s * share) for place, (c, s) in self._bins.items()}
         self._bins = {place: pair for place, pair in faded.items() if pair[0] >= 1.0}
+        self.rounds = self.rounds if self._bins else 0
         self._belief = None
 
     @property

@@ -16,10 +16,13 @@ HISTORY = 256
 
 GROWTH = 2.0
 """Factor of the ramp."""
+TRUST = 1.2
+"""The next step of the ramp grows by at most so many times what goodput grew by."""
 RAMP_SHARE, RAMP_CALLS = 0.6, 12
 """A step of the ramp is judged when this share of the limit has ended, and so many calls."""
 PAYS = 0.25
 """The ramp goes on if goodput grew by the growth of the limit to this power."""
+FELL = 0.9
 EXIT = 1.25
 """Where the ramp ends: above its last good step, by this and by what goodput grew since."""
 HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
@@ -27,7 +30,8 @@ HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
 PROBE_ROUNDS = 1.5
 UP, DOWN = 1.2, 0.83
 """Factors of the probes."""
-LOPSIDED = 1.15
+LOPSIDED = 1.3
+"""Likely knees lie this much more below the limit than above when a deep probe down is due."""
 DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
 """One probe of so many goes down; a thrashing server shows without any that its knee came down."""
 SKIP_UP, SKIP_DOWN = 0.6, 0.5
@@ -294,7 +298,8 @@ class AutoLimit:
             )
         self._forget()
         rows = [[float(value) for value in row] for row in state["curve"]]
-        numbers = [*sum(rows, []), float(state["limit"]), float(state["noise"])]
+        numbers = [float(state["limit"]), float(state["noise"])]
+        numbers += [value for row in rows for value in row]
         if not all(0 < value < math.inf for value in numbers):
             raise Mismatch("a limit's memory has numbers that are not positive; leave it out")
         self._base = max(float(self.least), min(float(self.most), float(state["limit"])))
@@ -304,7 +309,7 @@ class AutoLimit:
         self._curve = Curve.of(rows, float(state["noise"]))
         # The server may have changed since; but it is known well enough to be surprised.
         self._curve.fade(0.5)
-        self._curve.rounds = YOUNG
+        self._curve.rounds = YOUNG if len(self._curve) else 0
         if len(self._curve) or self._ceiling is not None:
             self._phase = "hold"
             self._gap = 4
@@ -327,7 +332,7 @@ class AutoLimit:
         self._round = Round(now, 0 if passing else math.ceil(share * self._limit))
 
     def _move(self, now: float, level: float, why: str, phase: Phase) -> None:
-        before = self._limit
+        before = self._limit if self._trial is None else self._limit - 1
         self._limit = max(self.least, min(self.most, round(level)))
         self._note(Change(now, before, self._limit, why))
         self._phase = phase
@@ -342,8 +347,10 @@ class AutoLimit:
         if stretch.ended < need and not overdue:
             return
         rate = stretch.rate(now)
+        growth = GROWTH
         if rung is not None and rung[0] < limit:
             before, rate_before, _ = rung
+            growth = max(1.3, min(GROWTH, TRUST * rate / rate_before))
             slope = math.log(rate / rate_before) / math.log(limit / before)
             if slope < PAYS:
                 if slope < -0.2 or overdue or stretch.ended >= 2 * need:
@@ -354,7 +361,7 @@ class AutoLimit:
             self._move(now, limit, "", "hold")
             return
         self._rung = (limit, rate, elapsed)
-        self._move(now, limit * GROWTH, "ramp: goodput grows", "ramp")
+        self._move(now, limit * growth, "ramp: goodput grows", "ramp")
 
     def _end_ramp(self, now: float, before: float, ratio: float) -> None:
         self._rung = None
@@ -363,7 +370,9 @@ class AutoLimit:
             self._base = before
             self._move(now, before, "ramp over at once", "dive")
             return
-        self._curve.bounds = (before / 1.25, self._limit)
+        # Where goodput even fell, the knee is nearer to the good step than to the bad one.
+        top = self._limit if ratio > FELL else math.sqrt(before * self._limit)
+        self._curve.bounds = (before / 1.25, top)
         self._base = max(before, min(0.9 * self._limit, EXIT * ratio * before))
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
 
@@ -537,7 +546,6 @@ class AutoLimit:
                 return False
             self._ceiling = self._climb_from = limit
             self._trial_gap = 1
-            self._note(Change(now, limit - 1, limit, "no reject above the ceiling"))
             self._move(now, limit + 2, "no reject above the ceiling", "climb")
             return True
         self._since_trial += 1

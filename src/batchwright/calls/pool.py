@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Sized
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from batchwright import models
 from batchwright.calls.accounting import Ledger, Prices
 from batchwright.calls.background import Background, background
-from batchwright.calls.batches import Batch, One, Progress, setter
-from batchwright.calls.budget import WHOLE_BATCH, ErrorBudget
+from batchwright.calls.batches import Batch, Interrupted, One, Progress, setter
+from batchwright.calls.budget import ErrorBudget
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.engine import Engine
 from batchwright.calls.lane import Lane, limit_for
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
 from batchwright.calls.retry import Retry
 from batchwright.calls.sender import Rules
 from batchwright.calls.stream import Stream
-from batchwright.errors import BudgetExceeded, ConfigError
+from batchwright.errors import ConfigError
 from batchwright.events import EventLog
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
 T = TypeVar("T")
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `Pool.map`: what came back is in `outcomes`, the rest is `cancelled` there."""
-
-    outcomes: Sequence[Outcome] = ()
 
 
 class Pool:
@@ -139,7 +133,7 @@ class Pool:
             raise
         if progress is not None:
             progress(batch.done, batch.submitted)
-        return self._judged(batch)
+        return batch.judged(self._rules.budget is not None)
 
     async def amap(
         self,
@@ -167,7 +161,7 @@ class Pool:
             raise
         if progress is not None:
             progress(batch.done, batch.submitted)
-        return self._judged(batch)
+        return batch.judged(self._rules.budget is not None)
 
     def stream(self, requests: Iterable[Request]) -> Stream:
         """(index, outcome) as they come, by `for` or by `async for`; leaving early cancels."""
@@ -327,19 +321,6 @@ class Pool:
                 f"prices has {sorted(self._prices)}"
             )
         return request
-
-    def _judged(self, batch: Batch) -> list[Outcome]:
-        if batch.error is not None:
-            raise batch.error
-        results = batch.results
-        if self._rules.budget is not None and len(results) >= WHOLE_BATCH:
-            failed = [r for r in results if isinstance(r, Failed) and r.kind is not Kind.CANCELLED]
-            if len(failed) == len(results):
-                raise BudgetExceeded(
-                    f"all {len(failed):,} calls of a batch failed, the first with "
-                    f"{failed[0].kind}: {failed[0].error}"
-                )
-        return results
 
 
 def _opened(given: "str | os.PathLike[str] | Cache | None") -> "tuple[Cache | None, bool]":

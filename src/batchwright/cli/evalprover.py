@@ -67,7 +67,9 @@ def evaluate_prover(
         triples = triples[np.linspace(0, len(triples) - 1, limit).astype(np.int64)]
 
     if mode == "rl" and prover is None:
-        raise ConfigError("--mode rl needs --prover RUN; train one with `batchwright train prover`")
+        raise ConfigError(
+            "no trained prover is given; --mode rl needs --prover RUN of `batchwright train prover`"
+        )
     if mode in ("rules", "kge") and prover is not None:
         raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
 
@@ -88,8 +90,10 @@ def evaluate_prover(
         import numpy as np
 
         ids = np.array([graph.vocab.entity(name) for name in candidates.split(",")], np.int32)
-        found["average_precision"] = average_precision(scorer, triples, ids, as_chances=True)
-        found["average_precision_raw"] = average_precision(scorer, triples, ids)
+        found["average_precision"] = average_precision(scorer, triples, ids)
+        found["average_precision_as_chances"] = average_precision(
+            scorer, triples, ids, as_chances=True
+        )
     show(found, _table(found, sampled), format)
 
 
@@ -180,6 +184,7 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         ("joined", "rules joined by"),
         ("beta", "weight of the proofs"),
         ("average_precision", "area under precision and recall"),
+        ("average_precision_as_chances", "the same, scores as chances over the candidates"),
     ):
         if key in found:
             value = found[key]

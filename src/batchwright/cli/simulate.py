@@ -51,8 +51,8 @@ def simulate(
     import json
     import signal
 
-    from batchwright.calls.simulated_server import Server
     from batchwright.calls.simulator import Simulator
+    from batchwright.calls.simulator.server import Server
     from batchwright.report.text import table
 
     server = Server(

@@ -10,7 +10,7 @@ from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.reward import Response
 from batchwright.rewards.scorer import Scorer
 
-__all__ = ["ScoredText"]
+__all__ = ["ScoredText", "spoken"]
 
 
 def spoken(action: Any, observation: Any, info: Mapping[str, Any]) -> Response:

@@ -35,7 +35,7 @@ from batchwright.rewards.files import response_of
 from batchwright.rewards.reward import Response
 from batchwright.rewards.scorer import Column, Scorer
 
-__all__ = ["RewardFunction", "app_of", "reward_func", "serve"]
+__all__ = ["RewardFunction", "app_of", "responses_of", "reward_func", "serve", "tensors_of"]
 
 _SPECIAL = re.compile(r"(?:\s*(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>))+\s*$")
 """What decoding with special tokens leaves behind the words."""

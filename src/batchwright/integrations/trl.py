@@ -17,7 +17,7 @@ from batchwright.rewards.files import response_of
 from batchwright.rewards.reward import Response, Reward, words
 from batchwright.rewards.scorer import Scorer
 
-__all__ = ["AsyncRewardFunction", "RewardFunction"]
+__all__ = ["AsyncRewardFunction", "RewardFunction", "responses_of"]
 
 _NOT_COLUMNS = {"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"}
 

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-__all__ = ["ESTIMATOR", "MANAGER", "acompute_score", "compute_score"]
+__all__ = [
+    "ESTIMATOR",
+    "MANAGER",
+    "acompute_score",
+    "compute_score",
+    "response_of_item",
+    "settings_of",
+]
 
 ESTIMATOR = "batchwright_grpo"
 """`algorithm.adv_estimator=batchwright_grpo`"""

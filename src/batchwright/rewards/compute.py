@@ -10,7 +10,14 @@ from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.reward import Response, words
 from batchwright.rewards.scorer import Column, Scorer
 
-__all__ = ["acompute_score", "compute_score", "forget_scorers", "scorer_for"]
+__all__ = [
+    "acompute_score",
+    "batch_of",
+    "compute_score",
+    "forget_scorers",
+    "scorer_for",
+    "single_of",
+]
 
 _DOCUMENTED = {
     "verbosity_words": "word_count_before_measurements",

@@ -25,6 +25,7 @@ __all__ = [
     "Pattern",
     "Rule",
     "Verbosity",
+    "compiled",
     "last_number",
     "listed",
 ]

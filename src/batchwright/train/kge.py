@@ -37,8 +37,8 @@ from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.ranking import rank
 from batchwright.permutation import permutation
 from batchwright.train.kgeconfig import KgeConfig
-from batchwright.train.sft import _interrupts
 from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
 from batchwright.world import World
 
 __all__ = ["KgeResult", "KgeTrainer", "fit_kge", "load_scorer", "train_kge", "vocab_digest"]
@@ -225,7 +225,7 @@ def _loop(
             open_things.callback(log.close)
             log.write("resume" if resumed else "start", step=at.global_step, steps=total)
         open_things.enter_context(_threads(config.threads))
-        interrupted = open_things.enter_context(_interrupts())
+        interrupted = open_things.enter_context(interrupts())
 
         def save() -> None:
             if run:

@@ -1,13 +1,11 @@
 """The settings of an embedding's training. Light to import: the command's help is made from it."""
 
-import json
-import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from batchwright.errors import BadFile, ConfigError
-from batchwright.files import existing
+from batchwright.errors import ConfigError
+from batchwright.train.settings import flag, from_toml, to_toml
 
 __all__ = ["KgeConfig"]
 
@@ -59,15 +57,15 @@ class KgeConfig:
     def __post_init__(self) -> None:
         for name in ("rank", "epochs", "batch_size", "threads"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 1 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 1 or more")
         for name in ("eval_every", "eval_triples", "patience", "save_every", "stop_after"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
         if not 0 < self.lr < 100:
             raise ConfigError(f"--lr {self.lr} is not a number above 0 and below 100")
         for name in ("penalty", "relation_weight"):
             if not 0 <= getattr(self, name) < 1e6:
-                raise ConfigError(f"--{_flag(name)} {getattr(self, name)} is not 0 or more")
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
         if self.negatives < -1:
             raise ConfigError(f"--negatives {self.negatives} is not -1 (choose), 0 (all) or more")
         if self.relation_weight and self.model in ("transe", "rotate"):
@@ -90,26 +88,9 @@ class KgeConfig:
 
     def to_toml(self) -> str:
         """The settings as `config.toml`."""
-        # JSON's strings, finite numbers and booleans are TOML's as well.
-        given = {k: str(v) if isinstance(v, Path) else v for k, v in asdict(self).items()}
-        return "".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in given.items())
+        return to_toml(self)
 
     @classmethod
     def load(cls, path: Path) -> "KgeConfig":
         """Read a `config.toml`."""
-        try:
-            text = existing(path, "run configuration").read_text("utf-8")
-            found: dict[str, Any] = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise BadFile(f"{path} is not TOML: {error}") from None
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(found.keys() - known)
-        if unknown:
-            raise BadFile(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
-        if "run_dir" in found:
-            found["run_dir"] = Path(found["run_dir"])
-        return cls(**found)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
+        return from_toml(cls, path)

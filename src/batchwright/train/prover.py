@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.events import EventLog
 from batchwright.files import write_atomic
+from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.mine import mine, write_rules
 from batchwright.logic.ranking import rank
@@ -33,6 +34,7 @@ from batchwright.train.prover_parts import (
     Cloning,
     Learner,
     Passes,
+    Potential,
     Practice,
     ask_once,
     kge_potential,
@@ -40,8 +42,8 @@ from batchwright.train.prover_parts import (
 from batchwright.train.proverconfig import ProverConfig
 from batchwright.train.rule_policy import rule_policy
 from batchwright.train.settings import to_toml
-from batchwright.train.sft import _interrupts
 from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
 from batchwright.world import World
 
 __all__ = ["ProverResult", "fit_prover", "load_prover", "train_prover"]
@@ -116,18 +118,21 @@ def train_prover(
     else:
         rules = _rules(config, graph)
         write_rules(run / "rules.txt", rules, graph.vocab, f"rules of {graph.name}")
+    asked, potential = Asked.of(graph, rules), _potential(config, graph)
     if not resume:
+        # Last of all: what was refused up to here can be started anew in the same place.
         write_stamp(run, seed=config.seed, world=World.detect())
         write_atomic(run / "config.toml", to_toml(config).encode())
     with EventLog(run / "events.jsonl") as log:
-        return _loop(config, graph, rules, run, log, progress)[1]
+        return _loop(config, graph, asked, potential, run, log, progress)[1]
 
 
 def fit_prover(
     config: ProverConfig, graph: Graph, rules: Rules, progress: Progress | None = None
 ) -> tuple[PolicyScorer, ProverResult]:
     """Train in memory, with no run directory; the policy that did best on valid, as a scorer."""
-    return _loop(config, graph, rules, None, None, progress)
+    asked, potential = Asked.of(graph, rules), _potential(config, graph)
+    return _loop(config, graph, asked, potential, None, None, progress)
 
 
 def load_prover(run: Path, graph: Graph) -> PolicyScorer:
@@ -152,20 +157,23 @@ def load_prover(run: Path, graph: Graph) -> PolicyScorer:
 def _loop(
     config: ProverConfig,
     graph: Graph,
-    rules: Rules,
+    asked: Asked,
+    potential: Potential | None,
     run: Path | None,
     log: EventLog | None,
     progress: Progress | None,
 ) -> tuple[PolicyScorer, ProverResult]:
     began = time.perf_counter()
-    asked = Asked.of(graph, rules)
     policy = rule_policy(asked, config.seed)
     questions = asked.questions(graph.train)
     valid = _spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth)
+    mark = digest("prover", vocab_digest(graph), digest_array(graph.train))
     at, best, saved = _At(), _copied(policy), None
     if run and (path := latest(run / "checkpoints")):
         state = load_checkpoint(path)
+        if state["graph"] != mark:
+            raise Mismatch(f"{path} is of other facts than {config.data} holds; restore them")
         at, saved = _At(**state["at"]), state["learner"]
         _load(policy, state["policy"], path)
         best = {name: torch.from_numpy(array) for name, array in state["best"].items()}
@@ -198,13 +206,13 @@ def _loop(
     learner: Learner | None = None
     begun_at, stopping = at.round, False
     # What is computed is small: more threads would only wait for each other.
-    with _threads(1), _interrupts() as interrupted:
+    with _threads(1), interrupts() as interrupted:
         if at.round == 0:
             at = judged(at)
         while at.round < len(plan) and not stopping:
             here = plan[at.round]
             if learner is None or here.number == 0:
-                learner = _learner(here, config, graph, asked, policy, questions)
+                learner = _learner(here, config, asked, policy, questions, potential)
                 if saved is not None and here.number > 0:
                     learner.load_state_dict(saved)
                 saved = None
@@ -222,6 +230,7 @@ def _loop(
             over = stopping or at.round == len(plan)
             if run and (over or at.round % config.save_every == 0):
                 state = {
+                    "graph": mark,
                     "at": asdict(at),
                     "policy": dict(policy.state_dict()),
                     "best": best,
@@ -268,19 +277,22 @@ def _plan(config: ProverConfig, depth: int) -> list[_Round]:
 def _learner(
     here: _Round,
     config: ProverConfig,
-    graph: Graph,
     asked: Asked,
     policy: Policy,
     questions: Ints,
+    potential: Potential | None,
 ) -> Learner:
     if here.part == "imitation":
         return Cloning(asked, policy, questions, config)
     if here.part == "gradients":
         return Passes(asked, policy, questions, config)
-    potential = None
-    if config.kge is not None:
-        potential = kge_potential(load_scorer(config.kge, graph).kge, asked)
     return Practice(asked, policy, questions, config, here.depth, here.of, potential)
+
+
+def _potential(config: ProverConfig, graph: Graph) -> Potential | None:
+    if config.kge is None:
+        return None
+    return kge_potential(load_scorer(config.kge, graph).kge)
 
 
 def _rules(config: ProverConfig, graph: Graph) -> Rules:

@@ -24,11 +24,21 @@ from batchwright.train.policy_kernels import learn
 from batchwright.train.proverconfig import ProverConfig
 from batchwright.train.rule_policy import RuleActor
 
-__all__ = ["Asking", "Cloning", "Learner", "Passes", "Practice", "ask_once", "kge_potential"]
+__all__ = [
+    "Asking",
+    "Cloning",
+    "Learner",
+    "Passes",
+    "Potential",
+    "Practice",
+    "ask_once",
+    "kge_potential",
+]
 
 Ints = NDArray[np.int32]
 Metrics = dict[str, float]
 Potential = Callable[[Ints], NDArray[Any]]
+"""What goals are worth, as triples with -1 for variables."""
 
 SMALL_SQUARE = 1e-2
 """What Adagrad's sums begin with, so that the first slopes do not move a rule by a whole rate."""
@@ -238,9 +248,9 @@ def ask_once(
     return Asking(proved / len(questions), right / len(questions))
 
 
-def kge_potential(kge: Kge, asked: Asked) -> Potential:
+def kge_potential(kge: Kge) -> Potential:
     """How likely an embedding finds a goal, from 0 to 1; 0 for goals that are not ground."""
-    preds = asked.steps.num_predicates
+    preds = kge.shape.num_predicates
 
     def values(goals: Ints) -> NDArray[np.float32]:
         found = np.zeros(len(goals), np.float32)

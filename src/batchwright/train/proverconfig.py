@@ -49,8 +49,10 @@ class ProverConfig:
     negatives: int = 0
     """0: ask p(h, ?) and let wrong answers count against; else ask whether triples are true, this
     many corrupted ones after each."""
-    reward: str = "proved_signed"
-    """proved, proved_signed, correct, cautious, balanced or balanced_end."""
+    reward: Literal[
+        "proved", "proved_signed", "correct", "cautious", "balanced", "balanced_end"
+    ] = "proved_signed"
+    """What the end of an episode is worth; see the guide."""
     end_action: bool = True
     """Whether a question can be given up."""
     kge: Path | None = None

@@ -8,11 +8,8 @@ can be done again without any server.
 """
 
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +29,7 @@ from batchwright.train.overlap import OverlappingRunner
 from batchwright.train.phrasing import Phrasing, open_phrasing
 from batchwright.train.settings import from_toml, to_toml
 from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
 from batchwright.world import World
 
 __all__ = ["MutatorResult", "build_env", "load_policy", "train_query_mutator"]
@@ -73,7 +71,7 @@ def train_query_mutator(
     with (
         EventLog(run / "events.jsonl") as log,
         open_phrasing(config, replay or run, replay=replay is not None, events=log) as models,
-        _interrupts() as interrupted,
+        interrupts() as interrupted,
     ):
         transcript = _Transcript(run / "rollouts")
         env = build_env(config, models, on_turn=transcript.add)
@@ -223,24 +221,3 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not np.isfinite(value) else value
         for name, value in row.items()
     }
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; the second one is not held back."""
-    pressed = False
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -10,13 +10,11 @@ repeats what an uninterrupted one does.
 
 import inspect
 import math
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,6 +38,7 @@ from batchwright.train.isolation import refuse_leaks
 from batchwright.train.models import context_length, load_model, write_tokenizer
 from batchwright.train.prepare import Prepared, open_prepared, prepare
 from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
 from batchwright.world import World
 
 __all__ = ["SftResult", "Tracker", "learning_rate", "microbatch_loss", "train_sft"]
@@ -186,7 +185,7 @@ def train_sft(
             return value
 
         model.train()
-        interrupted = open_things.enter_context(_interrupts())
+        interrupted = open_things.enter_context(interrupts())
         steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=epochs - at.epoch)
         for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
             if step == total:
@@ -222,7 +221,7 @@ def train_sft(
                 float(sum(b.batch_size * b.max_len for b in ready)),
                 float(interrupted()),
             ]
-            summed, tokens, capacity, interrupts = ranks.summed(totals, world, device)
+            summed, tokens, capacity, pressed = ranks.summed(totals, world, device)
             loss = summed / counted
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 # The weights are still those of the last good step: worth keeping.
@@ -263,7 +262,7 @@ def train_sft(
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
             enough = config.stop_after and step - began_at >= config.stop_after
-            stopping = bool(interrupts or enough) and step < total
+            stopping = bool(pressed or enough) and step < total
             if stopping or (config.save_every and step % config.save_every == 0):
                 save(at)
             if stopping:
@@ -506,24 +505,3 @@ def _export(model: Any, config: SftConfig, main: bool) -> None:
     with atomic_folder(config.run_dir / "model", marker) as folder:
         model.save_pretrained(folder, state_dict=weights)
         write_tokenizer(folder, config.model, config.tokenizer)
-
-
-@contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed; the second one is not held back."""
-    pressed = False
-
-    def note(number: int, frame: Any) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

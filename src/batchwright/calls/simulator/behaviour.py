@@ -1,40 +1,30 @@
-"""A model server of known behaviour: a real one on loopback, whose answers cost nothing.
-
-It speaks OpenAI's and Ollama's protocols, has a knee, a latency, rate limits and faults of your
-choice, and counts what was asked of it.
-
-    with Simulator(kind="queue", knee=60, latency_s=0.05).running() as url:
-        ...                      # OpenAI under url + "/v1", Ollama under url
-        url.stats()["finished"]
-"""
+"""What a simulated server is like: how many it bears, how long it takes, what goes wrong."""
 
 import dataclasses
-import http.client
 import json
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from batchwright.calls.request import Request
-from batchwright.calls.simulated_answers import MODELS
-from batchwright.calls.simulated_questions import (
+from batchwright.calls.simulator.answers import MODELS
+from batchwright.calls.simulator.questions import (
     RULES,
     Question,
     Target,
     read_questions,
     uniform,
 )
-from batchwright.calls.simulated_service import Kind
-from batchwright.errors import BatchwrightError, ConfigError, NoServer
+from batchwright.calls.simulator.service import Kind
+from batchwright.errors import ConfigError
 
-__all__ = ["FAULTS", "RunningSimulator", "Simulator", "running"]
+if TYPE_CHECKING:
+    from batchwright.calls.simulator.process import RunningSimulator
+
+__all__ = ["FAULTS", "Simulator"]
 
 FAULTS = {
     "429": "turned away at once, with Retry-After if it is set",
@@ -156,12 +146,14 @@ class Simulator:
         self, *, port: int = 0, unix: Path | None = None, in_thread: bool = False
     ) -> "Iterator[RunningSimulator]":
         """Serve until the block ends, in a process of its own unless `in_thread`."""
+        from batchwright.calls.simulator.process import running
+
         with running(self, port=port, unix=unix, in_thread=in_thread) as url:
             yield url
 
     def in_process(self) -> Callable[[Sequence[Request]], list[dict[str, Any]]]:
         """The models as a plain function of requests: no server, no latency, no faults."""
-        from batchwright.calls.simulated_answers import Models
+        from batchwright.calls.simulator.answers import Models
 
         return Models(self).answer_all
 
@@ -198,109 +190,6 @@ class Simulator:
                 f"the chances of faults are {chances}; none may be negative, their sum at most 1"
             )
         self.target()  # the rules are checked there
-
-
-class RunningSimulator(str):
-    """The address of a running simulator, which can also be asked what happened there."""
-
-    pid: int | None = None
-    """Its process, if it has one of its own."""
-    unix: str | None = None
-
-    def stats(self, calls: bool = False) -> dict[str, Any]:
-        """The counts since the start or the last reset; with `calls`, of every request too."""
-        return self._ask(f"/simulator/stats{'?calls=1' if calls else ''}")
-
-    def reset(self) -> dict[str, Any]:
-        """Forget what was counted, and how often each request was seen."""
-        return self._ask("/simulator/reset")
-
-    def _ask(self, path: str) -> dict[str, Any]:
-        if self.unix is None:
-            connection = http.client.HTTPConnection(self.removeprefix("http://"), timeout=60)
-        else:
-            connection = http.client.HTTPConnection("localhost", timeout=60)
-            connection.sock = socket.socket(socket.AF_UNIX)
-            connection.sock.connect(self.unix)
-        try:
-            connection.request("POST", path)
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-        finally:
-            connection.close()
-        return answer
-
-
-@contextmanager
-def running(
-    simulator: Simulator, *, port: int = 0, unix: Path | None = None, in_thread: bool = False
-) -> Iterator[RunningSimulator]:
-    """Serve on 127.0.0.1 until the block ends; port 0 takes a free one, `unix` a socket file.
-
-    The server runs in a process of its own, so that a benchmark does not share an interpreter
-    with it; it ends when this process does, however that happens.
-    """
-    if in_thread:
-        with _in_thread(simulator, port, unix) as url:
-            yield url
-        return
-    code = "from batchwright.calls.simulated_server import child; child()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            place = {"port": port, "unix": None if unix is None else str(unix)}
-            process.stdin.write(f"{simulator.to_json()}\n{json.dumps(place)}\n")
-            process.stdin.flush()
-            said = process.stdout.readline().strip()
-            if not said.startswith(("http:", "unix:")):
-                raise NoServer(said or "the simulator's process ended before it could serve")
-            url = _address(said)
-            url.pid = process.pid
-            yield url
-        finally:
-            # It may be dead already: tests kill it.
-            process.kill()
-
-
-@contextmanager
-def _in_thread(simulator: Simulator, port: int, unix: Path | None) -> Iterator[RunningSimulator]:
-    from batchwright.calls.simulated_server import Server
-
-    server = Server(simulator)
-    ready = threading.Event()
-    said: list[str | BatchwrightError] = []
-
-    def started(url: str) -> None:
-        said.append(url)
-        ready.set()
-
-    def serve() -> None:
-        try:
-            server.run(port, unix, started)
-        except BatchwrightError as error:
-            said.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=serve, name="simulator", daemon=True)
-    thread.start()
-    ready.wait()
-    if isinstance(said[0], BatchwrightError):
-        raise said[0]
-    try:
-        yield _address(said[0])
-    finally:
-        server.stop()
-        thread.join()
-
-
-def _address(said: str) -> RunningSimulator:
-    url = RunningSimulator(said)
-    if said.startswith("unix://"):
-        url.unix = said.removeprefix("unix://")
-    return url
 
 
 def _question(given: Mapping[str, str]) -> Question:

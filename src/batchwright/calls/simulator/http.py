@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-from batchwright.calls.simulated_wire import CREATED, CREATED_TEXT, PATHS, Refusal, error
+from batchwright.calls.simulator.wire import CREATED, CREATED_TEXT, PATHS, Refusal, error
 
 if TYPE_CHECKING:
-    from batchwright.calls.simulated_server import Call, Server
-    from batchwright.calls.simulated_service import Job
+    from batchwright.calls.simulator.server import Call, Server
+    from batchwright.calls.simulator.service import Job
 
 __all__ = ["Connection", "chunks", "response"]
 

@@ -13,14 +13,14 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.calls.simulated_answers import Models
-from batchwright.calls.simulated_http import Connection, chunks, response
-from batchwright.calls.simulated_service import Bucket, Job, Service
-from batchwright.calls.simulated_wire import Ask, Refusal, Reply, events, read, whole
+from batchwright.calls.simulator.answers import Models
+from batchwright.calls.simulator.http import Connection, chunks, response
+from batchwright.calls.simulator.service import Bucket, Job, Service
+from batchwright.calls.simulator.wire import Ask, Refusal, Reply, events, read, whole
 from batchwright.errors import BatchwrightError, NoServer
 
 if TYPE_CHECKING:
-    from batchwright.calls.simulator import Simulator
+    from batchwright.calls.simulator.behaviour import Simulator
 
 __all__ = ["Call", "Server", "child"]
 
@@ -292,7 +292,7 @@ def child() -> None:
 
     The end of stdin is the end of the server, so it never outlives the process it serves.
     """
-    from batchwright.calls.simulator import Simulator
+    from batchwright.calls.simulator.behaviour import Simulator
 
     # Ctrl-C is for the process that started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.calls.request import Request
-from batchwright.calls.simulated_questions import OPERATORS, STRANGE, TOKEN, Target, mutate, uniform
-from batchwright.calls.simulated_wire import PATHS, PIECE, Ask, Refusal, Reply, read, whole
+from batchwright.calls.simulator.questions import OPERATORS, STRANGE, TOKEN, Target, mutate, uniform
+from batchwright.calls.simulator.wire import PATHS, PIECE, Ask, Refusal, Reply, read, whole
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchwright.calls.simulator import Simulator
+    from batchwright.calls.simulator.behaviour import Simulator
 
 __all__ = ["MODELS", "Models", "answer", "asked", "in_format", "operator_of"]
 
