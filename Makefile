@@ -46,4 +46,4 @@ docs: $(STAMP)
 	$(BIN)/pytest -q tests/test_docs.py
 
 clean:
-	rm -rf $(VENV) $(BENCH) demo dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) .venv-verl demo dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

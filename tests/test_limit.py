@@ -105,6 +105,17 @@ def test_what_was_learned_survives_json_and_goes_on_the_same(
     assert list(play(one, later, 1e6)) == list(play(two, later, 1e6))
 
 
+@pytest.mark.parametrize("calls", [1, 5, 20, 60, 200])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_of_a_short_run_is_worth_something_and_harms_nothing(
+    kind: str, calls: int
+) -> None:
+    first, second = AutoLimit(), AutoLimit()
+    world.run(world.World(kind, (30,), calls=calls), first)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert share_of_oracle(kind, second, (30,), calls=2000, seed=1) > 75
+
+
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0.01, 5), st.floats(0, 0.7)), max_size=300))
 @settings(max_examples=40, deadline=None)
 def test_a_caller_that_does_not_fill_the_limit_moves_nothing(idle: list[Any]) -> None:

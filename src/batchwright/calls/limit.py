@@ -15,14 +15,11 @@ VERSION = 1
 HISTORY = 256
 
 GROWTH = 2.0
-"""Factor of the ramp."""
-TRUST = 1.2
-"""The next step of the ramp grows by at most so many times what goodput grew by."""
+"""Factor of the ramp; less where goodput grew by less."""
 RAMP_SHARE, RAMP_CALLS = 0.6, 12
 """A step of the ramp is judged when this share of the limit has ended, and so many calls."""
 PAYS = 0.25
 """The ramp goes on if goodput grew by the growth of the limit to this power."""
-FELL = 0.9
 EXIT = 1.25
 """Where the ramp ends: above its last good step, by this and by what goodput grew since."""
 HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
@@ -44,9 +41,9 @@ TEST_SHARE, TEST_CALLS = 0.35, 16
 """A probe is not judged before this share of the limit has ended, and so many calls."""
 PAID = 0.9
 """The slope that a moved knee is expected to show in a probe."""
-SURPRISE, SURPRISE_SIGMAS = 0.12, 2.5
+SURPRISE, SURPRISE_SIGMAS = 0.12, 3.0
 """How far a round must be from what was expected to be doubted, on the logarithmic scale."""
-YOUNG = 3
+YOUNG = 4
 """With fewer rounds than these, nothing is expected yet."""
 LATE = 1.5
 """A round that takes so many times the expected time is judged before its end."""
@@ -350,7 +347,7 @@ class AutoLimit:
         growth = GROWTH
         if rung is not None and rung[0] < limit:
             before, rate_before, _ = rung
-            growth = max(1.3, min(GROWTH, TRUST * rate / rate_before))
+            growth = max(1.3, min(GROWTH, 1.05 * rate / rate_before))
             slope = math.log(rate / rate_before) / math.log(limit / before)
             if slope < PAYS:
                 if slope < -0.2 or overdue or stretch.ended >= 2 * need:
@@ -371,7 +368,7 @@ class AutoLimit:
             self._move(now, before, "ramp over at once", "dive")
             return
         # Where goodput even fell, the knee is nearer to the good step than to the bad one.
-        top = self._limit if ratio > FELL else math.sqrt(before * self._limit)
+        top = self._limit if ratio > 0.9 else math.sqrt(before * self._limit)
         self._curve.bounds = (before / 1.25, top)
         self._base = max(before, min(0.9 * self._limit, EXIT * ratio * before))
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
@@ -459,7 +456,7 @@ class AutoLimit:
         """Whether a probe is already clear: as expected, or as if the knee had moved."""
         stretch, base, curve = self._round, self._base, self._curve
         self._undecided = False
-        if curve.rounds < 4:
+        if curve.rounds < YOUNG:
             return False
         if stretch.ended < max(TEST_CALLS, TEST_SHARE * self._limit):
             return False

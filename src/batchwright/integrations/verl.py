@@ -70,11 +70,17 @@ def settings_of(config: Any) -> Mapping[str, Any]:
     return found
 
 
-if find_spec("verl") is not None:
-    import torch
+def _there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # A package above it is not there.
+        return False
+
+
+if _there("verl.experimental.reward_loop.reward_manager"):
     from verl.experimental.reward_loop.reward_manager import register
     from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
     @register(MANAGER)
     class RewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -105,6 +111,13 @@ if find_spec("verl") is not None:
             rewards = await self.scorer.ascore([response_of_item(item, text)])
             (row,) = self.scorer.columns(rewards, self.missing)
             return {"reward_score": float(row["score"]), "reward_extra_info": row}
+
+    __all__ += ["RewardManager"]
+
+
+if _there("verl"):
+    import torch
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
     @register_adv_est(ESTIMATOR)  # type: ignore[untyped-decorator]
     def grpo_of_valid(
@@ -137,4 +150,4 @@ if find_spec("verl") is not None:
             )
         return advantages, advantages
 
-    __all__ += ["RewardManager", "grpo_of_valid"]
+    __all__ += ["grpo_of_valid"]
