@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from batchwright.calls import (
     ErrorBudget,
     Failed,
     Kind,
+    Outcome,
     Pool,
+    Request,
     batch_encode_queries,
     batch_mutate_queries,
     batch_query_target_model,
@@ -38,7 +41,7 @@ from batchwright.calls.lane import memory_path
 from batchwright.calls.queries import NO_ANSWER
 from batchwright.calls.retry import Retry
 from batchwright.calls.simulator import Simulator
-from batchwright.errors import ConfigError, Mismatch
+from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 from batchwright.events import EventLog, read_events
 from raw_server import RawServer, Seen, answer
 
@@ -693,3 +696,19 @@ def test_a_pool_nobody_closed_leaves_no_noise_behind():
         )
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "re: question 1\n", "")
+
+
+def test_a_budget_that_the_last_call_exceeds_is_told_to_that_call() -> None:
+    def broken(requests: Sequence[Request]) -> list[Exception]:
+        return [RuntimeError("down") for _ in requests]
+
+    budget = ErrorBudget(0, window=1)
+    with Pool(Endpoint(broken), tries=1, budget=budget, remember=False) as pool:
+        with pytest.raises(BudgetExceeded, match="1 of the last 1 calls failed"):
+            pool.map([chat("m", "alone")])
+
+        async def one() -> Outcome:
+            return await pool.call(chat("m", "alone"))
+
+        with pytest.raises(BudgetExceeded):
+            pool.run(one())

@@ -320,15 +320,14 @@ class Cache:
 
 
 def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-    """The rows of some keys, asked for many at a time: a statement costs more than a look-up."""
+    """The rows of some keys, asked for many with each statement."""
     for start in range(0, len(keys), CHUNK):
         part = keys[start : start + CHUNK]
         yield from connection.execute(query.format(",".join("?" * len(part))), part)
 
 
 def _insert(connection: Connection, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert many rows at a time: SQLite lets go of the interpreter at every single statement,
-    and beside a busy loop it takes longer to get it back than to insert."""
+    """Insert many rows with each statement."""
     for start in range(0, len(rows), CHUNK):
         part = rows[start : start + CHUNK]
         marks = "(" + ",".join("?" * len(part[0])) + ")"

@@ -192,7 +192,7 @@ class Engine:
         waiters = job.waiters
         self._end(job)
         shared = outcome
-        exceeded = False
+        error = self._over_budget(outcome, waiters)
         for place, (sink, index) in enumerate(waiters):
             if isinstance(outcome, Failed):
                 self._ledger.failure(outcome)
@@ -202,13 +202,29 @@ class Engine:
                     self._ledger.shared += 1
                     if shared is outcome:
                         shared = as_from(outcome, "shared")
-            if self._failures is not None:
-                exceeded |= self._failures.add(outcome)
             sink.deliver(index, shared if place else outcome)
-        if exceeded and self._failures is not None:
-            sentence = self._failures.sentence()
-            self._failures.clear()
-            self.abort(BudgetExceeded(f"{sentence}; answers that came back are kept in the cache"))
+        if error is not None:
+            self.abort(error)
+
+    def _over_budget(
+        self, outcome: Outcome, waiters: Sequence[tuple[Sink, int]]
+    ) -> BudgetExceeded | None:
+        """Count an outcome; the error, told to those who wait for it, if it was one too many."""
+        failures = self._failures
+        if failures is None:
+            return None
+        exceeded = False
+        for _ in waiters:
+            exceeded |= failures.add(outcome)
+        if not exceeded:
+            return None
+        error = BudgetExceeded(
+            f"{failures.sentence()}; answers that came back are kept in the cache"
+        )
+        failures.clear()
+        for sink, _ in waiters:
+            sink.abort(error)
+        return error
 
     def _end(self, job: Job) -> None:
         job.over = True

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "limit_for", "memory_path", "remember", "remembered"]
 
+SILENT = {Kind.TIMEOUT, Kind.UNREACHABLE}
 BAD = {Kind.TIMEOUT, Kind.UNREACHABLE, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
 """What an unhealthy server sends, or does not; a refusal with a reason comes from a healthy one."""
 
@@ -33,6 +34,8 @@ class Lane:
     learns: bool
     """Whether the limit is found, not given, and so is worth remembering."""
     rates: "RateBuckets | None" = None
+    alone: bool = False
+    """Whether there is no other endpoint to go to."""
     breaker: Breaker = field(default_factory=Breaker)
     in_flight: int = 0
     blocked_until: float = 0.0
@@ -69,7 +72,9 @@ class Lane:
             self.breaker.on_good()
         else:
             self.limit.on_done(now, seconds, self.in_flight, False)
-            if outcome.kind in BAD:
+            # Where nobody else could be asked, one that answers at all is not set aside: calls
+            # that it never answers well would wait for each other's probes.
+            if outcome.kind in (SILENT if self.alone else BAD):
                 self.breaker.on_bad(now)
             else:
                 self.breaker.on_good()

@@ -303,7 +303,8 @@ class Pool:
             from batchwright.calls.rates import RateBuckets
 
             rates = RateBuckets(models.home() / "rates.db", *self._rates, name=endpoint.name)
-        return Lane(endpoint, limit, found and self._rules.remember, rates)
+        alone = len(self.endpoints) == 1
+        return Lane(endpoint, limit, found and self._rules.remember, rates, alone)
 
     def _checked(self, requests: Iterable[Request]) -> Iterator[Request]:
         return map(self._check, requests)
