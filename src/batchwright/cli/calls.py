@@ -33,7 +33,9 @@ EndpointFlag = Annotated[
 ModelFlag = Annotated[str, Parameter(name=["--model", "-m"], help="The model's name there.")]
 KeyEnv = Annotated[
     str | None,
-    Parameter(help="Environment variable that holds the API key (OPENAI_API_KEY if it is set)."),
+    Parameter(
+        help="Environment variable that holds the API key (OPENAI_API_KEY for https addresses, if it is set)."
+    ),
 ]
 
 
