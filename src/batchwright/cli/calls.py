@@ -34,7 +34,7 @@ ModelFlag = Annotated[str, Parameter(name=["--model", "-m"], help="The model's n
 KeyEnv = Annotated[
     str | None,
     Parameter(
-        help="Environment variable that holds the API key (OPENAI_API_KEY for https addresses, if it is set)."
+        help="Environment variable that holds the API key (default for https: OPENAI_API_KEY)."
     ),
 ]
 
