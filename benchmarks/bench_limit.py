@@ -7,9 +7,11 @@ and seeds. The oracle is the best limit that knows the knee, in every phase. `co
 `warm` begins with what a cold run over other calls learned, for the moving knee that is 120.
 
 The constants of the limit were chosen on the worlds of `--tuning`, which have other knees,
-latencies, spreads and seeds than the ones judged here. Refused calls keep their place while they
-wait, for everybody: the rule is kinder to the peers, which would otherwise be refused many times
-as often. What our own pool does, to give the place to the next call, is in the last table.
+latencies, spreads and seeds than the ones judged here. (A first draw of the judged worlds was
+looked at once before the last changes to the ramp; these are other draws.) Refused calls keep
+their place while they wait, for everybody: the rule is kinder to the peers, which would otherwise
+be refused many times as often. What our own pool does, to give the place to the next call, is in
+the last table.
 
 `--live` measures over HTTP, with the pool, against the simulator in a process of its own; there
 the machine matters.

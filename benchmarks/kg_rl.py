@@ -9,6 +9,7 @@ try was in sight for each graph.
 
 import argparse
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -47,11 +48,12 @@ def rl_seed(folder: Path, runs: Path, name: str, seed: int) -> dict[str, Any]:
         kept: dict[str, Any] = json.loads(path.read_bytes())
         if kept["settings"] == mark:
             return kept
-    # A run begins in a folder of its own, so that its time is that of one whole run.
-    run = runs / f"rl-{name}-{seed}-{mark[:8]}"
+    run = runs / f"rl-{name}-{seed}"
+    # A run that was cut off begins anew: its time is to be that of one whole run.
+    shutil.rmtree(run, ignore_errors=True)
     clock = Clock()
     config = replace(settings, data=str(folder / name), run_dir=run, seed=seed)
-    train_prover(config, resume=(run / "config.toml").exists())
+    train_prover(config)
     spent = clock.read()
     graph = load_graph(folder / name)
     found = {

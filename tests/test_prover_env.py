@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.envs import BatchedVecEnv, Env, Step
+from batchwright.envs import BatchedVecEnv, Env, Step, check_env
 from batchwright.envs.prover import END, NEXT, REWARDS
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
@@ -224,6 +224,14 @@ def episodes(env: BatchedVecEnv, number: int) -> dict[int, list[Any]]:
 
 def test_it_is_an_env() -> None:
     assert isinstance(small(), Env)
+
+
+@pytest.mark.parametrize("settings", [{"negatives": 1}, {"ask": "both"}, {"max_candidates": 4}])
+def test_it_passes_the_check_for_environments(settings: dict[str, Any]) -> None:
+    def make(num_envs: int) -> BatchedVecEnv:
+        return small(num_envs, depth=4, **settings)
+
+    check_env(make(6), make=make)
 
 
 @pytest.mark.parametrize("settings", [{"negatives": 2}, {"ask": "both"}])

@@ -16,14 +16,18 @@ to a state of the same episode are left out as well, compared exactly.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchwright.envs import prover_kernels as core
+from batchwright.envs import prover_kernels
+from batchwright.envs import prover_slots as core
 from batchwright.envs.api import ArraySpec, Obs, Step
+from batchwright.envs.prover_plans import plan
+from batchwright.envs.prover_table import table_of
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.facts import Facts, as_triples
@@ -121,6 +125,7 @@ class BatchedVecEnv:
             )
         self._rewards = _scheme(reward, negatives)
         self._program = program(facts, rules)
+        self._plans = plan(rules.head, rules.body, rules.body_len, facts.num_entities)
         # Corruptions must not be true, and neither the facts nor the queries are to be missed.
         truths = facts
         if negatives and known is None:
@@ -198,7 +203,7 @@ class BatchedVecEnv:
             chosen = np.ones(self._num_envs, np.bool_)
         else:
             chosen = np.asarray(where, np.bool_).reshape(self._num_envs)
-        self._advance(np.where(chosen, core.RESET, core.IDLE))
+        self._command(np.where(chosen, core.RESET, core.IDLE))
         self._lost[chosen] = False
         if self._potential is not None:
             self._phi[chosen] = self._values(self._obs["goals"])[chosen]
@@ -210,11 +215,9 @@ class BatchedVecEnv:
         if self._teacher is not None:
             # Who leaves the teacher's path is not taught until the next episode.
             self._lost |= given != self.expert_actions()
-        # Negative numbers have meanings of their own inside.
-        self._advance(np.maximum(given, -1))
-        done = self._terminated | self._truncated
+        prover_kernels.advance(self._table, given, False)
         if self._teacher is not None:
-            self._lost[done] = False
+            self._lost[self._terminated | self._truncated] = False
         if self._potential is not None:
             self._shape_rewards()
         ended = self._ended
@@ -242,9 +245,8 @@ class BatchedVecEnv:
     def random_actions(self, seed: int = 0) -> NDArray[np.int64]:
         """Uniform choices inside the mask, keyed by episode and step, not by slot."""
         out = np.empty(self._num_envs, np.int64)
-        # Half of it, because kernels count in signed integers.
-        number = key(seed, "prover/random") >> 1
-        core.random_actions(self._slots, self._obs["mask"], number, out)
+        number = _random_key(seed)
+        prover_kernels.random_actions(self._slots, self._obs["mask"], number, out)
         return out
 
     def expert_actions(self) -> NDArray[np.int64]:
@@ -255,7 +257,7 @@ class BatchedVecEnv:
         if self._teacher is None:
             raise ConfigError("this environment has no teacher; give it teacher=prove_all(...)")
         out = np.empty(self._num_envs, np.int64)
-        core.expert_actions(
+        prover_kernels.expert_actions(
             self._slots,
             self._obs["candidates"],
             self._obs["mask"],
@@ -303,7 +305,7 @@ class BatchedVecEnv:
             array[...] = np.asarray(state[name])
         # The buffers of observations are empty again, whatever they held then.
         self._slots[:, [core.FILLED, core.FINAL]] = 0
-        self._advance(np.full(self._num_envs, core.LOOK))
+        self._command(np.full(self._num_envs, core.LOOK))
 
     def __repr__(self) -> str:
         goals, width, depth = self._shape
@@ -313,12 +315,13 @@ class BatchedVecEnv:
     def _allocate(self) -> None:
         goals, width, depth = self._shape
         b = self._num_envs
-        self._slots = np.zeros((b, core.SLOT_COLUMNS), np.int64)
+        self._slots = np.zeros((b, core.TRACES + depth + 1), np.int64)
         # One state after the other, `depth + 1` for each slot.
         self._history = np.full((b * (depth + 1), goals + 1, 3), -1, np.int32)
         self._counters = np.zeros(core.COUNTERS, np.int64)
         self._scratch = np.zeros((2, scratch_size(goals, self.rules)), np.int32)
-        self._lists = np.zeros((2, b), np.int32)
+        self._lists = np.zeros((2, b), np.uint32)
+        self._chosen = np.zeros((b, 4), np.int32)
         self._reward = np.zeros(b, np.float32)
         self._terminated, self._truncated, self._valid, self._lost = np.zeros((4, b), np.bool_)
         self._ended = np.zeros((b, core.ENDED_COLUMNS), np.int64)
@@ -337,39 +340,26 @@ class BatchedVecEnv:
         # What a terminated state shows: there is nothing left to do but to end.
         self._final["mask"][:, core.GIVE_UP] = True
         self._final["candidates"][:, core.GIVE_UP, 0] = END
+        # The table holds addresses: its arrays must live as long.
+        self._held = self._arrays()
+        self._table = table_of(self._held)
 
-    def _advance(self, actions: NDArray[np.int64]) -> None:
-        core.advance(
-            self._program,
-            self._truths.ps_ptr,
-            self._truths.ps_obj,
-            self.inverse,
-            self.queries,
-            self.labels,
-            self._config,
-            self._rewards,
-            actions,
-            self._slots,
-            self._obs["goals"],
-            self._history,
-            self._counters,
-            self._scratch,
-            self._lists,
-            self._obs["candidates"],
-            self._obs["mask"],
-            self._obs["n_valid"],
-            self._obs["query"],
-            self._reward,
-            self._terminated,
-            self._truncated,
-            self._valid,
-            self._ended,
-            self._final["goals"],
-            self._final["candidates"],
-            self._final["mask"],
-            self._final["n_valid"],
-            self._final["query"],
-        )
+    def _arrays(self) -> list[NDArray[Any]]:
+        """What `advance` reads and writes, in its order."""
+        obs, final = self._obs, self._final
+        return [
+            *(*self._program, self._plans, self._truths.ps_ptr, self._truths.ps_obj),
+            *(self.inverse, self.queries, self.labels, self._config, self._rewards),
+            *(self._slots, obs["goals"], self._history, self._counters, self._scratch),
+            *(*self._lists, self._chosen, obs["candidates"], obs["mask"], obs["n_valid"]),
+            *(obs["query"], self._reward, self._terminated, self._truncated, self._valid),
+            *(self._ended, final["goals"], final["candidates"], final["mask"], final["n_valid"]),
+            final["query"],
+        ]
+
+    def _command(self, actions: NDArray[np.int64]) -> None:
+        """Do what RESET, LOOK and IDLE say."""
+        prover_kernels.advance(self._table, actions, True)
 
     def _shape_rewards(self) -> None:
         """Add gamma * phi(next) - phi(now), phi of an end being 0: no best policy changes."""
@@ -394,6 +384,12 @@ class BatchedVecEnv:
         parts = [self.queries, self.labels, self._config, self._rewards, self.inverse]
         parts += [*self._program, self._truths.ps_ptr, self._truths.ps_obj]
         return digest(list(self._shape), [digest_array(part) for part in parts])
+
+
+@lru_cache(maxsize=64)
+def _random_key(seed: int) -> int:
+    # Half of it, because kernels count in signed integers.
+    return key(seed, "prover/random") >> 1
 
 
 def _checked(queries: ArrayLike, facts: Facts, rules: Rules) -> Ints:
