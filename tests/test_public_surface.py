@@ -83,7 +83,9 @@ def assigned(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     ]
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    # Numbers that belong together are given their names in one line.
+    flat = [one for t in targets for one in (t.elts if isinstance(t, ast.Tuple) else [t])]
+    return {target.id for target in flat if isinstance(target, ast.Name)}
 
 
 @pytest.mark.parametrize("name", DOCUMENT_NAMES.split())

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.permutation import mix
 
+__all__ = ["below", "episode_key", "erase", "fold", "option", "sort", "trace", "write"]
+
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Bools = NDArray[np.bool_]
