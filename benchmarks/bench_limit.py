@@ -161,7 +161,12 @@ def other_worlds(report: Report, knees: Sequence[tuple[int, ...]], draws: Sequen
         ("calls come in waves of 256", KINDS, {"wave": 256}),
         ("refused calls give their place away", ("reject",), {"holds_slot": False}),
         ("no Retry-After", ("reject",), {"retry_after_s": None}),
-        ("Retry-After of 5 s", ("reject",), {"retry_after_s": 5.0}),
+        ("Retry-After of 5 s, place kept", ("reject",), {"retry_after_s": 5.0}),
+        (
+            "Retry-After of 5 s, place given away",
+            ("reject",),
+            {"retry_after_s": 5.0, "holds_slot": False},
+        ),
         ("a call keeps the pace of its start", ("thrash", "batch"), {"paced_at_start": True}),
     ]
     for what, kinds, more in variants:

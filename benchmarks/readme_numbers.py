@@ -14,7 +14,7 @@ def main() -> None:
 def table() -> str:
     """One line a claim, with the script that measured it."""
     lines = ["| what | ours | beside it | script |", "|---|---|---|---|"]
-    every = [*packing(), *plans(), *others(), *training(), *agents()]
+    every = [*packing(), *plans(), *others(), *training(), *calls(), *agents()]
     lines += [f"| {' | '.join(row)} |" for row in every]
     loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
     heaviest = max(max(load.values()) for load in loads)
@@ -143,12 +143,77 @@ def training() -> list[list[str]]:
     ]
 
 
+def calls() -> list[list[str]]:
+    cpu = rows("calls", "processor time a call")
+    wall = rows("calls", "1,024 calls of 50 ms")
+    cold, warm = rows("limit", "cold: percent"), rows("limit", "warm: percent")
+    table = saved("rewards", "1,024 samples, 0.1 s a call")
+    kept = next(row for row in table if row[0] == "batchwright, 60, cache")
+    fresh = next(row for row in table if row[:2] == ["batchwright, 60", "all differ"])
+    signs = [row for row in saved("rewards", "4,096 samples") if row[1] == "5 % for good"]
+    wrong = {row[0]: row[3] for row in signs}
+
+    def least(found: dict[str, dict[str, Any]]) -> str:
+        names = [name for name in found if name != "least"]
+        good = sorted(found[name]["batchwright"] for name in names)
+        return f"{good[0]:.0f} to {good[-1]:.0f} %"
+
+    return [
+        [
+            "processor time of a call, cache on",
+            f"{cpu['batchwright + cache']['x aiohttp']:.2f}x raw aiohttp",
+            f"AsyncOpenAI {cpu['AsyncOpenAI + sem(60)']['x aiohttp']:.0f}x, "
+            f"litellm {cpu['litellm']['x aiohttp']:.0f}x, "
+            f"inspect_ai {cpu['inspect_ai']['x aiohttp']:.0f}x",
+            "`bench_calls.py`",
+        ],
+        [
+            "1,024 calls of 50 ms, 60 in flight",
+            f"{wall['batchwright']['x ideal']:.2f}x the ideal time",
+            f"AsyncOpenAI {wall['AsyncOpenAI + sem(60)']['x ideal']:.1f}x, "
+            f"litellm {wall['litellm']['x ideal']:.1f}x, eight threads "
+            f"{wall['ThreadPool(8) + OpenAI']['x ideal']:.1f}x",
+            "`bench_calls.py`",
+        ],
+        [
+            "throughput found on 16 unknown servers (simulated), of the best fixed limit",
+            f"cold {least(cold)}, warm {least(warm)}",
+            f"at worst: AIMD {cold['least']['AIMD']:.0f} %, "
+            f"inspect_ai's rule {cold['least']['inspect_ai']:.0f} %",
+            "`bench_limit.py`",
+        ],
+        [
+            "1,024 judged samples, against one by one",
+            f"{fresh[4]:.0f}x, {kept[4]:.0f}x where 482 texts repeat",
+            "",
+            "`bench_rewards.py`",
+        ],
+        [
+            "advantages of the wrong sign, 5 % of judgements lost",
+            f"{wrong['batchwright, 60']:.1f} %",
+            f"zeros for failures {wrong['batch of clients, 60']:.1f} %, "
+            f"verl's rate_limited {wrong['rate_limited, 60']:.1f} %",
+            "`bench_rewards.py`",
+        ],
+    ]
+
+
 def agents() -> list[list[str]]:
     times = rows("gae", "times the time of ours")
     loop, vector = (
         times["torch loop over T (CleanRL, SB3)"],
         times["torchrl vec_generalized_advantage_estimate"],
     )
+    env = rows("prover_env", "WN18RR, random")
+    core = env["batchwright core, B=256"]["steps/s"]
+    eager = env["torch eager, B=256"]["steps/s"]
+    graphs = ("umls", "family", "kinship", "wn18rr")
+    hybrid = {name: rows("kg", f"{name}, 3 seeds")["hybrid"]["MRR"] for name in graphs}
+    alone = {
+        name: rows("kg_rl", f"{name}, 3 seeds")["rl"]["MRR"] for name in graphs if name != "kinship"
+    }
+    step = rows("query_mutation", "one step of 64 environments")
+    ours = step["batchwright, 64"]
     return [
         [
             "advantages of [128, 256] steps",
@@ -156,7 +221,38 @@ def agents() -> list[list[str]]:
             f"torch loop {loop['B=256']:.1f}x, torchrl {vector['B=256']:,.0f}x the time",
             "`bench_gae.py`",
         ],
+        [
+            "steps of 256 proofs on WN18RR",
+            f"{core / 1e6:.1f}M a processor second",
+            f"torch eager {core / eager:.0f}x slower",
+            "`bench_prover_env.py`",
+        ],
+        [
+            "link prediction, full filtered MRR, rules and embedding",
+            ", ".join(f"{name} {value:.3f}" for name, value in hybrid.items()),
+            "3 seeds, chosen on valid",
+            "`bench_kg.py`",
+        ],
+        [
+            "the same by the learned prover alone",
+            ", ".join(f"{name} {value:.3f}" for name, value in alone.items()),
+            "3 seeds, chosen on valid",
+            "`bench_kg_rl.py`",
+        ],
+        [
+            "a step of 64 rewritten questions, 50 ms a call",
+            f"{ours['seconds']:.2f} s",
+            f"one by one {ours['x sequential']:.0f}x, two phases of 64 threads "
+            f"{step['two phases, 64 threads']['of ours']:.1f}x the time",
+            "`bench_query_mutation.py`",
+        ],
     ]
+
+
+def saved(name: str, title: str) -> list[list[Any]]:
+    """The rows of one saved table as they are."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return next(table["rows"] for table in found["tables"] if table["title"].startswith(title))
 
 
 def rows(name: str, title: str, first: str = "") -> dict[str, dict[str, Any]]:
