@@ -7,8 +7,10 @@ and seeds. The oracle is the best limit that knows the knee, in every phase. `co
 `warm` begins with what a cold run over other calls learned, for the moving knee that is 120.
 
 The constants of the limit were chosen on the worlds of `--tuning`, which have other knees,
-latencies, spreads and seeds than the ones judged here. (A first draw of the judged worlds was
-looked at once before the last changes to the ramp; these are other draws.) Refused calls keep
+latencies, spreads and seeds than the ones judged here. The judging is not blind, though: a first
+draw of the judged worlds was looked at, its worst case (thrash 200) led to a last change of the
+ramp, made on thrash, batch and queue servers with knees from 70 to 230, and what is judged now are
+new latencies, spreads and seeds under the same knees. Refused calls keep
 their place while they wait, for everybody: the rule is kinder to the peers, which would otherwise
 be refused many times as often. What our own pool does, to give the place to the next call, is in
 the last table.

@@ -4,6 +4,8 @@ The rules of Netflix's concurrency-limits are those of its default builders, wit
 widened to 1 and 1000; Gradient2 and Vegas get averages of windows, as its WindowedLimit gives them.
 The seconds in the rules (5 s timeout, 1 s windows, 15 s cool-down) are multiplied by the server's
 mean latency, so that no rule suffers from a server that is faster or slower than its authors' own.
+All are ports by hand, not the originals: Gradient2 is the version without a tolerance, Vegas probes
+at the middle of its jitter, and the threshold of inspect_ai's saturation gate is a guess.
 """
 
 import math

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -50,6 +51,13 @@ class Outcome:
 
 
 Run = Callable[..., Outcome]
+
+
+@pytest.fixture(autouse=True)
+def start_method() -> None:
+    """Children start as the system does it: importing torchrl would have all tests spawn them."""
+    if multiprocessing.get_start_method(allow_none=True) == "spawn":
+        multiprocessing.set_start_method(None, force=True)
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ environments here have already begun the next episode by then. The wrapper shows
 keeps the second until it is asked for, so nothing is lost and nothing is reset twice.
 """
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,11 @@ from numpy.typing import NDArray
 from batchwright.envs.api import ArraySpec, Env, Obs, Step
 from batchwright.errors import ConfigError, Mismatch, need
 
+_start_method = multiprocessing.get_start_method(allow_none=True)
 need("torchrl", extra="rl")
+if multiprocessing.get_start_method(allow_none=True) != _start_method:
+    # TorchRL decides for the whole process that children are spawned; an import must not.
+    multiprocessing.set_start_method(_start_method, force=True)
 
 from tensordict import TensorDict, TensorDictBase  # noqa: E402 - only now known to be there
 from torchrl.data import (  # noqa: E402
