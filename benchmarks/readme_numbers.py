@@ -230,13 +230,13 @@ def agents() -> list[list[str]]:
         [
             "link prediction, full filtered MRR, rules and embedding",
             ", ".join(f"{name} {value:.3f}" for name, value in hybrid.items()),
-            "3 seeds, chosen on valid",
+            "3 seeds; epochs and weights chosen on valid",
             "`bench_kg.py`",
         ],
         [
             "the same by the learned prover alone",
             ", ".join(f"{name} {value:.3f}" for name, value in alone.items()),
-            "3 seeds, chosen on valid",
+            "3 seeds; epochs and weights chosen on valid",
             "`bench_kg_rl.py`",
         ],
         [
