@@ -242,8 +242,14 @@ def test_a_plan_whose_steps_grow_with_the_ranks_is_trained_to_its_end(config: Sf
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=128)
     plan = BatchPlanBuilder(lengths, built).build(2)
     plan.save(folder / "plan")
+    # What the plan holds is left at its defaults.
     given = dataclasses.replace(
-        config, batchplan=folder / "plan", step_size=0, eval_fraction=0.0, layout="auto"
+        config,
+        batchplan=folder / "plan",
+        **{name: getattr(SftConfig(), name) for name in ("token_budget", "pack_max_len")},
+        step_size=0,
+        eval_fraction=0.0,
+        layout="auto",
     )
     down = elsewhere(given, "down", stop_after=2)
     up = elsewhere(given, "up", stop_after=3)
