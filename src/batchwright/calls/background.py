@@ -46,6 +46,8 @@ async def aside(work: Callable[[], T]) -> T:
     """
     loop = asyncio.get_running_loop()
     future: Future[T] = Future()
+    # Marked as running: a caller who goes away cannot cancel it, so `run` may always say its end.
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

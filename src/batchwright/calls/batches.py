@@ -1,6 +1,7 @@
 """Requests that were handed over together, and the ways to wait for their outcomes."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -188,8 +189,10 @@ class One:
     def deliver(self, index: int, outcome: Outcome) -> None:
         if self.direct:
             self._set(outcome)
-        elif not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._set, outcome)
+        else:
+            # A loop that was closed meanwhile has nobody waiting.
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._set, outcome)
 
     def abort(self, error: Exception) -> None:
         self.error = error
@@ -208,7 +211,8 @@ def setter(event: asyncio.Event) -> Callable[[], None]:
     loop = asyncio.get_running_loop()
 
     def set_soon() -> None:
-        if not loop.is_closed():
+        # A loop that was closed meanwhile has nobody waiting.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(event.set)
 
     return set_soon
