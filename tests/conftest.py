@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 
+# Before torch is imported: sums in another number of threads are other sums, and a run in this
+# process is compared with one in a process of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 COMMAND = Path(sys.executable).parent / "batchwright"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
 
