@@ -174,6 +174,18 @@ def test_the_cache_serves_another_process_and_no_server(
         compute_score(WRONG, *sample[1:])
 
 
+def test_a_monitor_behind_a_proxy_is_found(
+    monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The name has no address here: only the proxy, which is the simulator itself, can be reached.
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://monitor.invalid/v1")
+    monkeypatch.setenv("HTTP_PROXY", str(monitor))
+    row = compute_score(RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
+    assert isinstance(row, dict)
+    assert row["valid"]
+    assert monitor.stats()["received"] == 1
+
+
 def test_a_server_of_ones_own_needs_no_key(
     monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
-from batchwright.calls.budget import Failures
-from batchwright.errors import BadReward, BudgetExceeded, NoServer
+from batchwright.calls.served import check_any, check_first
+from batchwright.errors import BadReward, NoServer
 from batchwright.rewards.config import Missing, RewardsConfig
-from batchwright.rewards.reach import knock, refuse_strangers
 from batchwright.rewards.reward import Response, Reward
 from batchwright.rewards.score import needed, plan_work
 
@@ -35,8 +34,6 @@ class Scorer:
         self._pid = 0
         self._answered = False
         self._lock = threading.Lock()
-        self._budget = ErrorBudget(config.error_budget, 1000) if config.error_budget else None
-        self._failures = Failures(self._budget) if self._budget else None
 
     def __reduce__(self) -> tuple[type["Scorer"], tuple[RewardsConfig]]:
         return type(self), (self.config,)
@@ -55,7 +52,7 @@ class Scorer:
                     limit=config.batch_size,
                     cache=config.cache,
                     deadline_s=config.deadline_s,
-                    budget=self._budget,
+                    budget=ErrorBudget(config.error_budget) if config.error_budget else None,
                 )
             return self._pool
 
@@ -122,7 +119,7 @@ class Scorer:
 
     def _knock(self, pool: Pool, requests: Sequence[Request]) -> None:
         try:
-            knock(pool.endpoints)
+            pool.run(check_any(pool.endpoints))
         except NoServer:
             # What is kept already needs no server.
             if self.config.cache is None or not self.config.cache.exists():
@@ -134,15 +131,7 @@ class Scorer:
 
     def _seen(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not self._answered:
-            self._answered = refuse_strangers(outcomes)
-        if self._failures is not None:
-            # The pool stops a batch that goes wrong; trainers that score one sample at a time
-            # have no batch.
-            with self._lock:
-                if any(self._failures.add(outcome) for outcome in outcomes):
-                    sentence = self._failures.sentence()
-                    self._failures.clear()
-                    raise BudgetExceeded(f"{sentence}; look at the server, then go on")
+            self._answered = check_first(outcomes)
         return outcomes
 
     def _row(self, reward: Reward, policy: Missing) -> dict[str, Column]:

@@ -87,6 +87,9 @@ class Connection(asyncio.Protocol):
             self._handle(words[0], words[1], body, headers)
 
     def _handle(self, method: str, address: str, body: bytes, headers: bytes) -> None:
+        if not address.startswith("/"):
+            # As a client of a proxy writes it: the whole address.
+            address = "/" + address.partition("://")[2].partition("/")[2]
         path, _, query = address.partition("?")
         server = self.server
         key = server.simulator.api_key
