@@ -19,7 +19,7 @@ from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFi
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Embedder", "Generator", "load"]
+__all__ = ["Embedder", "Generator", "load", "tiny"]
 
 Answers = list[Mapping[str, Any] | str | Exception]
 
@@ -41,7 +41,7 @@ def load(name: str | Path) -> "Generator | Embedder":
     device = "cuda" if torch.cuda.is_available() else "cpu"
     text, folder = str(name), Path(name)
     if text == "tiny":
-        return Generator(_tiny().to(device), load_tokenizer("bytes"), text, says=PRINTABLE)
+        return Generator(tiny().to(device), load_tokenizer("bytes"), text, says=PRINTABLE)
     if text in models.EMBEDDERS:
         if models.find(text).path is None:
             raise MissingFile(f"{text} is not here yet; run: batchwright models get {text}")
@@ -400,12 +400,17 @@ def _pretrained(kind: str, folder: Path, **settings: Any) -> Any:
     return model
 
 
-def _tiny() -> Any:
-    """A Llama of a million parameters over bytes, whose every weight follows from its name."""
+def tiny() -> Any:
+    """A Llama of a million parameters over bytes, whose every weight follows from its name.
+
+    A uniform number minus a half, times one constant, is rounded once, so the weights are the
+    same to the bit on any processor; normal ones would pass through logarithms that differ.
+    """
     import torch
 
     transformers = need("transformers", extra="local")
     config = transformers.LlamaConfig(
+        # The 258 ids of the `bytes` tokenizer, rounded up to a multiple of 64.
         vocab_size=320,
         hidden_size=128,
         intermediate_size=512,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchwright import models, rng
+from batchwright import models
 from batchwright.data.chat import one_line
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need
@@ -35,9 +35,6 @@ MARKER = "batchwright.json"
 """The file by which a folder is known as our conversion, and of what."""
 
 HUB_TIMEOUT_S = 4.0
-
-TINY_VOCABULARY = 320
-"""The 258 ids of the `bytes` tokenizer, rounded up to a multiple of 64."""
 
 TOKENIZER_NAME = "tokenizer_name.txt"
 """Names a tokenizer that has no files of its own, such as `bytes`."""
@@ -156,34 +153,10 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _tiny(dtype: torch.dtype) -> Any:
-    """A Llama whose every weight follows from the weight's name.
+    need("transformers", extra="train")
+    from batchwright.calls.generate import tiny
 
-    A uniform number minus a half, times one constant, is rounded once, so the weights are the
-    same to the bit on any processor; normal ones would pass through logarithms that differ.
-    """
-    transformers = need("transformers", extra="train")
-    config = transformers.LlamaConfig(
-        vocab_size=TINY_VOCABULARY,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=257,
-        pad_token_id=256,
-    )
-    with torch.random.fork_rng(devices=[]):
-        model = transformers.LlamaForCausalLM(config)
-    spread = config.initializer_range * 12**0.5
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() < 2:
-                continue
-            generator = torch.Generator().manual_seed(rng.key(0, f"tiny {name}"))
-            weight.copy_((torch.rand(weight.shape, generator=generator) - 0.5) * spread)
+    model = tiny()
     # Not model.to(dtype): the angles of the rotary embedding must stay exact.
     for weight in model.parameters():
         weight.data = weight.data.to(dtype)
