@@ -7,6 +7,9 @@ same questions and operators go to a simulated server of lognormal latency by
     two phases    a thread pool: all rewritings, then all answers (`width` threads), http.client
     batchwright   a pipeline an environment through the pool, `width` calls in flight or `auto`
 
+A step ends with its slowest environment, so pipelines can gain only what two waits for the slowest
+call take longer than one wait for the slowest pair: the bound by the same latencies is printed. In
+a rollout of several steps with `--overlap` nobody waits for the slowest environment of a step.
 Nothing is in a cache: each step has questions of its own. `--real` serves SmolLM2 with llama.cpp,
 trains on it and compares ways on held-out questions; it takes many minutes on a processor.
 """
@@ -22,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -32,13 +36,19 @@ from batchwright.envs.query_mutation import BatchedQueryMutationEnv
 from batchwright.envs.questions import Question, load_questions
 from batchwright.events import read_events
 from batchwright.report.figures import intervals_png
+from batchwright.rl.policy import policy_for
+from batchwright.rl.rollout import Runner
 from batchwright.train.evaluate_mutator import evaluate_run
 from batchwright.train.mutatorconfig import QueryMutatorConfig
-from batchwright.train.phrasing import SYSTEM, open_phrasing
+from batchwright.train.overlap import OverlappingRunner
+from batchwright.train.phrasing import SYSTEM, Phrasing, open_phrasing
 from batchwright.train.query_mutator import train_query_mutator
 from common import RESULTS, Report, arguments
 
 LATENCY_S = 0.05
+SIGMA = 0.5
+STEPS = 8
+"""Of a rollout."""
 KNEE = 64
 ASKING = [number for number, operator in enumerate(OPERATORS) if operator.asks]
 WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -90,9 +100,58 @@ def two_phases(url: str, given: Sequence[tuple[Question, int]], width: int) -> N
         list(threads.map(lambda wording: answer(url, wording), wordings))
 
 
+def environments(models: Phrasing, n: int, number: int, **more: Any) -> BatchedQueryMutationEnv:
+    """The environments of one step, each with the question that the other ways have there."""
+    return BatchedQueryMutationEnv(
+        *([q for q, _ in tasks(n, number)], models.mutator, models.target, models.rate, n),
+        run=models.run,
+        embed=models.embed,
+        dim=models.dim,
+        least_similarity=-1.0,
+        order="each",
+        seed=number,
+        **more,
+    )
+
+
 @contextmanager
 def ours(url: str, n: int, width: int | str) -> Iterator[Callable[[int], float]]:
     """Seconds of a step of our environments; what comes before the step is not timed."""
+    with phrasing(url, n, width) as models:
+
+        def step(number: int) -> float:
+            env = environments(models, n, number)
+            env.reset()
+            start = time.perf_counter()
+            taken = env.step(np.array([operator for _, operator in tasks(n, number)]))
+            seconds = time.perf_counter() - start
+            assert taken.valid.all(), taken.info["why"]
+            return seconds
+
+        yield step
+
+
+@contextmanager
+def our_rollout(url: str, n: int, *, overlap: bool) -> Iterator[Callable[[int], float]]:
+    """Seconds of a rollout of our environments, the first answers to its questions included."""
+    with phrasing(url, n, n) as models:
+
+        def rollout(number: int) -> float:
+            asking = [OPERATORS[at] for at in ASKING]
+            env = environments(models, n, number, operators=asking, max_steps=STEPS)
+            runner = (OverlappingRunner if overlap else Runner)(env, STEPS, seed=number)
+            policy = policy_for(env, seed=0)
+            start = time.perf_counter()
+            taken = runner.collect(policy)
+            seconds = time.perf_counter() - start
+            assert taken.valid.all()
+            return seconds
+
+        yield rollout
+
+
+@contextmanager
+def phrasing(url: str, n: int, width: int | str) -> Iterator[Phrasing]:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = QueryMutatorConfig(
             target_model=f"{url}/v1#sim-qa",
@@ -102,26 +161,7 @@ def ours(url: str, n: int, width: int | str) -> Iterator[Callable[[int], float]]
             save_dir=Path(folder),
         )
         with open_phrasing(config, Path(folder)) as models:
-
-            def step(number: int) -> float:
-                given = tasks(n, number)
-                env = BatchedQueryMutationEnv(
-                    *([q for q, _ in given], models.mutator, models.target, models.rate, n),
-                    run=models.run,
-                    embed=models.embed,
-                    dim=models.dim,
-                    least_similarity=-1.0,
-                    order="each",
-                    seed=number,
-                )
-                env.reset()
-                start = time.perf_counter()
-                taken = env.step(np.array([operator for _, operator in given]))
-                seconds = time.perf_counter() - start
-                assert taken.valid.all(), taken.info["why"]
-                return seconds
-
-            yield step
+            yield models
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -158,7 +198,40 @@ def compare_steps(report: Report, url: str, sizes: Sequence[int], repeats: int) 
         if n == 64:
             wide = found[f"two phases, {n} threads"] / best
             report.target(f"N = {n}: times sequential", found["sequential"] / best, least=20.0)
-            report.target(f"N = {n}: times two phases of width {n}", wide, least=1.5)
+            what = f"N = {n}: times two phases of width {n} (bound {bound(n):.2f})"
+            report.target(what, wide, least=1.5)
+
+
+def bound(n: int) -> float:
+    """How far the slowest of n pairs of calls is ahead of two slowest calls, in the median."""
+    latencies = np.exp(SIGMA * np.random.default_rng(0).standard_normal((2, 20_000, n)))
+    apart, together = latencies.max(2).sum(0), latencies.sum(0).max(1)
+    return float(np.median(apart) / np.median(together))
+
+
+def compare_rollouts(report: Report, url: str, n: int, repeats: int) -> None:
+    """Several steps one after the other, as a rollout for PPO needs them."""
+    found: dict[str, float] = {}
+
+    def phases(number: int) -> None:
+        for step in range(STEPS):
+            two_phases(url, tasks(n, number + step), n)
+
+    phases(300)
+    seconds = [timed(lambda s=s: phases(s)) for s in range(repeats)]
+    found[f"two phases, {n} threads"] = statistics.median(seconds)
+    for name, overlap in (("batchwright, step by step", False), ("batchwright, overlap", True)):
+        with our_rollout(url, n, overlap=overlap) as rollout:
+            rollout(300)
+            found[name] = statistics.median(map(rollout, range(repeats)))
+    first = found[f"two phases, {n} threads"]
+    report.table(
+        f"a rollout of {STEPS} steps of {n} environments, {n} calls in flight: median of {repeats}",
+        ("", "seconds", "x two phases"),
+        [[name, s, first / s] for name, s in found.items()],
+    )
+    what = f"rollout, N = {n}: times two phases of width {n}"
+    report.target(what, first / found["batchwright, overlap"], least=1.5)
 
 
 def compare_widths(report: Report, url: str, n: int, repeats: int) -> None:
@@ -271,10 +344,11 @@ def main() -> None:
         {"question": q.question, "answer": q.answer, "category": q.category}
         for q in load_questions("shipped", "all")
     ]
-    server = Simulator(questions=rows, knee=KNEE, latency_s=LATENCY_S, sigma=0.5)
+    server = Simulator(questions=rows, knee=KNEE, latency_s=LATENCY_S, sigma=SIGMA)
     with server.running() as url:
-        compare_steps(report, url, (16,) if args.quick else (16, 64), 2 if args.quick else 5)
-        compare_widths(report, url, 32, 2 if args.quick else 4)
+        compare_steps(report, url, (16,) if args.quick else (16, 64), 2 if args.quick else 15)
+        compare_rollouts(report, url, 16 if args.quick else 64, 2 if args.quick else 5)
+        compare_widths(report, url, 32, 2 if args.quick else 10)
     if args.real:
         real(report, args.real_steps, args.real_questions)
     else:
