@@ -800,3 +800,17 @@ def test_two_builds_of_one_output_do_not_spoil_it(start, call, tmp_path) -> None
     stats = call("data lengths stats -c lengths.jsonl --format json", tmp_path).data
     assert stats["samples"] == 4000
     assert [path.name for path in tmp_path.iterdir()] == ["lengths.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data batchplan build -l lengths.jsonl -e 2.5",
+        "data batchplan shard -p plan -w 1.0 -o shards",
+        "train sft --model tiny --data x --seed 1.5",
+        "calls run -i x -o y --endpoint http://127.0.0.1:9 --model m --rpm 10 --tries 2.5",
+    ],
+)
+def test_a_fraction_where_a_whole_number_is_asked_for_is_not_rounded(call, tmp_path, line) -> None:
+    said = one_sentence(call(line, tmp_path), code=2)
+    assert "into int" in said

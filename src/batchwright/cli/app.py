@@ -5,9 +5,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, get_args
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
 from batchwright import __version__
 from batchwright.cli.calls import calls
@@ -25,8 +25,25 @@ from batchwright.errors import BatchwrightError
 
 __all__ = ["app", "main"]
 
+
+def whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 2.5 where a whole number is asked for; cyclopts would round it."""
+    for argument in arguments:
+        kinds = _types(argument.hint)
+        if int in kinds and not {float, str} & kinds:
+            for token in argument.tokens:
+                if "." in token.value:
+                    raise CoercionError(token=token, target_type=int, argument=argument)
+
+
+def _types(hint: object) -> set[object]:
+    inner = get_args(hint)
+    return set().union(*map(_types, inner)) if inner else {hint}
+
+
 app = App(
     name="batchwright",
+    config=whole_numbers,
     help="Keep the expensive things of LLM and RL training full.",
     help_epilogue=(
         "Begin with: batchwright demo --out demo. Exit codes: 0 done, 1 an error in one sentence, "
