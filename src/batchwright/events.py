@@ -18,7 +18,7 @@ from typing import Any
 from batchwright.errors import BadFile, CannotWrite, ConfigError
 from batchwright.files import existing
 
-__all__ = ["Event", "EventLog", "read_events", "tail_events"]
+__all__ = ["Event", "EventLog", "finite", "read_events", "tail_events"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class EventLog:
         if fields.keys() & {"t", "kind"}:
             raise ConfigError(f"a record of {kind!r} cannot have fields t or kind; rename them")
         record = {"t": round(time.monotonic() - self._start, 4), "kind": kind, **fields}
-        line = json.dumps(_finite(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        line = json.dumps(finite(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
         rest = b"\n" + line if self._torn else line
         try:
             # An unbuffered file may take a part only, when the disk is nearly full.
@@ -155,7 +155,12 @@ def _ends_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows no NaN and none of numpy's numbers.
+
+    >>> finite({"loss": float("nan"), "steps": (1, 2)})
+    {'loss': None, 'steps': [1, 2]}
+    """
     if isinstance(value, bool) or value is None:
         return value
     # Numpy's numbers are integral and real too, but JSON does not know them.
@@ -164,7 +169,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

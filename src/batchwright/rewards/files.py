@@ -1,13 +1,13 @@
 """Rows of a responses file to responses, rewards to rows of a scores file."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchwright.data.source import open_source
 from batchwright.errors import BadRow, UnknownSample
+from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rewards.reward import Response, words
 
@@ -68,7 +68,7 @@ def response_of(row: Mapping[str, Any]) -> Response:
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """JSON lines, all or nothing; what is not a number is null."""
-    lines = (json.dumps(_null(row), ensure_ascii=False, allow_nan=False) for row in rows)
+    lines = (json.dumps(finite(row), ensure_ascii=False, allow_nan=False) for row in rows)
     # Half a surrogate pair has no UTF-8; behind a backslash it is JSON.
     write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
 
@@ -86,10 +86,3 @@ def values_of(path: Path, column: str) -> dict[str, Any]:
         if column in row:
             found[name] = row[column]
     return found
-
-
-def _null(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }

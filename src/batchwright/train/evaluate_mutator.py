@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from batchwright.envs.operators import OPERATORS, load_operators
 from batchwright.envs.query_mutation import BatchedQueryMutationEnv
 from batchwright.envs.questions import Question, Split, load_questions
 from batchwright.errors import ConfigError
+from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rl import choose
 from batchwright.rl.checkpoint import latest
@@ -93,18 +94,11 @@ def evaluate_run(
 
 def _write(found: Comparison, output: Path) -> None:
     data = {
-        "ways": [_plain(asdict(way)) for way in found.ways],
-        "robustness": _plain(asdict(found.robustness)),
+        "ways": [finite(asdict(way)) for way in found.ways],
+        "robustness": finite(asdict(found.robustness)),
     }
     write_atomic(output / "evaluation.json", (json.dumps(data, indent=2) + "\n").encode())
     for name, turns in found.turns.items():
-        lines = (json.dumps(_plain(asdict(turn)), ensure_ascii=False) for turn in turns)
+        lines = (json.dumps(finite(asdict(turn)), ensure_ascii=False) for turn in turns)
         path = output / "transcripts" / f"{name.replace(' ', '_')}.jsonl"
         write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace"))
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: None if isinstance(value, float) and not np.isfinite(value) else value
-        for name, value in row.items()
-    }

@@ -20,7 +20,7 @@ from batchwright.envs.operators import OPERATORS, load_operators
 from batchwright.envs.query_mutation import BatchedQueryMutationEnv, Turn
 from batchwright.envs.questions import load_questions
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
-from batchwright.events import EventLog
+from batchwright.events import EventLog, finite
 from batchwright.files import write_atomic
 from batchwright.rl import PPO, PPOConfig, policy_for
 from batchwright.rl.checkpoint import latest
@@ -94,7 +94,7 @@ def train_query_mutator(
                 gains.append(gain)
             transcript.write(learner.updates)
             if learner.updates % config.log_interval == 0:
-                log.write("update", update=learner.updates, **_plain(metrics))
+                log.write("update", update=learner.updates, **metrics)
             if progress:
                 progress(learner.updates, learner.total_updates, gain)
 
@@ -209,15 +209,7 @@ class _Transcript:
 
     def write(self, update: int) -> None:
         rows = sorted(self._turns, key=lambda t: (t.env, t.episode, t.step))
-        lines = (json.dumps(_plain(asdict(turn)), ensure_ascii=False) for turn in rows)
+        lines = (json.dumps(finite(asdict(turn)), ensure_ascii=False) for turn in rows)
         path = self._folder / f"{update:06d}.jsonl"
         write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace"))
         self._turns.clear()
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that are none become null."""
-    return {
-        name: None if isinstance(value, float) and not np.isfinite(value) else value
-        for name, value in row.items()
-    }
