@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from batchwright.envs import BatchedVecEnv, Env, Step, check_env
 from batchwright.envs.prover import END, NEXT, REWARDS
+from batchwright.envs.prover_kernels import BLOCK
+from batchwright.envs.prover_order import permute_row
+from batchwright.envs.prover_table import carve
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import load_graph
 from batchwright.logic.prove import prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
+from batchwright.permutation import permutation
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -241,6 +245,41 @@ def test_an_episode_is_the_same_whatever_the_batch_size(settings: dict[str, Any]
     )
     assert one == seven == forty
     assert one != episodes(small(7, seed=6, depth=4, **settings), 30)
+
+
+def test_an_episode_is_the_same_in_batches_of_more_than_one_block() -> None:
+    sizes = (9, BLOCK, 2 * BLOCK + 3)
+    few, block, blocks = (
+        episodes(small(size, seed=5, depth=4, negatives=2), 3 * BLOCK) for size in sizes
+    )
+    assert few == block == blocks
+
+
+@given(n=st.integers(1, 5_000), key=st.integers(0, 2**64 - 1), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_row_of_places_is_a_part_of_the_permutation(
+    n: int, key: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, n - 1))
+    count = data.draw(st.integers(0, n - first))
+    left, right = np.zeros((2, n), np.uint32)
+    permute_row(first, count, n, np.uint64(key), left, right)
+    whole = permutation(n, np.uint64(key))
+    assert left[:count].tolist() == whole[first : first + count].tolist()
+
+
+def test_arrays_side_by_side_do_not_touch() -> None:
+    wanted = (((3, 5), np.int32), ((7,), np.bool_), ((0,), np.int64), ((2, 2), np.int64))
+    arrays = carve(*wanted)
+    assert [(array.shape, array.dtype) for array in arrays] == [
+        (shape, np.dtype(kind)) for shape, kind in wanted
+    ]
+    for number, array in enumerate(arrays):
+        assert not array.any()
+        assert array.ctypes.data % 64 == 0
+        array[...] = number + 1
+    for number, array in enumerate(arrays):
+        assert (array == np.full(array.shape, number + 1, array.dtype)).all()
 
 
 def test_it_resumes_to_the_same_bits(tmp_path: Path) -> None:

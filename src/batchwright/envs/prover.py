@@ -17,7 +17,6 @@ to a state of the same episode are left out as well, compared exactly.
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,10 +26,19 @@ from batchwright.envs import prover_kernels
 from batchwright.envs import prover_slots as core
 from batchwright.envs.api import ArraySpec, Obs, Step
 from batchwright.envs.prover_plans import plan
-from batchwright.envs.prover_table import table_of
-from batchwright.errors import BadProgram, ConfigError, Mismatch
+from batchwright.envs.prover_settings import (
+    ASKS,
+    REWARDS,
+    Ask,
+    auto_batch,
+    check_settings,
+    checked,
+    scheme,
+)
+from batchwright.envs.prover_table import carve, table_of
+from batchwright.errors import ConfigError, Mismatch
 from batchwright.fingerprint import digest, digest_array
-from batchwright.logic.facts import Facts, as_triples
+from batchwright.logic.facts import Facts
 from batchwright.logic.prove import Shortest
 from batchwright.logic.rules import Rules
 from batchwright.logic.search import FACT, RULE
@@ -41,32 +49,10 @@ __all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "BatchedVecEnv"]
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
-Ask = Literal["truth", "head", "tail", "both"]
 
 END, NEXT = core.END, core.NEXT
 
-REWARDS = {
-    "proved": (1.0, 0.0, 0.0, 0.0, 0.0),
-    "proved_signed": (1.0, 0.0, -1.0, 0.0, 0.0),
-    "correct": (1.0, 0.0, 0.0, 1.0, 0.0),
-    "cautious": (1.0, -0.5, -1.5, 1.0, 0.0),
-    "balanced": (1.0, -1.0, -1.0, 1.0, 0.0),
-    "balanced_end": (1.0, -1.0, -1.0, 1.0, 0.3),
-}
-"""Rewards of an episode's end, numbers 0 to 5 in this order: a true query proved, a true one
-given up, a false one proved, a false one given up, and more for the last if it was by END. In the
-last two, giving up a false one is worth 1 / negatives, so that a cycle of episodes is balanced."""
-
-ASKS: dict[str, int] = {
-    "truth": core.TRUTH,
-    "head": core.ASK_HEAD,
-    "tail": core.ASK_TAIL,
-    "both": core.ASK_BOTH,
-}
-
 COUNTERS = ("begun", "invalid", "cut", "proven", "truncated", "finished")
-AUTO_MOST = 16_384
-"""Environments that `batch_size="auto"` takes at most: beyond, steps only wait longer."""
 
 
 class BatchedVecEnv:
@@ -110,12 +96,12 @@ class BatchedVecEnv:
         gamma: float = 0.99,
     ) -> None:
         self.facts, self.rules = facts, rules
-        self.queries = _checked(queries, facts, rules)
+        self.queries = checked(queries, facts, rules)
         self.labels = np.ones(len(self.queries), np.bool_)
         if labels is not None:
             self.labels = np.ascontiguousarray(labels, np.bool_)
         self._potential, self._gamma, self._teacher = potential, gamma, teacher
-        _check_settings(
+        check_settings(
             len(self.queries), self.labels, depth, max_candidates, goals, negatives, ask, once
         )
         if teacher is not None and len(teacher.lengths) != len(self.queries):
@@ -123,7 +109,7 @@ class BatchedVecEnv:
                 f"the teacher knows {len(teacher.lengths):,} queries, and there are "
                 f"{len(self.queries):,}; let it prove the same ones"
             )
-        self._rewards = _scheme(reward, negatives)
+        self._rewards = scheme(reward, negatives)
         self._program = program(facts, rules)
         self._plans = plan(rules.head, rules.body, rules.body_len, facts.num_entities)
         # Corruptions must not be true, and neither the facts nor the queries are to be missed.
@@ -148,7 +134,7 @@ class BatchedVecEnv:
         )
         self._config[core.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
         self._shape = (goals, max_candidates, depth)
-        self._num_envs = _auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
+        self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
         if self._num_envs < 1:
             raise ConfigError(f"batch_size is {batch_size}; at least one environment is needed")
         self._allocate()
@@ -315,27 +301,45 @@ class BatchedVecEnv:
     def _allocate(self) -> None:
         goals, width, depth = self._shape
         b = self._num_envs
-        self._slots = np.zeros((b, core.TRACES + depth + 1), np.int64)
+        shown = [
+            *(((b, goals, 3), np.int32), ((b, width, 4), np.int32), ((b, width), np.bool_)),
+            *(((b,), np.int64), ((b, 3), np.int32)),
+        ]
         # One state after the other, `depth + 1` for each slot.
-        self._history = np.full((b * (depth + 1), goals + 1, 3), -1, np.int32)
+        states = (b * (depth + 1), goals + 1, 3)
+        (
+            self._slots,
+            self._ended,
+            self._chosen,
+            self._lists,
+            self._reward,
+            self._phi,
+            flags,
+            self._history,
+            *arrays,
+        ) = carve(
+            ((b, core.TRACES + depth + 1), np.int64),
+            ((b, core.ENDED_COLUMNS), np.int64),
+            ((b, 4), np.int32),
+            ((2, b), np.uint32),
+            ((b,), np.float32),
+            ((b,), np.float32),
+            ((4, b), np.bool_),
+            (states, np.int32),
+            *shown,
+            *shown,
+        )
+        self._terminated, self._truncated, self._valid, self._lost = flags
+        self._order = np.zeros((2, prover_kernels.BLOCK), np.uint32)
         self._counters = np.zeros(core.COUNTERS, np.int64)
         self._scratch = np.zeros((2, scratch_size(goals, self.rules)), np.int32)
-        self._lists = np.zeros((2, b), np.uint32)
-        self._chosen = np.zeros((b, 4), np.int32)
-        self._reward = np.zeros(b, np.float32)
-        self._terminated, self._truncated, self._valid, self._lost = np.zeros((4, b), np.bool_)
-        self._ended = np.zeros((b, core.ENDED_COLUMNS), np.int64)
-        self._phi = np.zeros(b, np.float32)
+        names = ("goals", "candidates", "mask", "n_valid", "query")
         buffers: list[Obs] = [
-            {
-                "goals": np.full((b, goals, 3), -1, np.int32),
-                "candidates": np.full((b, width, 4), -1, np.int32),
-                "mask": np.zeros((b, width), np.bool_),
-                "n_valid": np.zeros(b, np.int64),
-                "query": np.full((b, 3), -1, np.int32),
-            }
-            for _ in range(2)
+            dict(zip(names, part, strict=True)) for part in (arrays[:5], arrays[5:])
         ]
+        for array in (self._history, *arrays):
+            if array.dtype == np.int32:
+                array[...] = -1
         self._obs, self._final = buffers
         # What a terminated state shows: there is nothing left to do but to end.
         self._final["mask"][:, core.GIVE_UP] = True
@@ -354,7 +358,7 @@ class BatchedVecEnv:
             *(*self._lists, self._chosen, obs["candidates"], obs["mask"], obs["n_valid"]),
             *(obs["query"], self._reward, self._terminated, self._truncated, self._valid),
             *(self._ended, final["goals"], final["candidates"], final["mask"], final["n_valid"]),
-            final["query"],
+            *(final["query"], self._order),
         ]
 
     def _command(self, actions: NDArray[np.int64]) -> None:
@@ -390,74 +394,3 @@ class BatchedVecEnv:
 def _random_key(seed: int) -> int:
     # Half of it, because kernels count in signed integers.
     return key(seed, "prover/random") >> 1
-
-
-def _checked(queries: ArrayLike, facts: Facts, rules: Rules) -> Ints:
-    asked = as_triples(queries)
-    if not len(asked):
-        raise BadProgram("there is no query to prove; give at least one triple")
-    if (facts.num_entities, facts.num_predicates) != (rules.num_entities, rules.num_predicates):
-        raise Mismatch("facts and rules have different vocabularies; make both with one")
-    high = np.array([facts.num_entities, facts.num_predicates, facts.num_entities])
-    bad = np.flatnonzero(((asked < 0) | (asked >= high)).any(axis=1))
-    if bad.size:
-        raise BadProgram(
-            f"query {bad[0]:,} is {asked[bad[0]].tolist()}, and ids are allowed up to "
-            f"{(high - 1).tolist()}; use the vocabulary of the facts"
-        )
-    return asked
-
-
-def _check_settings(
-    total: int,
-    labels: Bools,
-    depth: int,
-    width: int,
-    goals: int,
-    negatives: int,
-    ask: str,
-    once: bool,
-) -> None:
-    for name, value, least in (
-        ("depth", depth, 1),
-        ("max_candidates", width, 3),
-        ("goals", goals, 1),
-        ("negatives", negatives, 0),
-    ):
-        if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
-    if ask not in ASKS:
-        raise ConfigError(f"ask is {ask!r}; it is one of {', '.join(ASKS)}")
-    if negatives and (once or ask != "truth"):
-        raise ConfigError(
-            "negatives go with endless queries that ask for truth; "
-            "leave negatives at 0 with once or an open ask"
-        )
-    if labels.shape != (total,):
-        raise Mismatch(f"{total:,} queries need as many labels, not {labels.size:,}")
-
-
-def _scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
-    names = list(REWARDS)
-    if isinstance(reward, int) and 0 <= reward < len(names):
-        reward = names[reward]
-    if not isinstance(reward, str) or reward not in REWARDS:
-        raise ConfigError(f"reward is {reward!r}; it is 0 to 5 or one of {', '.join(names)}")
-    scheme = np.array(REWARDS[reward], np.float32)
-    if reward.startswith("balanced"):
-        scheme[3] /= max(negatives, 1)
-    return scheme
-
-
-def _auto_batch(goals: int, width: int, depth: int) -> int:
-    """As many slots as an eighth of the free memory holds, a power of two."""
-    slot_bytes = 2 * (goals * 12 + width * 17 + 32) + (depth + 1) * (goals + 1) * 12 + 256
-    free = 1 << 30
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                free = int(line.split()[1]) * 1024
-    except OSError:
-        pass  # Not Linux: a gigabyte is a safe guess.
-    count = min(max(1, free // 8 // slot_bytes), AUTO_MOST)
-    return int(1 << (int(count).bit_length() - 1))

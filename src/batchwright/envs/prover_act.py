@@ -17,9 +17,11 @@ from batchwright.envs.prover_slots import (
     FIRST,
     GOES_ON,
     PAGE,
+    SEEN,
     TRACES,
     Ints,
     Longs,
+    mark,
     trace,
 )
 from batchwright.jit import kernel
@@ -130,7 +132,9 @@ def act(
         history[row, 0, 0], history[row, 0, 1] = n, answer
         if n > 0:
             p, x, y = goals[b, 0, 0], np.int64(goals[b, 0, 1]), np.int64(goals[b, 0, 2])
-            slots[b, TRACES + slots[b, DEPTH]] = trace(n, p, x, y)
+            made = trace(n, p, x, y)
+            slots[b, TRACES + slots[b, DEPTH]] = made
+            slots[b, SEEN] |= mark(made)
         for k in range(n):
             for c in range(3):
                 history[row, k + 1, c] = goals[b, k, c]

@@ -6,6 +6,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.envs.prover_order import permute_row
 from batchwright.envs.prover_slots import (
     ACTIVE,
     ANSWER,
@@ -41,6 +42,7 @@ from batchwright.envs.prover_slots import (
     PAGE,
     PREDICATE,
     PROVEN,
+    SEEN,
     SIDE,
     STEPS,
     TAIL,
@@ -54,13 +56,14 @@ from batchwright.envs.prover_slots import (
     below,
     episode_key,
     erase,
+    mark,
     option,
     trace,
 )
 from batchwright.jit import kernel
 from batchwright.logic.kernels import found
 from batchwright.logic.unify import Program
-from batchwright.permutation import mix, permute
+from batchwright.permutation import mix
 
 __all__ = ["begin", "finish"]
 
@@ -152,6 +155,7 @@ def begin(
     known_ptr: Ints,
     known_obj: Ints,
     query: Ints,
+    order: NDArray[np.uint32],
 ) -> None:
     """Put the next episodes of the stream into the listed slots, in the order of the slots.
 
@@ -160,6 +164,9 @@ def begin(
     entities, ratio, ask = config[C_ENTITIES], config[C_RATIO], config[C_ASK]
     total = queries.shape[0]
     once = config[C_ONCE] != 0
+    # Queries come in another order in every epoch; `order` holds as much of it as is wanted.
+    held = np.int64(0)
+    upto = np.int64(0)
     for i in range(count):
         b = listed[i]
         number = counters[BEGUN]
@@ -169,8 +176,16 @@ def begin(
             index = number
             if not once:
                 positive = number // (1 + ratio) if ratio else number
-                epoch = positive // total
-                index = permute(positive - epoch * total, total, mix(config[C_KEY], epoch))
+                if positive >= upto:
+                    epoch = positive // total
+                    held = positive
+                    last = (number + count - i - 1) // (1 + ratio)
+                    upto = min(last + 1, (epoch + 1) * total)
+                    permute_row(
+                        *(positive - epoch * total, upto - held, total),
+                        *(mix(config[C_KEY], epoch), order[0], order[1]),
+                    )
+                index = np.int64(order[0, positive - held])
         slots[b, EPISODE], slots[b, INDEX] = number if index >= 0 else np.int64(-1), index
         if index >= 0:
             # Nothing waits for these reads while the next episode's place is worked out.
@@ -209,6 +224,7 @@ def begin(
         slots[b, HEAD], slots[b, TAIL] = h, t
         slots[b, ANSWER] = t if side == TRUTH else entities
         slots[b, TRACES] = trace(1, p, x, y)
+        slots[b, SEEN] = mark(slots[b, TRACES])
         goals[b, 0, 0], goals[b, 0, 1], goals[b, 0, 2] = p, x, y
         query[b, 0] = -1 if side == ASK_HEAD else h
         query[b, 1] = p

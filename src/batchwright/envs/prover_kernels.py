@@ -1,9 +1,10 @@
 """The prover environment on arrays: one kernel is the whole step of every slot.
 
 `advance` applies the actions, looks at the states they led to, finishes the episodes that came to
-an end, begins new ones in their slots and looks at those. Each part goes over a list of slots, so
-that reads from all over the graph overlap. Successors are never built to be looked at: a candidate
-is a row that says which fact or rule would be used, and only the chosen one is applied.
+an end, begins new ones in their slots and looks at those. Each part goes over a list of slots, a
+block of them at a time, so that reads from all over the graph overlap. Successors are never built
+to be looked at: a candidate is a row that says which fact or rule would be used, and only the
+chosen one is applied.
 """
 
 # Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
@@ -59,6 +60,10 @@ from batchwright.logic.unify import Program
 __all__ = ["advance", "expert_actions", "random_actions"]
 
 
+BLOCK = 256
+"""Slots that go through all parts of a step together: what they hold stays in a near cache."""
+
+
 @kernel
 def advance(table: Longs, actions: Longs, commands: bool) -> None:
     """Act in every slot; with `commands`, `actions` may also hold RESET, LOOK and IDLE.
@@ -87,79 +92,81 @@ def advance(table: Longs, actions: Longs, commands: bool) -> None:
     valid, ended = one(table, 36, np.bool_), two(table, 37, np.int64)
     final_goals, final_candidates = three(table, 38, np.int32), three(table, 39, np.int32)
     final_mask, final_n_valid = two(table, 40, np.bool_), one(table, 41, np.int64)
-    final_query = two(table, 42, np.int32)
+    final_query, order = two(table, 42, np.int32), two(table, 43, np.uint32)
     width = mask.shape[1]
-    alive = 0
-    begun = 0
-    for b in range(slots.shape[0]):
-        # Negative numbers mean something only to the environment itself.
-        action = actions[b] if commands else max(actions[b], -1)
-        reward[b] = 0.0
-        terminated[b] = truncated[b] = False
-        # Of the episode acted in, also where it goes on: nothing may be left from an earlier one.
-        ended[b, E_INVALID] = ended[b, E_PROVEN] = 0
-        ended[b, E_EPISODE], ended[b, E_INDEX] = slots[b, EPISODE], slots[b, INDEX]
-        ended[b, E_LABEL], ended[b, E_ANSWER] = slots[b, LABEL], -1
-        ended[b, E_DEPTH] = ended[b, E_STEPS] = 0
-        valid[b] = slots[b, ACTIVE] != 0 and action >= -1
-        if action == RESET:
-            fresh[begun] = b
-            begun += 1
-        elif valid[b] or action == LOOK:
-            slots[b, ENDING] = GOES_ON
-            if valid[b]:
-                slots[b, STEPS] += 1
-                if action < 0 or action >= width or not mask[b, action]:
-                    slots[b, ENDING] = WAS_INVALID
-                elif action == GIVE_UP:
-                    slots[b, ENDING] = GAVE_UP
-                elif action == TURN:
-                    slots[b, PAGE] += 1
-            live[alive] = b
-            alive += 1
-    # Read in this short loop, the rows of many slots are waited for at once.
-    for i in range(alive):
-        if slots[live[i], ENDING] == GOES_ON and actions[live[i]] >= FIRST:
-            for c in range(4):
-                chosen[i, c] = candidates[live[i], np.uint64(actions[live[i]]), c]
-    act(prog, plans, live, alive, chosen, actions, slots, goals, history, scratch, config)
-    look(
-        *(prog, plans, live, alive, slots, goals, history, inverse, config, scratch),
-        *(candidates, mask, n_valid),
-    )
-    for i in range(alive):
-        b = live[i]
-        if commands and actions[b] == LOOK:
-            continue
-        if slots[b, PAGE] == 0:
-            counters[CUTS] += slots[b, CUT]
-        ended[b, E_DEPTH], ended[b, E_STEPS] = slots[b, DEPTH], slots[b, STEPS]
-        failed = slots[b, ENDING] != GOES_ON
-        proven = slots[b, COUNT] == 0 and not failed
-        stuck = n_valid[b] == 0
-        over = proven or failed or (stuck and slots[b, CUT] == 0)
-        stopped = not over and (stuck or slots[b, DEPTH] >= config[C_DEPTH])
-        if over or stopped:
-            terminated[b], truncated[b] = over, stopped
-            ended[b, E_PROVEN] = proven
-            ended[b, E_INVALID] = slots[b, ENDING] == WAS_INVALID
-            fresh[begun] = b
-            begun += 1
-    finish(
-        *(prog, fresh, begun, slots, goals, candidates, mask, n_valid, query, rewards, config),
-        *(counters, reward, terminated, truncated, ended),
-        *(final_goals, final_candidates, final_mask, final_n_valid, final_query),
-    )
-    begin(
-        *(fresh, begun, slots, goals, history, counters, config, queries, labels),
-        *(known_ptr, known_obj, query),
-    )
-    look(
-        *(prog, plans, fresh, begun, slots, goals, history, inverse, config, scratch),
-        *(candidates, mask, n_valid),
-    )
-    for i in range(begun):
-        counters[CUTS] += slots[fresh[i], CUT]
+    total = slots.shape[0]
+    for start in range(0, total, BLOCK):
+        alive = 0
+        begun = 0
+        for b in range(start, min(start + BLOCK, total)):
+            # Negative numbers mean something only to the environment itself.
+            action = actions[b] if commands else max(actions[b], -1)
+            reward[b] = 0.0
+            terminated[b] = truncated[b] = False
+            # Of the episode acted in, also where it goes on: nothing is left from an earlier one.
+            ended[b, E_INVALID] = ended[b, E_PROVEN] = 0
+            ended[b, E_EPISODE], ended[b, E_INDEX] = slots[b, EPISODE], slots[b, INDEX]
+            ended[b, E_LABEL], ended[b, E_ANSWER] = slots[b, LABEL], -1
+            ended[b, E_DEPTH] = ended[b, E_STEPS] = 0
+            valid[b] = slots[b, ACTIVE] != 0 and action >= -1
+            if action == RESET:
+                fresh[begun] = b
+                begun += 1
+            elif valid[b] or action == LOOK:
+                slots[b, ENDING] = GOES_ON
+                if valid[b]:
+                    slots[b, STEPS] += 1
+                    if action < 0 or action >= width or not mask[b, action]:
+                        slots[b, ENDING] = WAS_INVALID
+                    elif action == GIVE_UP:
+                        slots[b, ENDING] = GAVE_UP
+                    elif action == TURN:
+                        slots[b, PAGE] += 1
+                live[alive] = b
+                alive += 1
+        # Read in this short loop, the rows of many slots are waited for at once.
+        for i in range(alive):
+            if slots[live[i], ENDING] == GOES_ON and actions[live[i]] >= FIRST:
+                for c in range(4):
+                    chosen[i, c] = candidates[live[i], np.uint64(actions[live[i]]), c]
+        act(prog, plans, live, alive, chosen, actions, slots, goals, history, scratch, config)
+        look(
+            *(prog, plans, live, alive, slots, goals, history, inverse, config, scratch),
+            *(candidates, mask, n_valid),
+        )
+        for i in range(alive):
+            b = live[i]
+            if commands and actions[b] == LOOK:
+                continue
+            if slots[b, PAGE] == 0:
+                counters[CUTS] += slots[b, CUT]
+            ended[b, E_DEPTH], ended[b, E_STEPS] = slots[b, DEPTH], slots[b, STEPS]
+            failed = slots[b, ENDING] != GOES_ON
+            proven = slots[b, COUNT] == 0 and not failed
+            stuck = n_valid[b] == 0
+            over = proven or failed or (stuck and slots[b, CUT] == 0)
+            stopped = not over and (stuck or slots[b, DEPTH] >= config[C_DEPTH])
+            if over or stopped:
+                terminated[b], truncated[b] = over, stopped
+                ended[b, E_PROVEN] = proven
+                ended[b, E_INVALID] = slots[b, ENDING] == WAS_INVALID
+                fresh[begun] = b
+                begun += 1
+        finish(
+            *(prog, fresh, begun, slots, goals, candidates, mask, n_valid, query, rewards, config),
+            *(counters, reward, terminated, truncated, ended),
+            *(final_goals, final_candidates, final_mask, final_n_valid, final_query),
+        )
+        begin(
+            *(fresh, begun, slots, goals, history, counters, config, queries, labels),
+            *(known_ptr, known_obj, query, order),
+        )
+        look(
+            *(prog, plans, fresh, begun, slots, goals, history, inverse, config, scratch),
+            *(candidates, mask, n_valid),
+        )
+        for i in range(begun):
+            counters[CUTS] += slots[fresh[i], CUT]
 
 
 @kernel

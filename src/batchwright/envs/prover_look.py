@@ -6,7 +6,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.envs.prover_plans import AS_X, AS_Y, SHIFT, TERMS, TO_X, TO_Y, USABLE
+from batchwright.envs.prover_plans import AS_X, AS_Y, TERMS, USABLE
 from batchwright.envs.prover_slots import (
     AHEAD,
     ANSWER,
@@ -29,6 +29,7 @@ from batchwright.envs.prover_slots import (
     NEXT,
     PAGE,
     PREDICATE,
+    SEEN,
     SPAN,
     TAIL,
     TRACES,
@@ -38,11 +39,13 @@ from batchwright.envs.prover_slots import (
     Longs,
     erase,
     fold,
+    mark,
     option,
     sort,
     trace,
     write,
 )
+from batchwright.envs.prover_visited import leads_to, needed, same_as
 from batchwright.jit import kernel
 from batchwright.logic.kernels import lower_bound
 from batchwright.logic.search import FACT, RULE
@@ -95,7 +98,7 @@ def look(
         b = listed[i]
         n = slots[b, COUNT]
         found = np.int64(0)
-        filled = np.int64(FIRST)
+        filled = touched = np.int64(FIRST)
         cut = np.int64(0)
         more = False
         if n > 0 and slots[b, ENDING] == GOES_ON:
@@ -131,7 +134,7 @@ def look(
                     for h in range(level):
                         if (slots[b, TRACES + h] & care) != known:
                             continue
-                        same, s, o = _needed(goals, b, n, answer, history, past + h, entities)
+                        same, s, o = needed(goals, b, n, answer, history, past + h, entities)
                         if same:
                             skip_s[skips] = s
                             skip_o[skips] = o
@@ -141,7 +144,15 @@ def look(
             if kind == GROUND and skips:
                 count = 0
                 skips = 0
+            few = (
+                kind in (OBJECTS, SUBJECTS)
+                and start == 0
+                and count + head_ptr[p + 1] - head_ptr[p] <= page_size
+            )
             for k in range(skips):
+                if few and skip_s[k] >= 0 and skip_o[k] >= 0:
+                    # Met below, where the facts are written.
+                    continue
                 if skip_s[k] >= 0 and skip_o[k] >= 0:
                     at = place(
                         *(ps_ptr, ps_obj, po_sub, loop_sub, entities, kind, low, count, p),
@@ -183,13 +194,14 @@ def look(
                     s0 = x if first == AS_X else y if first == AS_Y else np.int64(first)
                     o0 = x if second == AS_X else y if second == AS_Y else np.int64(second)
                     made = trace(size, body[r, 0, 0], s0, o0)
-                    for h in range(level + 1):
-                        if slots[b, TRACES + h] == made and _leads_to(
-                            *(plans, body, r, kind, length, goals, b, n, answer, entities),
-                            *(history, past + h),
-                        ):
-                            back = True
-                            break
+                    if slots[b, SEEN] & mark(made):
+                        for h in range(level + 1):
+                            if slots[b, TRACES + h] == made and leads_to(
+                                *(plans, body, r, kind, length, goals, b, n, answer, entities),
+                                *(history, past + h),
+                            ):
+                                back = True
+                                break
                 else:
                     ok, v0, t0, v1, t1 = unify(heads[r, 1], heads[r, 2], x, y, entities)
                     if not ok:
@@ -210,14 +222,29 @@ def look(
                             *(entities, bound, names),
                         )
                         for h in range(past, past + level + 1):
-                            back = back or _same(trial, size, after, history, h)
+                            back = back or same_as(trial, size, after, history, h)
                 if back:
                     continue
                 if start <= found < stop:
                     write(candidates, mask, b, filled, RULE, r, s, o)
                     filled += 1
                 found += 1
-            if kind != GROUND:
+            if few:
+                # All fit on this page. A row that is not to be there is written over by the next.
+                touched = filled + count
+                for at in range(low, low + count):
+                    s, o = x, y
+                    if kind == OBJECTS:
+                        o = np.int64(ps_obj[at])
+                    else:
+                        s = np.int64(po_sub[at])
+                    write(candidates, mask, b, filled, FACT, p, s, o)
+                    keep = True
+                    for k in range(skips):
+                        keep &= (s != skip_s[k]) | (o != skip_o[k])
+                    filled += keep
+                found = filled - FIRST
+            elif kind != GROUND:
                 # Facts number `skipped` to `last` of the usable ones stand on this page.
                 skipped = max(start - found, 0)
                 last = min(stop - found, usable)
@@ -254,7 +281,7 @@ def look(
                     filled += 1
                     at += 1
             more = found > stop
-        for k in range(filled, slots[b, FILLED]):
+        for k in range(filled, max(touched, slots[b, FILLED])):
             erase(candidates, mask, b, k)
         slots[b, CUT], slots[b, FILLED], slots[b, MORE] = cut, filled, more
         n_valid[b] = found
@@ -316,98 +343,6 @@ def _spans(
             else:
                 # Read now, it is near when the candidates are written.
                 slots[b, AHEAD] = po_sub[low] if slots[b, KIND] == SUBJECTS else ps_obj[low]
-
-
-@kernel
-def _leads_to(
-    plans: Ints,
-    body: Ints,
-    r: int,
-    kind: int,
-    length: int,
-    goals: Ints,
-    b: int,
-    n: int,
-    answer: int,
-    entities: int,
-    history: Ints,
-    h: int,
-) -> bool:
-    """Whether rule `r` leads from state `b` to the state `h`, by its plan."""
-    x, y = np.int64(goals[b, 0, 1]), np.int64(goals[b, 0, 2])
-    shift = np.int64(plans[r, kind, SHIFT])
-    to_x, to_y = np.int64(plans[r, kind, TO_X]), np.int64(plans[r, kind, TO_Y])
-    if answer >= entities:
-        answer = to_x if answer == x else to_y if answer == y else answer + shift
-    if history[h, 0, 0] != n - 1 + length or history[h, 0, 1] != answer:
-        return False
-    for k in range(length):
-        if history[h, k + 1, 0] != body[r, k, 0]:
-            return False
-        for c in range(2):
-            term = np.int64(plans[r, kind, TERMS + 2 * k + c])
-            term = x if term == AS_X else y if term == AS_Y else term
-            if history[h, k + 1, 1 + c] != term:
-                return False
-    for k in range(1, n):
-        if history[h, k + length, 0] != goals[b, k, 0]:
-            return False
-        for c in range(1, 3):
-            term = np.int64(goals[b, k, c])
-            if term >= entities:
-                term = to_x if term == x else to_y if term == y else term + shift
-            if history[h, k + length, c] != term:
-                return False
-    return True
-
-
-@kernel
-def _same(state: Ints, size: int, answer: int, history: Ints, h: int) -> bool:
-    if history[h, 0, 0] != size or history[h, 0, 1] != answer:
-        return False
-    for k in range(size):
-        for c in range(3):
-            if state[0, k, c] != history[h, k + 1, c]:
-                return False
-    return True
-
-
-@kernel
-def _needed(
-    goals: Ints, b: int, n: int, answer: int, history: Ints, h: int, entities: int
-) -> tuple[bool, int, int]:
-    """The fact (s, o) that would lead from state `b` back to `h`; -1: any entity will do."""
-    if history[h, 0, 0] != n - 1:
-        return False, np.int64(-1), np.int64(-1)
-    x, y = np.int64(goals[b, 0, 1]), np.int64(goals[b, 0, 2])
-    s = x if x < entities else np.int64(-1)
-    o = y if y < entities else np.int64(-1)
-    # The variables of the first goal come before all others in the numbering.
-    gone = np.int64(x >= entities) + np.int64(y >= entities and y != x)
-    # After the terms of the goals comes the answer.
-    for k in range(2, 2 * n + 1):
-        i, c = k >> 1, 1 + (k & 1)
-        if i < n:
-            term, old = np.int64(goals[b, i, c]), np.int64(history[h, i, c])
-            if goals[b, i, 0] != history[h, i, 0]:
-                return False, np.int64(-1), np.int64(-1)
-        else:
-            term, old = np.int64(answer), np.int64(history[h, 0, 1])
-        if term < entities:
-            same = term == old
-        elif term == x:
-            same = old < entities and (s < 0 or s == old)
-            s = old
-        elif term == y:
-            same = old < entities and (o < 0 or o == old)
-            o = old
-        else:
-            same = term - gone == old
-        if not same:
-            return False, np.int64(-1), np.int64(-1)
-    if x == y and x >= entities:
-        o = s
-    return True, s, o
 
 
 @kernel

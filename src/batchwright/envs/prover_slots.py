@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.permutation import mix
 
-__all__ = ["below", "episode_key", "erase", "fold", "option", "sort", "trace", "write"]
+__all__ = ["below", "episode_key", "erase", "fold", "mark", "option", "sort", "trace", "write"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -34,7 +34,9 @@ KIND, LOW, SPAN = 17, 18, 19
 """The facts that unify with the first goal."""
 ENDING, AHEAD = 20, 21
 """How the last action tried to end the episode; the first entity of the span, read early."""
-TRACES = 22
+SEEN = 22
+"""The `mark` of every state of the episode in one: a successor whose mark is not in it is new."""
+TRACES = 23
 """From here on the `trace` of each state of the episode, `depth + 1` of them."""
 
 GOES_ON, GAVE_UP, WAS_INVALID = 0, 1, 2
@@ -103,3 +105,9 @@ def sort(size: int, p: int) -> int:
 def trace(size: int, p: int, x: int, y: int) -> int:
     """What is kept of a visited state: states that differ in it differ, others may be the same."""
     return sort(size, p) << 40 | fold(x) << 20 | fold(y)
+
+
+@kernel
+def mark(made: int) -> int:
+    """One of 64 bits, chosen by a trace."""
+    return np.int64(1) << ((made >> 40 ^ made >> 23 ^ made) & 63)

@@ -17,9 +17,29 @@ from numpy.typing import NDArray
 from batchwright.errors import ConfigError
 from batchwright.jit import kernel
 
-__all__ = ["one", "table_of", "three", "two"]
+__all__ = ["carve", "one", "table_of", "three", "two"]
 
 DIMENSIONS = 3
+
+
+LINE = 64
+"""Bytes of a line of the processor's cache."""
+
+
+def carve(*wanted: tuple[tuple[int, ...], Any]) -> list[NDArray[Any]]:
+    """Arrays of zeros of the given shapes and types, side by side in one block of memory.
+
+    For large blocks numpy asks the system for huge pages. In many small ones a step that goes
+    through thousands of slots would spend its time on finding pages.
+    """
+    sizes = [int(np.prod(shape)) * np.dtype(kind).itemsize for shape, kind in wanted]
+    starts = np.cumsum([0, *(-(-size // LINE) * LINE for size in sizes)]).tolist()
+    block = np.zeros(starts[-1] + LINE, np.uint8)
+    block = block[-block.ctypes.data % LINE :]
+    return [
+        block[start : start + size].view(kind).reshape(shape)
+        for (shape, kind), start, size in zip(wanted, starts, sizes, strict=False)
+    ]
 
 
 def table_of(arrays: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
