@@ -360,7 +360,7 @@ def main() -> None:
             contenders,
             usual,
             small,
-            1,
+            seeds if num_envs == 8 else 1,
         )
     if (DATA / "kg" / "wn18rr").is_dir():
         proofs = Given(

@@ -210,7 +210,7 @@ def agents() -> list[list[str]]:
     graphs = ("umls", "family", "kinship", "wn18rr")
     hybrid = {name: rows("kg", f"{name}, 3 seeds")["hybrid"]["MRR"] for name in graphs}
     alone = {
-        name: rows("kg_rl", f"{name}, 3 seeds")["rl"]["MRR"] for name in graphs if name != "kinship"
+        name: rows("kg", f"{name}, 3 seeds")["rl"]["MRR"] for name in graphs if name != "kinship"
     }
     step = rows("query_mutation", "one step of 64 environments")
     ours = step["batchwright, 64"]
@@ -237,7 +237,7 @@ def agents() -> list[list[str]]:
             "the same by the learned prover alone",
             ", ".join(f"{name} {value:.3f}" for name, value in alone.items()),
             "3 seeds; epochs and weights chosen on valid",
-            "`bench_kg_rl.py`",
+            "`bench_kg.py`",
         ],
         [
             "a step of 64 rewritten questions, 50 ms a call",

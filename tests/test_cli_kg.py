@@ -194,6 +194,35 @@ def test_hybrid_of_weight_zero_is_the_embedding(
     assert chosen["both"]["mrr"] == pytest.approx(chosen["valid_mrr"])
 
 
+def test_rules_may_ask_an_embedding(
+    batchwright: Batchwright, folder: Path, embedding: Path, tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("far:0.9:parent(X,Z), parent_kge(Z,Y) -> grandparent(X,Y)\n")
+    given = ("--data", folder, "--rules", rules)
+    with_kge = (*given, "--kge", embedding, "--accept", 1e-12)
+
+    # At so low a chance everything is accepted, so everybody is an answer.
+    found = batchwright.json("prove", "grandparent(old0,X)", *with_kge, "--depth", 3)
+    assert found["answers"] == 48
+    assert (
+        "parent_kge(mid0, kid0)  [embedding]"
+        in batchwright("prove", "grandparent(old0,kid0)", *with_kge, "--depth", 3).out
+    )
+    ranked = batchwright.json("evaluate", "prover", *with_kge, "--quiet")
+    assert ranked["accepted"] == 48 * 48
+    by_valid = batchwright.json(
+        "evaluate", "prover", *given, "--kge", embedding, "--mode", "hybrid", "--quiet"
+    )
+    assert 0 <= by_valid["accepted"] < 48 * 48
+    assert by_valid["accepted_from_chance"] >= 0.01
+    done = batchwright("evaluate", "prover", *given, "--quiet", code=1)
+    assert "give one with --kge" in done.err
+    rules.write_text("parent(X,Y) -> parent_kge(X,Y)\n")
+    done = batchwright("prove", "parent(old0,X)", *with_kge, code=1)
+    assert "concludes a predicate that ends in _kge" in done.err
+
+
 def test_an_area_is_given_for_named_candidates(batchwright: Batchwright, folder: Path) -> None:
     words = ("evaluate", "prover", "--data", folder, "--mode", "rules", "--quiet")
     found = batchwright.json(*words, "--candidates", "kid1,babe1,kid2,babe2")

@@ -207,6 +207,7 @@ def test_walks_end_where_paths_end_with_the_chance_of_their_steps(
     vocab = vocab_of(n, preds)
     body = tuple(data.draw(st.lists(st.integers(0, 2 * preds - 1), min_size=1, max_size=3)))
     hidden = data.draw(st.sampled_from([None, *sorted(facts)]))
+    lost = data.draw(st.booleans())
     x = data.draw(st.integers(0, n - 1)) if hidden is None else hidden[0]
     steps = Steps.of(Facts.of(sorted(facts), vocab))
     padded = np.full(3, -1, np.int32)
@@ -217,7 +218,7 @@ def test_walks_end_where_paths_end_with_the_chance_of_their_steps(
     count = walk(
         x, padded, len(body), steps.ptr, steps.ends, n, preds,
         -1 if hidden is None else hidden[1], -1 if hidden is None else hidden[2],
-        stamp, 0, share, out,
+        lost, stamp, 0, share, out,
     )  # fmt: skip
 
     expected: dict[int, float] = {}
@@ -226,17 +227,22 @@ def test_walks_end_where_paths_end_with_the_chance_of_their_steps(
         if not left:
             expected[at] = expected.get(at, 0.0) + chance
             return
-        nexts = [
+        edges = [
             path[-1]
             for path in paths(at, left[:1], facts - {hidden}, preds)  # type: ignore[arg-type]
+        ]
+        nexts = [
+            edge
+            for edge in edges
             if not (
                 before
-                and path[-1][1] != before[-1][1]
-                and fact_of(path[-1], preds) == fact_of(before[-1], preds)
+                and (lost or edge[1] != before[-1][1])
+                and fact_of(edge, preds) == fact_of(before[-1], preds)
             )
         ]
         for edge in nexts:
-            follow(edge[2], left[1:], chance / len(nexts), [*before, edge])
+            ways = len(edges) if lost else len(nexts)
+            follow(edge[2], left[1:], chance / ways, [*before, edge])
 
     follow(x, body, 1.0, [])
     assert sorted(out[:count].tolist()) == sorted(expected)

@@ -26,7 +26,7 @@ from batchwright.errors import BatchwrightError
 __all__ = ["app", "main"]
 
 
-def whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Refuse 2.5 where a whole number is asked for; cyclopts would round it."""
     for argument in arguments:
         kinds = _types(argument.hint)
@@ -43,7 +43,7 @@ def _types(hint: object) -> set[object]:
 
 app = App(
     name="batchwright",
-    config=whole_numbers,
+    config=_whole_numbers,
     help="Keep the expensive things of LLM and RL training full.",
     help_epilogue=(
         "Begin with: batchwright demo --out demo. Exit codes: 0 done, 1 an error in one sentence, "

@@ -35,6 +35,10 @@ def evaluate_prover(
     kge: Annotated[
         Path | None, Parameter(help="The run or model folder of `batchwright train kge`.")
     ] = None,
+    accept: Annotated[
+        float | None,
+        Parameter(help="Least chance at which --kge answers p_kge in rules; default: by valid."),
+    ] = None,
     prover: Annotated[
         Path | None, Parameter(help="A run of `batchwright train prover`, for rl and hybrid.")
     ] = None,
@@ -79,7 +83,7 @@ def evaluate_prover(
 
             return load_prover(prover, graph), {"prover": str(prover)}
         mined = {"length": length, "min_confidence": min_confidence, "most": most}
-        return _rules(graph, rules, mined, learn, seed, quiet)
+        return _rules(graph, rules, mined, learn, seed, quiet, kge, accept)
 
     scorer, how = _scorer(graph, mode, proofs, kge, beta)
     with progress_bar("ranking", quiet) as progress:
@@ -133,21 +137,32 @@ def _rules(
     learn: int,
     seed: int,
     quiet: bool,
+    kge: Path | None,
+    least: float | None,
 ) -> "tuple[RuleScorer, dict[str, Any]]":
     from batchwright.logic.mine import mine
     from batchwright.logic.rules import parse_rules
     from batchwright.logic.scorers import RuleScorer, choose_rules
 
+    accepted = None
     if path is None:
         with progress_bar("mining", quiet) as progress:
             rules = mine(graph.facts, graph.vocab, progress=progress, **mined).rules
-    else:
+    elif kge is None:
         rules = parse_rules(path, graph.vocab)
+    else:
+        from batchwright.train.kge import read_rules
+
+        rules, accepted = read_rules(path, graph, kge, least)
     how: dict[str, Any] = {"rules": len(rules), "mined": path is None}
+    facts = graph.facts
+    if accepted:
+        facts = accepted.graph.facts
+        how |= {"accepted": accepted.atoms, "accepted_from_chance": accepted.least}
     if len(graph.valid):
         with progress_bar("choosing how to join rules", quiet) as progress:
             scorer, tried = choose_rules(
-                graph.facts,
+                facts,
                 rules,
                 graph.train,
                 graph.valid,
@@ -158,7 +173,7 @@ def _rules(
             )
         how["joined"] = max(tried, key=lambda name: tried[name])
     else:
-        scorer = RuleScorer(graph.facts, rules)
+        scorer = RuleScorer(facts, rules)
         how["joined"] = "power 1, share 0"
     return scorer, {**how, "rules_that_are_no_chains": list(scorer.skipped)}
 
@@ -182,13 +197,14 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         text += f"\n{len(by) - 20} relations more with --format json"
     for key, words in (
         ("joined", "rules joined by"),
+        ("accepted", "atoms accepted from the embedding"),
         ("beta", "weight of the proofs"),
         ("average_precision", "area under precision and recall"),
         ("average_precision_as_chances", "the same, scores as chances over the candidates"),
     ):
         if key in found:
             value = found[key]
-            text += f"\n{words}: {value if isinstance(value, str) else f'{value:.4g}'}"
+            text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
     if skipped := found.get("rules_that_are_no_chains"):
         text += f"\n{len(skipped)} rules are no chains of up to 3 and took no part: {skipped[0]}..."
     if found["tied"]:

@@ -26,6 +26,14 @@ def prove(
         Parameter(name=["--rules", "-r"], help="Rules; rules.txt of the folder if not."),
     ] = None,
     mine: Annotated[bool, Parameter(negative="", help="Mine the rules from the facts.")] = False,
+    kge: Annotated[
+        Path | None,
+        Parameter(help="A run of `batchwright train kge`, which answers p_kge(X,Y) in rules."),
+    ] = None,
+    accept: Annotated[
+        float | None,
+        Parameter(help="Least chance at which it does; default: chosen on valid.txt."),
+    ] = None,
     depth: Annotated[int, Parameter(help="Steps a proof may have.")] = 5,
     most: Annotated[int, Parameter(help="Answers to show.")] = 10,
     hide: Annotated[
@@ -51,7 +59,15 @@ def prove(
     else:
         if rules is None and not (folder / "rules.txt").exists():
             raise ConfigError(f"{folder} has no rules.txt; give --rules FILE or --mine")
-        horn = parse_rules(rules or folder / "rules.txt", vocab)
+        path = rules or folder / "rules.txt"
+        if kge is None:
+            horn = parse_rules(path, vocab)
+        else:
+            from batchwright.train.kge import read_rules
+
+            horn, accepted = read_rules(path, graph, kge, accept)
+            graph = accepted.graph if accepted else graph
+            vocab = graph.vocab
     (predicate, first, second), names = parse_atom(query, vocab)
     asked = tuple(-1 if term >= vocab.num_entities else term for term in (first, second))
     if asked == (-1, -1):

@@ -19,6 +19,7 @@ from batchwright.logic.vocab import Vocab
 __all__ = [
     "Graph",
     "PykeenDataset",
+    "PykeenFactory",
     "load_graph",
     "read_lines",
     "read_triples",
@@ -87,7 +88,7 @@ class Graph:
         )
 
 
-class _Factory(Protocol):
+class PykeenFactory(Protocol):
     """What is read of PyKEEN's `TriplesFactory`."""
 
     mapped_triples: Any
@@ -98,18 +99,22 @@ class _Factory(Protocol):
 class PykeenDataset(Protocol):
     """What is read of PyKEEN's `Dataset`."""
 
-    training: _Factory
+    training: Any
     validation: Any
     testing: Any
 
 
-def load_graph(source: str | Path | PykeenDataset) -> Graph:
+def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
     """The graph in a folder with `train.txt`, and `valid.txt` and `test.txt` if there are any.
 
     `family` is the small graph that comes with the package, unless a folder is called so. A line
     is `head<tab>relation<tab>tail` or `relation(head, tail).`; lines that begin with `%`
-    or `#` and empty lines are skipped. A PyKEEN data set is taken as the object it is. Ids go by
-    sorted name over all three parts, so entities met only in `test` have one as well.
+    or `#` and empty lines are skipped. Ids go by sorted name over all three parts, so entities met
+    only in `test` have one as well.
+
+    A PyKEEN data set is taken as the object it is, and a `TriplesFactory` as a graph of facts
+    alone. Its `PathDataset` has left out the test triples of entities that train does not name:
+    give the folder instead, and they are asked.
     """
     if not isinstance(source, str | Path):
         return _from_pykeen(source)
@@ -198,22 +203,32 @@ def _graph(name: str, vocab: Vocab, parts: list[list[Named]]) -> Graph:
     return Graph(name, vocab, train, valid, test, np.full(vocab.num_predicates, -1, np.int32))
 
 
-def _from_pykeen(dataset: PykeenDataset) -> Graph:
-    factory = dataset.training
-    entities = {number: name for name, number in factory.entity_to_id.items()}
-    relations = {number: name for name, number in factory.relation_to_id.items()}
+def _from_pykeen(source: Any) -> Graph:
     # Data sets with no validation part carry None there.
-    parts = [
-        []
-        if part is None
-        else [
-            (entities[h], relations[r], entities[t])
-            for h, r, t in np.asarray(part.mapped_triples).tolist()
-        ]
-        for part in (dataset.training, dataset.validation, dataset.testing)
-    ]
-    vocab = Vocab.of(entities.values(), relations.values())
-    return _graph(type(dataset).__name__.lower(), vocab, parts)
+    others = [getattr(source, name, None) for name in ("validation", "testing")]
+    factories = [getattr(source, "training", source), *others]
+    parts = [_pykeen_triples(f) if f is not None or not i else [] for i, f in enumerate(factories)]
+    if not parts[0]:
+        raise BadProgram(f"the {type(source).__name__} holds no facts; give at least one")
+    present = [factory for factory in factories if factory is not None]
+    vocab = Vocab.of(
+        (name for factory in present for name in factory.entity_to_id),
+        (name for factory in present for name in factory.relation_to_id),
+    )
+    return _graph(type(source).__name__.lower(), vocab, parts)
+
+
+def _pykeen_triples(factory: Any) -> list[Named]:
+    """By name: factories that were made one by one have numbers of their own each."""
+    if not all(hasattr(factory, name) for name in ("mapped_triples", "entity_to_id")):
+        raise BadProgram(
+            f"a {type(factory).__name__} is no graph with names; give a folder with train.txt, or "
+            f"PyKEEN's data set or TriplesFactory"
+        )
+    entity = {number: name for name, number in factory.entity_to_id.items()}
+    relation = {number: name for name, number in factory.relation_to_id.items()}
+    numbers = np.asarray(factory.mapped_triples).tolist()
+    return [(entity[h], relation[r], entity[t]) for h, r, t in numbers]
 
 
 def _turned(triples: Ints, inverse: Ints) -> Ints:

@@ -198,44 +198,43 @@ def count_chains(
 
 
 @kernel
-def _open(
+def _ways(
     u: int,
     step: int,
+    by: int,
+    before: int,
+    x: int,
+    hidden: int,
+    y: int,
+    lost: bool,
+    odds: float,
     ptr: Ints,
     n: int,
     preds: int,
-    by: int,
-    back: int,
-    hidden: int,
-    x: int,
-    y: int,
-) -> int:
-    """How many ends of a step from u are open: without the edge we came by and the hidden one."""
-    count = int(ptr[step * n + u + 1] - ptr[step * n + u])
-    returns = by >= 0 and step == turned(by, preds)
-    ahead = hidden >= 0 and step == hidden and u == x
-    behind = hidden >= 0 and step == turned(hidden, preds) and u == y
-    if returns:
-        count -= 1
-    if ahead and not (returns and back == y):
-        count -= 1
-    if behind and not (returns and back == x) and not (ahead and x == y):
-        count -= 1
-    return count
+) -> tuple[int, int, int, int, float]:
+    """A step from u, to which step `by` from `before` led with chance `odds`; see `walk`.
 
-
-@kernel
-def _shut(
-    u: int, step: int, v: int, preds: int, by: int, back: int, hidden: int, x: int, y: int
-) -> bool:
-    """Whether the edge from u to v is the one we came by, or the hidden one."""
-    if by >= 0 and step == turned(by, preds) and v == back:
-        return True
-    if hidden < 0:
-        return False
-    return (step == hidden and u == x and v == y) or (
-        step == turned(hidden, preds) and u == y and v == x
-    )
+    Its span in `ends`; the two of them that are shut, for the hidden fact and for the fact we came
+    by (-1: none); and the chance of each of the others.
+    """
+    low, high = int(ptr[step * n + u]), int(ptr[step * n + u + 1])
+    count = high - low
+    facing = back = -1
+    if hidden >= 0:
+        if step == hidden and u == x:
+            facing = y
+        elif step == turned(hidden, preds) and u == y:
+            facing = x
+        if facing >= 0:
+            count -= 1
+    if by >= 0:
+        if step == turned(by, preds):
+            back = before
+            if not lost and back != facing:
+                count -= 1
+        elif lost and step == by and u == before:
+            back = u
+    return low, high, facing, back, odds / count if count > 0 else 0.0
 
 
 @kernel
@@ -249,54 +248,57 @@ def walk(
     preds: int,
     hidden: int,
     y: int,
+    lost: bool,
     stamp: Longs,
     now: int,
-    share: Doubles,
+    chance: Doubles,
     out: Ints,
 ) -> int:
     """The distinct ends of a chain from x, and the chance of each if every step goes at random.
 
-    The fact of step `hidden` from x to y is taken out of the graph; -1 hides nothing.
+    The fact of step `hidden` from x to y is taken out of the graph; -1 hides nothing. No walk
+    uses the fact it just came by once more. That fact is no way at all, or, with `lost`, a way
+    whose chance is lost: so it is with a policy that draws it and has then proved nothing. (Such
+    a policy may not take a loop twice either, which is one fact in both directions.)
     """
     count = 0
-    ways = _open(x, body[0], ptr, n, preds, -1, -1, hidden, x, y)
-    for i in range(ptr[body[0] * n + x], ptr[body[0] * n + x + 1]):
-        z = ends[i]
-        if _shut(x, body[0], z, preds, -1, -1, hidden, x, y):
+    # A shorter chain stands still in the outer loops, so that walks end in one place; a function
+    # for that place would be called too often.
+    low, high, facing, odds = 0, 1, -1, 1.0
+    by_1 = by_2 = -1
+    if length == 3:
+        low, high, facing, _, odds = _ways(
+            x, body[0], -1, -1, x, hidden, y, lost, 1.0, ptr, n, preds
+        )
+        by_1 = int(body[0])
+    if length >= 2:
+        by_2 = int(body[length - 2])
+    for i in range(low, high):
+        z = int(ends[i]) if length == 3 else x
+        if z == facing:
             continue
-        chance = 1.0 / ways
-        if length == 1:
-            if stamp[z] != now:
-                stamp[z] = now
-                share[z] = 0.0
-                out[count] = z
-                count += 1
-            share[z] += chance
-            continue
-        more = _open(z, body[1], ptr, n, preds, body[0], x, hidden, x, y)
-        for j in range(ptr[body[1] * n + z], ptr[body[1] * n + z + 1]):
-            w = ends[j]
-            if _shut(z, body[1], w, preds, body[0], x, hidden, x, y):
+        low_2, high_2, facing_2, back_2, odds_2 = 0, 1, -1, -1, odds
+        if length >= 2:
+            low_2, high_2, facing_2, back_2, odds_2 = _ways(
+                z, by_2, by_1, x, x, hidden, y, lost, odds, ptr, n, preds
+            )
+        for j in range(low_2, high_2):
+            w = int(ends[j]) if length >= 2 else z
+            if w in (facing_2, back_2):
                 continue
-            if length == 2:
-                if stamp[w] != now:
-                    stamp[w] = now
-                    share[w] = 0.0
-                    out[count] = w
-                    count += 1
-                share[w] += chance / more
-                continue
-            last = _open(w, body[2], ptr, n, preds, body[1], z, hidden, x, y)
-            for k in range(ptr[body[2] * n + w], ptr[body[2] * n + w + 1]):
-                v = ends[k]
-                if _shut(w, body[2], v, preds, body[1], z, hidden, x, y):
+            low_3, high_3, facing_3, back_3, odds_3 = _ways(
+                w, body[length - 1], by_2, z, x, hidden, y, lost, odds_2, ptr, n, preds
+            )
+            for k in range(low_3, high_3):
+                end = ends[k]
+                if end in (facing_3, back_3):
                     continue
-                if stamp[v] != now:
-                    stamp[v] = now
-                    share[v] = 0.0
-                    out[count] = v
+                if stamp[end] != now:
+                    stamp[end] = now
+                    chance[end] = 0.0
+                    out[count] = end
                     count += 1
-                share[v] += chance / more / last
+                chance[end] += odds_3
     return count
 
 
@@ -337,7 +339,20 @@ def apply_chains(
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
             count = walk(
-                given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, stamp, now, share, out
+                given[q],
+                bodies[r],
+                lengths[r],
+                ptr,
+                ends,
+                n,
+                preds,
+                -1,
+                -1,
+                False,
+                stamp,
+                now,
+                share,
+                out,
             )
             now += 1
             for i in range(count):
@@ -402,7 +417,20 @@ def learn_chains(
         for r in range(rules):
             rule = first + r
             count = walk(
-                x, bodies[rule], lengths[rule], ptr, ends, n, preds, step, y, stamp, now, share, out
+                x,
+                bodies[rule],
+                lengths[rule],
+                ptr,
+                ends,
+                n,
+                preds,
+                step,
+                y,
+                False,
+                stamp,
+                now,
+                share,
+                out,
             )
             now += 1
             if filled + count > len(hits):

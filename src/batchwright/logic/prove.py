@@ -40,7 +40,8 @@ class Node:
 
     def lines(self, rules: Rules, vocab: Vocab, indent: str = "") -> Iterator[str]:
         """The tree as text, a goal a line."""
-        reason = "fact" if self.rule is None else f"by {rules.names[self.rule]}"
+        told = "embedding" if vocab.accepts(self.atom[0]) else "fact"
+        reason = told if self.rule is None else f"by {rules.names[self.rule]}"
         yield f"{vocab.atom(*self.atom)}  [{reason}]"
         for i, child in enumerate(self.children):
             last = i == len(self.children) - 1

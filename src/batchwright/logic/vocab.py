@@ -76,6 +76,11 @@ class Vocab:
         """The same, with `p_kge` after all predicates for every predicate `p`."""
         return Vocab(self.entities, (*self.predicates, *(p + KGE for p in self.predicates)))
 
+    def accepts(self, predicate: int) -> bool:
+        """Whether this is the `p_kge` of another predicate `p`."""
+        name = self.predicates[predicate]
+        return name.endswith(KGE) and name.removesuffix(KGE) in self.predicate_ids
+
     def term(self, number: int) -> str:
         """A term for people: an entity's name, or X0, X1, ... for a variable."""
         if 0 <= number < self.num_entities:
@@ -94,7 +99,9 @@ def _found(name: str, ids: dict[str, int], what: str) -> int:
         return ids[name]
     plural = "entities" if what == "entity" else "predicates"
     near = difflib.get_close_matches(name, ids, n=3) if len(ids) <= 100_000 else []
-    if near:
+    if what == "predicate" and name.endswith(KGE) and name.removesuffix(KGE) in ids:
+        hint = "that is for an embedding to say: give one with --kge"
+    elif near:
         hint = "did you mean " + " or ".join(near) + "?"
     elif len(ids) <= 12:
         hint = f"the {plural} are {', '.join(ids) or 'none at all'}"

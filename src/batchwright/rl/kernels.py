@@ -78,6 +78,27 @@ def advantages(
 
 
 @kernel
+def _best(logits: NDArray[np.float32], mask: NDArray[np.bool_]) -> tuple[int, float, float]:
+    """The first of the highest allowed logits, that logit, and the sum of exp(logit - highest).
+
+    -1 in place of the first if nothing is allowed, or if a logit is not a number.
+    """
+    top = -np.inf
+    best = -1
+    for k in range(len(logits)):
+        if mask[k] and not logits[k] <= top:
+            top = np.float64(logits[k])
+            best = k
+    total = 0.0
+    for k in range(len(logits)):
+        if mask[k]:
+            total += np.exp(logits[k] - top)
+    if not np.isfinite(top) or not np.isfinite(total):
+        best = -1
+    return best, top, total
+
+
+@kernel
 def sample(
     logits: NDArray[np.float32],
     mask: NDArray[np.bool_],
@@ -93,17 +114,8 @@ def sample(
     """
     B, K = logits.shape
     for b in range(B):
-        top = -np.inf
-        for k in range(K):
-            if mask[b, k] and not logits[b, k] <= top:
-                top = np.float64(logits[b, k])
-        if not np.isfinite(top):
-            return b
-        total = 0.0
-        for k in range(K):
-            if mask[b, k]:
-                total += np.exp(logits[b, k] - top)
-        if not np.isfinite(total):
+        best, top, total = _best(logits[b], mask[b])
+        if best < 0:
             return b
         # 53 bits of the hash, in [0, 1).
         bits = mix(mix(key, np.uint64(b)), np.uint64(0)) >> np.uint64(11)
@@ -131,22 +143,10 @@ def greedy(
     logp: NDArray[np.float32],
 ) -> int:
     """The allowed action of the highest logit, the first of equal ones; returns as `sample`."""
-    B, K = logits.shape
-    for b in range(B):
-        top = -np.inf
-        chosen = -1
-        for k in range(K):
-            if mask[b, k] and not logits[b, k] <= top:
-                top = np.float64(logits[b, k])
-                chosen = k
-        if not np.isfinite(top):
+    for b in range(len(logits)):
+        best, _, total = _best(logits[b], mask[b])
+        if best < 0:
             return b
-        total = 0.0
-        for k in range(K):
-            if mask[b, k]:
-                total += np.exp(logits[b, k] - top)
-        if not np.isfinite(total):
-            return b
-        actions[b] = chosen
+        actions[b] = best
         logp[b] = -np.log(total)
     return -1

@@ -23,6 +23,7 @@ from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch
 from batchwright.events import EventLog
 from batchwright.files import write_atomic
 from batchwright.folders import Kind
+from batchwright.logic.accept import Accepted, accept, asks_kge
 from batchwright.logic.kge import (
     Kge,
     KgeScorer,
@@ -35,13 +36,22 @@ from batchwright.logic.kge import (
 )
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.ranking import rank
+from batchwright.logic.rules import Rules, parse_rules
 from batchwright.permutation import permutation
 from batchwright.train.kgeconfig import KgeConfig
 from batchwright.train.stamp import write_stamp
 from batchwright.train.stopping import interrupts
 from batchwright.world import World
 
-__all__ = ["KgeResult", "KgeTrainer", "fit_kge", "load_scorer", "train_kge", "vocab_digest"]
+__all__ = [
+    "KgeResult",
+    "KgeTrainer",
+    "fit_kge",
+    "load_scorer",
+    "read_rules",
+    "train_kge",
+    "vocab_digest",
+]
 
 Ints = NDArray[np.int32]
 Tensor = torch.Tensor
@@ -313,6 +323,17 @@ def load_scorer(path: Path, graph: Graph) -> KgeScorer:
             f"evaluate it on the graph it was trained on"
         )
     return KgeScorer(kge)
+
+
+def read_rules(
+    path: Path, graph: Graph, kge: Path | None, least: float | None = None
+) -> tuple[Rules, Accepted | None]:
+    """Rules of a file; if they ask for `p_kge`, also the graph with what the embedding accepts."""
+    if kge is not None:
+        rules = parse_rules(path, graph.vocab.with_kge())
+        if len(asked := asks_kge(rules)):
+            return rules, accept(graph, load_scorer(kge, graph), asked, least)
+    return parse_rules(path, graph.vocab), None
 
 
 def vocab_digest(graph: Graph) -> str:

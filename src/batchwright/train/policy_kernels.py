@@ -9,90 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
+from batchwright.logic.mine_kernels import walk
 
-__all__ = ["answer", "follow", "learn"]
+__all__ = ["answer", "learn"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Doubles = NDArray[np.float64]
-
-
-@kernel
-def _facing(u: int, step: int, x: int, hidden: int, y: int, preds: int) -> int:
-    """The end of this step from u that is the hidden fact; -1 if it is none of them.
-
-    Hidden is the fact of step `hidden` from x to y, read either way; -1 hides nothing.
-    """
-    if hidden >= 0:
-        if step == hidden and u == x:
-            return y
-        if (step - hidden == preds or hidden - step == preds) and u == y:
-            return x
-    return -1
-
-
-@kernel
-def follow(
-    x: int,
-    body: Ints,
-    length: int,
-    ptr: Ints,
-    ends: Ints,
-    n: int,
-    preds: int,
-    hidden: int,
-    y: int,
-    stamp: Longs,
-    now: int,
-    chance: Doubles,
-    out: Ints,
-) -> int:
-    """The distinct ends of a body from x, and in `chance` how likely facts at random lead there.
-
-    Every fact of a step is as likely as the others, the hidden one left out. A walk that uses the
-    fact it came by once more proves nothing, and its chance is lost.
-    """
-    count = 0
-    node = np.empty(length + 1, np.int64)
-    cursor = np.empty(length, np.int64)
-    shut = np.empty(length, np.int64)
-    likely = np.empty(length + 1)
-    node[0], likely[0] = x, 1.0
-    level = 0
-    fresh = True
-    while level >= 0:
-        row = body[level] * n + node[level]
-        if fresh:
-            cursor[level] = ptr[row]
-            shut[level] = _facing(node[level], body[level], x, hidden, y, preds)
-            # A graph is a set, so at most one of the ends is shut.
-            open_ends = ptr[row + 1] - ptr[row] - (1 if shut[level] >= 0 else 0)
-            likely[level + 1] = likely[level] / open_ends if open_ends else 0.0
-            fresh = False
-        if cursor[level] == ptr[row + 1]:
-            level -= 1
-            continue
-        end = ends[cursor[level]]
-        cursor[level] += 1
-        if end == shut[level]:
-            continue
-        if level > 0 and end == node[level - 1]:
-            turn = body[level] - body[level - 1]
-            # A loop is the same fact in either direction.
-            if turn == preds or turn == -preds or (turn == 0 and end == node[level]):
-                continue
-        if level + 1 < length:
-            level += 1
-            node[level] = end
-            fresh = True
-            continue
-        if stamp[end] != now:
-            stamp[end] = now
-            chance[end] = 0.0
-            out[count] = end
-            count += 1
-        chance[end] += likely[length]
-    return count
 
 
 @kernel
@@ -119,9 +42,9 @@ def answer(
     now = 0
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
-            count = follow(
-                given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, stamp, now, chance,
-                out,
+            count = walk(
+                given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, True, stamp, now,
+                chance, out,
             )  # fmt: skip
             now += 1
             for i in range(count):
@@ -171,9 +94,9 @@ def learn(
             top = max(top, logits[first + r])
         all_right = all_whole = 0.0
         for r in range(rules):
-            count = follow(
-                x, bodies[first + r], lengths[first + r], ptr, ends, n, preds, step, y, stamp, now,
-                chance, out,
+            count = walk(
+                x, bodies[first + r], lengths[first + r], ptr, ends, n, preds, step, y, True, stamp,
+                now, chance, out,
             )  # fmt: skip
             now += 1
             right[r] = whole[r] = 0.0

@@ -1,0 +1,216 @@
+"""Rules, embedding, both and a trained prover on one graph with one seed: the work of bench_kg.py.
+
+Every graph and seed leaves a file, and is not run again while its settings stay the same. The
+settings were found beforehand in a few tries judged by valid, though test figures of some tries
+were in sight as well (of the prover alone: of one try for each graph).
+"""
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchwright.events import read_events
+from batchwright.fingerprint import digest
+from batchwright.logic.kge import KgeScorer, load_kge
+from batchwright.logic.loaders import Graph, load_graph
+from batchwright.logic.mine import mine
+from batchwright.logic.ranking import Scorer, average_precision, rank, summary
+from batchwright.logic.scorers import Hybrid, choose_beta, choose_rules
+from batchwright.train.kge import train_kge
+from batchwright.train.kgeconfig import KgeConfig
+from batchwright.train.prover import load_prover, train_prover
+from batchwright.train.proverconfig import ProverConfig
+
+__all__ = ["DATA", "GRAPHS", "RL_GRAPHS", "Settings", "kept_or_run", "rl_seed"]
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+DATA = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg"
+REGIONS = ("africa", "americas", "asia", "europe", "oceania")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one graph is treated."""
+
+    length: int = 2
+    min_confidence: float = 0.01
+    most: int = 300
+    learn: int = 4
+    """Passes over train in which the evidence of rules is learned, at most."""
+    kge: dict[str, Any] = field(default_factory=dict)
+    goal: float | None = None
+    """MRR of the hybrid."""
+    area_goal: float | None = None
+    within_s: float = 300.0
+
+
+SMALL = {"eval_every": 3, "eval_triples": 0, "save_every": 0}
+COUNTRIES = {**SMALL, "rank": 100, "penalty": 0.03, "epochs": 30}
+GRAPHS = {
+    "umls": Settings(
+        learn=6, goal=0.965, kge={**SMALL, "rank": 200, "penalty": 0.01, "epochs": 30}
+    ),
+    "family": Settings(
+        most=1000, learn=2, goal=0.985,
+        kge={**SMALL, "rank": 100, "penalty": 0.01, "epochs": 15, "eval_triples": 700},
+    ),
+    "kinship": Settings(
+        most=600, goal=0.88, kge={**SMALL, "rank": 250, "penalty": 0.01, "epochs": 27}
+    ),
+    "countries_s1": Settings(length=3, kge=COUNTRIES, area_goal=1.0),
+    "countries_s2": Settings(length=3, kge=COUNTRIES, area_goal=1.0),
+    "countries_s3": Settings(length=3, kge=COUNTRIES, area_goal=0.95),
+    "wn18rr": Settings(
+        length=3, min_confidence=0.001, most=1000, learn=2, goal=0.475,
+        kge={
+            "rank": 128, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
+            "batch_size": 500, "epochs": 6, "eval_every": 1, "save_every": 1,
+        },
+    ),
+}  # fmt: skip
+
+EVEN = ProverConfig(eval_triples=0, passes=10)
+RL_GRAPHS: dict[str, tuple[ProverConfig, float | None, float]] = {
+    "family": (replace(EVEN, most=1000, passes=4, eval_triples=1400), 0.95, 300.0),
+    "umls": (replace(EVEN, rate=1.0), 0.80, 300.0),
+    "kinship": (replace(EVEN, most=600, rate=1.0), None, 300.0),
+    "wn18rr": (
+        replace(EVEN, length=3, most=1000, min_confidence=0.001, passes=5, eval_triples=1500),
+        0.40,
+        1800.0,
+    ),
+}
+"""Settings, the MRR to reach and the processor seconds it may take."""
+
+
+class Clock:
+    """Elapsed and processor seconds since it was made."""
+
+    def __init__(self) -> None:
+        self.begun, self.worked = time.perf_counter(), time.process_time()
+
+    def read(self) -> dict[str, float]:
+        return {
+            "wall_s": time.perf_counter() - self.begun,
+            "cpu_s": time.process_time() - self.worked,
+        }
+
+
+def measured(graph: Graph, scorer: Scorer, spent: dict[str, float]) -> dict[str, Any]:
+    """All columns of one scorer; `spent` is what making it took."""
+    clock = Clock()
+    found = summary(rank(scorer, graph.test, graph.known, sampled=100), graph.vocab.predicates)
+    if graph.name.startswith("countries"):
+        regions = np.array([graph.vocab.entity(name) for name in REGIONS], np.int32)
+        found["area"] = average_precision(scorer, graph.test, regions)
+        found["area_chances"] = average_precision(scorer, graph.test, regions, as_chances=True)
+        # What says on valid whether the scores or the chances are to be compared.
+        for key, chances in (("valid_area", False), ("valid_area_chances", True)):
+            found[key] = average_precision(scorer, graph.valid, regions, as_chances=chances)
+    return {**found, "spent": spent, "ranking": clock.read()}
+
+
+def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int) -> dict[str, Any]:
+    """Rules, embedding and both, on one graph with one seed."""
+    graph = load_graph(folder / name)
+    clock = Clock()
+    mined = mine(
+        graph.facts,
+        graph.vocab,
+        length=settings.length,
+        min_confidence=settings.min_confidence,
+        most=settings.most,
+    )
+    mining = clock.read()
+    rules, tried = choose_rules(
+        graph.facts, mined.rules, graph.train, graph.valid, graph.known,
+        epochs=settings.learn, seed=seed,
+    )  # fmt: skip
+    for_rules = clock.read()
+
+    run = runs / f"{name}-{seed}"
+    config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
+    if not (run / "model").is_dir():
+        train_kge(config, resume=(run / "config.toml").exists())
+    kge = KgeScorer(load_kge(run / "model")[0])
+    epochs = [event.fields for event in read_events(run / "events.jsonl") if event.kind == "epoch"]
+    for_kge = {
+        "wall_s": sum(epoch["seconds"] for epoch in epochs),
+        "cpu_s": sum(epoch["cpu_s"] for epoch in epochs),
+    }
+    clock = Clock()
+    choice = choose_beta(kge, rules, graph.valid, graph.known)
+    choosing = clock.read()
+    together = {k: for_rules[k] + for_kge[k] + choosing[k] for k in for_kge}
+    hybrid = Hybrid(kge, rules, choice.table)
+    return {
+        "rules": measured(graph, rules, for_rules),
+        "kge": measured(graph, kge, for_kge),
+        "hybrid": measured(graph, hybrid, together),
+        "mined": {"rules": len(mined.rules), "bodies": mined.bodies, **mining},
+        "rules_tried_on_valid": tried,
+        "beta": choice.beta,
+        "beta_by_predicate": choice.own,
+        "valid_mrr": choice.mrr,
+    }
+
+
+def kept_or_run(runs: Path, name: str, seed: int) -> dict[str, Any]:
+    """Rules, embedding and both, from the file of an earlier call if its settings were these."""
+    settings = GRAPHS[name]
+    path = runs / f"{name}-{seed}.json"
+    form = "kg" if settings.area_goal is None else "kg/areas on valid"
+    mark = digest(form, json.dumps(asdict(settings), sort_keys=True))
+    if path.exists():
+        kept: dict[str, Any] = json.loads(path.read_bytes())
+        if kept.get("settings") == mark:
+            return kept
+    found = {"settings": mark, **run_seed(DATA, runs, name, settings, seed)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def rl_seed(folder: Path, runs: Path, name: str, seed: int) -> dict[str, Any]:
+    """The row of one seed, of the prover alone: {"rl": ..., "rl_parts": ...}."""
+    settings = RL_GRAPHS[name][0]
+    runs.mkdir(parents=True, exist_ok=True)
+    path = runs / f"rl-{name}-{seed}.json"
+    mark = digest("kg_rl", json.dumps(asdict(settings), sort_keys=True, default=str))
+    if path.exists():
+        kept: dict[str, Any] = json.loads(path.read_bytes())
+        if kept["settings"] == mark:
+            return kept
+    run = runs / f"rl-{name}-{seed}"
+    # A run that was cut off begins anew: its time is to be that of one whole run.
+    shutil.rmtree(run, ignore_errors=True)
+    clock = Clock()
+    config = replace(settings, data=str(folder / name), run_dir=run, seed=seed)
+    train_prover(config)
+    spent = clock.read()
+    graph = load_graph(folder / name)
+    found = {
+        "settings": mark,
+        "rl": measured(graph, load_prover(run, graph), spent),
+        "rl_parts": parts(run),
+    }
+    path.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def parts(run: Path) -> dict[str, float]:
+    """MRR on valid before training, and after each part of it (of gradients, the best)."""
+    part, found = "untrained", {}
+    for event in read_events(run / "events.jsonl"):
+        if event.kind == "round":
+            part = event.fields["part"]
+        elif event.kind == "eval":
+            mrr = event.fields["mrr"]
+            found[part] = max(mrr, found.get(part, 0.0)) if part == "gradients" else mrr
+    return found
