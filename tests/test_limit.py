@@ -199,6 +199,32 @@ def test_a_knee_that_moves_is_followed_down_and_up(kind: str) -> None:
     assert last >= 65
 
 
+def limit_after(seen: list[tuple[int, int]], done: int) -> int:
+    return [limit for at, limit in seen if at <= done][-1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_thrashing_server_whose_knee_collapses_is_relieved_at_once(seed: int) -> None:
+    given = world.World("thrash", (90, 22), calls=4000, seed=seed)
+    seen = world.run(given, AutoLimit()).limits
+    assert limit_after(seen, 1999) > 65
+    # 90 calls and more are in flight at that moment, and first have to end.
+    assert limit_after(seen, 2060) < 55
+    assert limit_after(seen, 2600) < 35
+
+
+@pytest.mark.parametrize("kind", ["queue", "batch"])
+@pytest.mark.parametrize("seed", range(3))
+def test_where_it_costs_nothing_the_limit_has_headroom_that_shows_a_risen_knee(
+    kind: str, seed: int
+) -> None:
+    given = world.World(kind, (20, 120), calls=6000, seed=seed)
+    seen = world.run(given, AutoLimit()).limits
+    held = sorted(limit_after(seen, done) for done in range(2000, 3000))[500]  # not the probes
+    assert 20 <= held <= 45
+    assert max(limit_after(seen, done) for done in range(3000, 3400)) > 90
+
+
 def test_a_batching_server_is_not_misread_by_its_rising_latency() -> None:
     given = world.World("batch", (80,), calls=6000, seed=4)
     limit = AutoLimit()

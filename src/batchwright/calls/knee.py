@@ -8,13 +8,12 @@ calls get slower long before its goodput stops growing, is not misread.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Curve", "Knee", "Round"]
+__all__ = ["Curve", "Knee"]
 
 STEP = 0.04
 """Resolution on the logarithmic scale: the next bin has 4 percent more calls in flight."""
@@ -26,59 +25,10 @@ a queue, and two degrees of thrashing."""
 _RISE, _FALL = (np.repeat(RISES, len(FALLS)), np.tile(FALLS, len(RISES)))
 CROWDING = 0.15
 """More calls in flight must bring at least this share of their growth as goodput."""
+FLAT = -0.15
+"""A slope above the knee that is taken for none."""
 FLOOR = 0.02
 """No measurement is trusted closer than this: servers wander."""
-
-
-@dataclass(slots=True)
-class Round:
-    """What is counted while the limit stays the same."""
-
-    begun: float | None
-    """None if the caller was idle: the first call that ends while the limit is full will tell."""
-    skip: int
-    """Calls still to end before counting: most of those in flight began under another limit."""
-    full: bool = False
-    ended: int = 0
-    good: int = 0
-    quick: int = 0
-    """Failures that took less than an answer takes; they say nothing about the load."""
-    late_s: float = math.inf
-    """Seconds a call after which the round is overdue and judged by what there is."""
-    _in_flight: int = 0
-    _seconds: float = 0.0
-    _squares: float = 0.0
-
-    def count(self, seconds: float, in_flight: int, ok: bool) -> None:
-        self.ended += 1
-        self.good += ok
-        self._in_flight += max(1, in_flight)
-        self._seconds += seconds
-        self._squares += seconds * seconds
-
-    def again(self, now: float) -> None:
-        """Count from now on, under the same limit."""
-        self.begun, self.ended, self.good, self.quick = now, 0, 0, 0
-        self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
-
-    def elapsed(self, now: float) -> float:
-        """Seconds since the counting began."""
-        return max(1e-9, now - (now if self.begun is None else self.begun))
-
-    def rate(self, now: float) -> float:
-        """Good answers a second; a round without any counts as half of one."""
-        return max(0.5, self.good) / self.elapsed(now)
-
-    @property
-    def level(self) -> float:
-        """Calls in flight, on average."""
-        return self._in_flight / self.ended
-
-    @property
-    def variation(self) -> float:
-        """Coefficient of variation of the latencies."""
-        mean = self._seconds / self.ended
-        return math.sqrt(max(0.0, self._squares / self.ended - mean * mean)) / max(1e-12, mean)
 
 
 class Knee(NamedTuple):
@@ -90,6 +40,11 @@ class Knee(NamedTuple):
     """Likely knees lie between these."""
     fall: float
     """The slope above the knee; 0 for a server that only queues."""
+
+    @property
+    def flat(self) -> bool:
+        """Whether more calls than the knee cost hardly any goodput."""
+        return self.fall > FLAT
 
 
 class _Belief(NamedTuple):
@@ -145,6 +100,11 @@ class Curve:
     def highest(self) -> float:
         """The most calls in flight that were measured."""
         return math.exp(max(self._bins) * STEP)
+
+    @property
+    def width(self) -> float:
+        """How far apart the levels are that were measured, on the logarithmic scale."""
+        return (max(self._bins) - min(self._bins)) * STEP if self._bins else 0.0
 
     def evidence(self, low: float, high: float) -> float:
         """How many calls were measured with `low` to `high` in flight."""

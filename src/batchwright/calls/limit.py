@@ -1,12 +1,22 @@
-"""How many calls may be in flight: a fixed number, or as many as the server turns out to bear."""
+"""As many calls in flight as the server turns out to bear, found by its goodput."""
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from batchwright.calls.knee import Curve, Knee, Round
+from batchwright.calls.ceiling import Ceiling
+from batchwright.calls.fixed import Change, FixedLimit, Limit
+from batchwright.calls.knee import Curve
+from batchwright.calls.probing import Probes
+from batchwright.calls.rounds import (
+    Round,
+    Rung,
+    far_from_expected,
+    probe_verdict,
+    ramp_verdict,
+    scatter,
+)
 from batchwright.errors import ConfigError, Mismatch
 
 __all__ = ["AutoLimit", "Change", "FixedLimit", "Limit"]
@@ -14,130 +24,36 @@ __all__ = ["AutoLimit", "Change", "FixedLimit", "Limit"]
 VERSION = 1
 HISTORY = 256
 
-GROWTH = 2.0
-"""Factor of the ramp; less where goodput grew by less."""
-RAMP_SHARE, RAMP_CALLS = 0.6, 12
-"""A step of the ramp is judged when this share of the limit has ended, and so many calls."""
-PAYS = 0.25
-"""The ramp goes on if goodput grew by the growth of the limit to this power."""
+GROWTH, GROWTH_IN_PART = 2.0, 1.6
+"""Factors of the ramp, where goodput grew in full and in part."""
 EXIT = 1.25
 """Where the ramp ends: above its last good step, by this and by what goodput grew since."""
-HOLD_CALLS, PROBE_CALLS, DIVE_CALLS = 48, 72, 32
+DIVE = 0.6
+"""Factor of a dive, after a first step that goes by how much goodput fell."""
+HOLD_CALLS, PROBE_CALLS, DIVE_CALLS, DOUBT_CALLS = 48, 72, 32, 16
 """Calls that a round needs, if it is not more that the limit asks for."""
-PROBE_ROUNDS = 1.5
-UP, DOWN = 1.2, 0.83
-"""Factors of the probes."""
-LOPSIDED = 1.3
-"""Likely knees lie this much more below the limit than above when a deep probe down is due."""
-DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
-"""One probe of so many goes down; a thrashing server shows without any that its knee came down."""
-SKIP_UP, SKIP_DOWN = 0.6, 0.5
+DOUBT_SHARE = 0.35
+"""The share of the limit that is enough to confirm a fall."""
+ALARM = 6.0
+"""Log likelihood ratio at which the latest calls of a round are taken for a fall."""
+HEADROOM = 1.15
+"""More than the knee where that costs no goodput: if the knee moves up, goodput shows it."""
+SKIP_UP, SKIP_DOWN = 0.25, 0.4
 """Shares of the limit that end uncounted after it went up or down."""
-GAP_ROUNDS, GAP_CALLS = 8, 40
-"""Calls between two probes: so many times the limit, and so many more."""
-CLEAR, CLEAR_UP = 2.0, 4.0
-"""Log likelihood ratios at which a probe is over: as expected, and as if the knee had moved."""
-TEST_SHARE, TEST_CALLS = 0.35, 16
-"""A probe is not judged before this share of the limit has ended, and so many calls."""
-PAID = 0.9
-"""The slope that a moved knee is expected to show in a probe."""
-SURPRISE, SURPRISE_SIGMAS = 0.12, 3.0
-"""How far a round must be from what was expected to be doubted, on the logarithmic scale."""
 YOUNG = 4
 """With fewer rounds than these, nothing is expected yet."""
-LATE = 1.5
-"""A round that takes so many times the expected time is judged before its end."""
+NARROW = 0.08
+"""Levels closer than this on the logarithmic scale tell no slope."""
 MEMORY_CALLS = 4000.0
 """Measurements fade to a third in so many calls."""
-SURE = 1.5
-"""The search is over when the likely knees are at most this factor apart."""
 Phase = Literal["ramp", "dive", "hold", "probe", "doubt", "climb"]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The limit moved at time `t`, and why."""
-
-    t: float
-    before: int
-    after: int
-    why: str
-
-
-class Limit(Protocol):
-    """What a pool asks before a call and tells after it.
-
-    Times are seconds of any monotonic clock. `in_flight` counts the calls at the server, the one
-    that begins or ends included; a call that waits for its next try is not at the server.
-    """
-
-    @property
-    def limit(self) -> int:
-        """Calls allowed in flight now."""
-
-    @property
-    def pause_until(self) -> float:
-        """No call may begin before this time."""
-
-    def on_start(self, now: float, in_flight: int) -> None:
-        """A call was sent."""
-
-    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        """A call was answered after `seconds`, or failed for another reason than a reject."""
-
-    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
-        """The server refused a call because there are too many (429, 503)."""
-
-    def take_changes(self) -> list[Change]:
-        """The changes since the last time this was asked."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was learned, as JSON can hold it."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned."""
-
-
-class FixedLimit:
-    """Always `n` calls; it waits only where rejects come without answers between them.
-
-    >>> FixedLimit(8).limit
-    8
-    """
-
-    def __init__(self, n: int) -> None:
-        if n < 1:
-            raise ConfigError(f"a limit of {n} calls in flight is not possible; give 1 or more")
-        self.limit = n
-        self.pause_until = 0.0
-        self._rejects = 0
-
-    def on_start(self, now: float, in_flight: int) -> None:
-        pass
-
-    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        self._rejects = 0
-
-    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
-        self._rejects += 1
-        if retry_after_s is not None and self._rejects > max(3, self.limit // 4):
-            self.pause_until = max(self.pause_until, now + retry_after_s)
-
-    def take_changes(self) -> list[Change]:
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass
 
 
 class AutoLimit:
     """Finds the server's knee by its goodput, and follows it.
 
     ramp    double while goodput grows with it
-    dive    halve while goodput does not suffer; when it has fallen, or the start was too high
+    dive    go down while goodput does not suffer; when it has fallen, or the start was too high
     hold    stay at the knee that the measurements tell
     probe   a little more or less for a moment, to see whether the knee has moved
     doubt   measure again what was far from expected, before believing it
@@ -173,25 +89,13 @@ class AutoLimit:
         self._base = float(self.start)
         self._phase: Phase = "ramp"
         self._curve = Curve()
-        self._sure = False
         self._latency_s = 0.0
-        self._rung: tuple[float, float, float] | None = None
-        """Limit, goodput and seconds of the last step of a ramp or dive."""
-        self._gap = 1
-        self._calm = 0
-        self._probes = 0
+        self._rung: Rung | None = None
+        """The last step of a ramp or dive."""
+        self._probes = Probes()
         self._doubt = 0.0
-        self._undecided = False
-        self._ceiling: int | None = None
-        """The most calls that the server did not reject, once it did."""
-        self._trial: int | None = None
-        """Calls that ended since one more than the ceiling was let in."""
-        self._trial_gap = 1
-        self._since_trial = 0
-        self._climb_from = 0
+        self._ceiling = Ceiling()
         self._burst: Change | None = None
-        self._burst_until = -math.inf
-        self._burst_floor = 0
         self._round = Round(None, 0)
 
     def __repr__(self) -> str:
@@ -210,22 +114,13 @@ class AutoLimit:
         pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        if self._burst is not None and now > self._burst_until:
+        if self._burst is not None and now > self._ceiling.burst_until:
             self._note(None)
         if ok:
             self._latency_s += (seconds - self._latency_s) * (0.05 if self._latency_s else 1.0)
-        limit, stretch = self._limit, self._round
-        if in_flight < 0.8 * limit - 1:
-            if stretch.full:
-                self._begin(None)
+        stretch = self._round
+        if not self._fills(now, seconds, in_flight):
             return
-        if not stretch.full:
-            if in_flight > limit:
-                stretch.begun = now  # the limit went down; the calls above it end first
-                return
-            stretch.full = True
-            if stretch.begun is None:
-                stretch.begun = now - seconds
         if not ok and seconds < 0.5 * self._latency_s:
             stretch.quick += 1
             if stretch.quick > 2 + 0.1 * stretch.ended:
@@ -237,51 +132,63 @@ class AutoLimit:
             stretch.skip -= 1
             stretch.begun = now
             if not stretch.skip and len(self._curve):
-                expected, spread = self._curve.expect(limit)
-                stretch.late_s = LATE * math.exp(spread - expected)
+                expected, spread = self._curve.expect(self._limit)
+                stretch.usual = math.exp(expected - spread)
             return
-        stretch.count(seconds, in_flight, ok)
+        stretch.count(now, seconds, in_flight, ok)
         if self._phase == "ramp":
             self._on_ramp(now)
         elif self._phase == "climb":
-            if stretch.ended >= max(4, 0.5 * limit):
+            if stretch.ended >= max(4, 0.5 * self._limit):
                 self._on_climbed(now)
         else:
             self._on_round(now)
 
+    def _fills(self, now: float, seconds: float, in_flight: int) -> bool:
+        """Whether the caller fills the limit; only then does a call say anything about it."""
+        limit, stretch = self._limit, self._round
+        if in_flight < 0.8 * limit - 1:
+            if stretch.full:
+                self._begin(None)
+            return False
+        if not stretch.full:
+            if in_flight > limit:
+                stretch.begun = now  # the limit went down; the calls above it end first
+                return False
+            stretch.full = True
+            if stretch.begun is None:
+                stretch.begun = now - seconds
+        return True
+
     def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
-        if self._trial is not None:
-            self._trial, self._since_trial = None, 0
-            self._trial_gap = min(4, 2 * self._trial_gap)
+        if self._ceiling.on_trial:
+            self._ceiling.end_trial(rejected=True)
             self._limit -= 1
             if in_flight > self._limit:
                 return
-        if now > self._burst_until:
+        if now > self._ceiling.burst_until:
             self._note(None)
-            self._burst_until = now + max(self._latency_s, 0.05)
-            self._burst_floor = max(self.least, self._limit // 2)
-        bearable = max(self.least, in_flight - 1)
-        if bearable < self._burst_floor:
+        burst_s = max(self._latency_s, 0.05)
+        borne = self._ceiling.borne(now, self._limit, in_flight, self.least, burst_s)
+        if borne > max(self.least, in_flight - 1):
             # Fewer calls are refused as well: it is not their number alone.
-            bearable = self._burst_floor
             wait = 0.5 * (self._latency_s or 0.2) if retry_after_s is None else retry_after_s
             self.pause_until = max(self.pause_until, now + wait)
-        if bearable < self._limit:
+        if borne < self._limit:
             before = self._limit if self._burst is None else self._burst.before
-            self._burst = Change(now, before, bearable, "429 burst")
-            self._limit = self._ceiling = bearable
-            self._base = float(bearable)
+            self._burst = Change(now, before, borne, "429 burst")
+            self._ceiling.lower(borne)
+            self._limit, self._base = borne, float(borne)
             self._phase = "hold"
             self._rung = None
-            self._gap = max(2, self._gap)
-            self._trial_gap, self._since_trial = 1, 0
+            self._probes.gap = max(2, self._probes.gap)
             self._begin(now)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "version": VERSION,
             "limit": self._base,
-            "ceiling": self._ceiling,
+            "ceiling": self._ceiling.height,
             "latency_s": self._latency_s,
             "noise": self._curve.noise,
             "curve": self._curve.rows(),
@@ -299,18 +206,22 @@ class AutoLimit:
         numbers += [value for row in rows for value in row]
         if not all(0 < value < math.inf for value in numbers):
             raise Mismatch("a limit's memory has numbers that are not positive; leave it out")
-        self._base = max(float(self.least), min(float(self.most), float(state["limit"])))
+        self._base = self._within(float(state["limit"]))
         self._limit = round(self._base)
-        self._ceiling = None if state["ceiling"] is None else max(self._limit, state["ceiling"])
+        if state["ceiling"] is not None:
+            self._ceiling.lower(max(self._limit, state["ceiling"]))
         self._latency_s = max(0.0, float(state["latency_s"]))
         self._curve = Curve.of(rows, float(state["noise"]))
         # The server may have changed since; but it is known well enough to be surprised.
         self._curve.fade(0.5)
         self._curve.rounds = YOUNG if len(self._curve) else 0
-        if len(self._curve) or self._ceiling is not None:
+        if len(self._curve) or self._ceiling.height is not None:
             self._phase = "hold"
-            self._gap = 4
+            self._probes.gap = 4
         self._begin(None)
+
+    def _within(self, level: float) -> float:
+        return max(float(self.least), min(float(self.most), level))
 
     def _note(self, change: Change | None) -> None:
         """Write down a burst that is over, and a change."""
@@ -325,44 +236,41 @@ class AutoLimit:
         # After idling all calls begin together, and end in a wave that says little.
         share = 1.0 if now is None else SKIP_DOWN if down else SKIP_UP
         passing = self._phase in ("ramp", "climb")
-        self._undecided = False
         self._round = Round(now, 0 if passing else math.ceil(share * self._limit))
 
     def _move(self, now: float, level: float, why: str, phase: Phase) -> None:
-        before = self._limit if self._trial is None else self._limit - 1
-        self._limit = max(self.least, min(self.most, round(level)))
+        before = self._limit - self._ceiling.on_trial
+        self._limit = round(self._within(level))
         self._note(Change(now, before, self._limit, why))
         self._phase = phase
-        self._trial = None
+        self._ceiling.end_trial(rejected=False)
         self._begin(now, down=self._limit < before)
 
+    def _step(self, now: float, level: float) -> Rung:
+        """The round as a step of a ramp or dive."""
+        stretch, noise = self._round, self._curve.noise
+        variance = scatter(stretch.ended, self._limit, noise) ** 2
+        return Rung(level, stretch.rate(now), stretch.elapsed(now), variance)
+
     def _on_ramp(self, now: float) -> None:
-        limit, stretch, rung = self._limit, self._round, self._rung
-        need = max(RAMP_CALLS, RAMP_SHARE * limit)
-        elapsed = stretch.elapsed(now)
-        overdue = rung is not None and elapsed > 1.5 * rung[2] and stretch.ended > 4
-        if stretch.ended < need and not overdue:
+        limit, rung = self._limit, self._rung
+        verdict = ramp_verdict(self._round, now, limit, self._curve.noise, rung)
+        if verdict == "open":
             return
-        rate = stretch.rate(now)
-        growth = GROWTH
-        if rung is not None and rung[0] < limit:
-            before, rate_before, _ = rung
-            growth = max(1.3, min(GROWTH, 1.05 * rate / rate_before))
-            slope = math.log(rate / rate_before) / math.log(limit / before)
-            if slope < PAYS:
-                if slope < -0.2 or overdue or stretch.ended >= 2 * need:
-                    self._end_ramp(now, before, rate / rate_before)
-                return
+        if verdict == "did not pay" and rung is not None:
+            self._end_ramp(now, rung.level, self._round.rate(now) / rung.rate)
+            return
         self._base = float(limit)
         if limit >= self.most:
             self._move(now, limit, "", "hold")
             return
-        self._rung = (limit, rate, elapsed)
-        self._move(now, limit * growth, "ramp: goodput grows", "ramp")
+        self._rung = self._step(now, limit)
+        growth = GROWTH if verdict == "paid" else GROWTH_IN_PART
+        self._move(now, max(limit + 1, limit * growth), "ramp: goodput grows", "ramp")
 
     def _end_ramp(self, now: float, before: float, ratio: float) -> None:
         self._rung = None
-        self._gap, self._calm = 1, 0
+        self._probes.restart()
         if before <= self.start:
             self._base = before
             self._move(now, before, "ramp over at once", "dive")
@@ -376,19 +284,29 @@ class AutoLimit:
     def _on_round(self, now: float) -> None:
         """Judge a round of dive, hold, probe or doubt when there is enough of it."""
         limit, phase, stretch = self._limit, self._phase, self._round
+        falls = stretch.alarm > ALARM and phase != "dive"
+        if falls and phase != "doubt":
+            self._phase, self._doubt = "doubt", -1.0
+            stretch.again(now)
+            return
         need: float = max(HOLD_CALLS, limit)
         if phase == "probe":
-            need = max(PROBE_CALLS, PROBE_ROUNDS * limit)
+            need = max(PROBE_CALLS, limit)
         elif phase == "dive":
             need = max(DIVE_CALLS, limit)
         elif phase == "doubt" and self._doubt < 0:
-            need = max(16, 0.35 * limit)
-        ended, elapsed = stretch.ended, stretch.elapsed(now)
-        enough = ended >= need or (ended >= 8 and elapsed > need * stretch.late_s)
-        if phase == "probe" and (not enough or (self._undecided and ended < 2 * need)):
-            if ended % 8 or not self._decided(now) or self._round is not stretch:
+            need = 8 if falls else max(DOUBT_CALLS, DOUBT_SHARE * limit)
+        ended = stretch.ended
+        if phase == "probe" and self._curve.rounds >= YOUNG:
+            if ended % 8:
                 return
-        elif not enough:
+            verdict = probe_verdict(stretch, now, limit, self._base, self._curve)
+            if verdict == "goodput rose":
+                self._doubt = 1.0
+                self._changed(now)
+                return
+            need = {"open": need, "unclear": 2 * need, "as expected": 0}[verdict]
+        if ended < need:
             return
         noise = min(1.5, max(0.4, stretch.variation))
         self._curve.noise += 0.1 * (noise - self._curve.noise)
@@ -400,112 +318,83 @@ class AutoLimit:
         if phase == "doubt":
             self._phase = "hold" if limit == round(self._base) else "probe"
         self._curve.fade(math.exp(-ended / MEMORY_CALLS))
-        self._curve.add(stretch.level, max(0.5, stretch.good), elapsed)
+        self._learn(now)
         self._settle(now)
 
     def _surprised(self, now: float) -> bool:
         """Whether a round is far from what was expected; the second time it is believed."""
-        stretch = self._round
-        expected, spread = self._curve.expect(stretch.level)
-        apart = math.log(stretch.rate(now)) - expected
-        noise = math.hypot(self._curve.noise / math.sqrt(stretch.ended), spread)
-        if self._phase == "doubt":
-            noise *= 0.6
-            if apart * self._doubt < 0:
-                return False
-        if abs(apart) <= max(SURPRISE, SURPRISE_SIGMAS * noise):
+        doubted = self._doubt if self._phase == "doubt" else 0.0
+        apart = far_from_expected(self._round, now, self._limit, self._curve, doubted)
+        if not apart:
             return False
-        if self._phase == "doubt":
+        if doubted:
             self._changed(now)
         else:
             self._phase, self._doubt = "doubt", apart
-            stretch.again(now)
+            self._round.again(now)
         return True
+
+    def _learn(self, now: float) -> None:
+        """Put the round into the curve, with the weight that its scatter leaves it."""
+        stretch, noise = self._round, self._curve.noise
+        weight = (noise / scatter(stretch.ended, self._limit, noise)) ** 2 / stretch.ended
+        good = max(0.5, stretch.good)
+        self._curve.add(stretch.level, weight * good, weight * stretch.elapsed(now))
 
     def _changed(self, now: float) -> None:
         """The knee has moved: what was measured before says nothing about it."""
-        stretch = self._round
-        level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
+        level = self._round.level
+        expected, _ = self._curve.expect(level)
+        rung = self._rung = self._step(now, level)
         self._curve = Curve(self._curve.noise)
-        self._curve.add(level, max(0.5, stretch.good), elapsed)
-        self._gap, self._calm = 1, 0
+        self._learn(now)
+        self._probes.restart()
         if self._doubt > 0:
             # A step of the ramp sees its new calls end only in part.
-            self._rung = (level, 0.7 * rate, elapsed)
+            self._rung = rung._replace(rate=0.7 * rung.rate)
             self._move(now, self._limit * GROWTH, "goodput rose", "ramp")
         else:
-            self._rung = (level, rate, elapsed)
-            self._move(now, self._limit * 0.5, "goodput fell", "dive")
+            # Goodput falls as much as the knee where calls queue, and more where they thrash.
+            share = max(0.25, min(0.7, (rung.rate / math.exp(expected)) ** 0.75))
+            self._move(now, self._limit * share, "goodput fell", "dive")
 
     def _on_dive(self, now: float) -> None:
-        stretch, rung = self._round, self._rung
-        level, rate, elapsed = stretch.level, stretch.rate(now), stretch.elapsed(now)
-        self._curve.add(level, max(0.5, stretch.good), elapsed)
-        if rung is not None:
-            before, rate_before, _ = rung
-            cost = math.log(rate_before / rate) - 0.25 * math.log(max(1.0, before / level))
-            if cost > 0 or self._limit <= self.least or self._curve.knee().limit > 0.95 * level:
+        level, before = self._round.level, self._rung
+        rung = self._step(now, level)
+        self._learn(now)
+        if before is not None:
+            allowed = 0.25 * math.log(max(1.0, before.level / level))
+            if math.log(before.rate / rung.rate) > allowed or self._limit <= self.least:
+                self._curve.bounds = (level / 1.1, before.level)
                 self._rung = None
                 self._phase = "probe"
                 self._settle(now)
                 return
-        self._rung = (level, rate, elapsed)
-        self._move(now, self._limit * 0.5, "fewer calls do as much", "dive")
-
-    def _decided(self, now: float) -> bool:
-        """Whether a probe is already clear: as expected, or as if the knee had moved."""
-        stretch, base, curve = self._round, self._base, self._curve
-        self._undecided = False
-        if curve.rounds < YOUNG:
-            return False
-        if stretch.ended < max(TEST_CALLS, TEST_SHARE * self._limit):
-            return False
-        apart = math.log(stretch.level / base)
-        if abs(apart) < 0.05:
-            return False
-        expected, spread = curve.expect(stretch.level)
-        moved = curve.expect(base)[0] + (PAID * apart if apart > 0 else 0.0)
-        seen = math.log(stretch.rate(now))
-        variance = curve.noise**2 / stretch.ended + (spread**2 if seen > expected else 0.0)
-        likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
-        if apart > 0 and likelier > CLEAR_UP and moved > expected:
-            self._doubt = 1.0
-            self._changed(now)
-            return True
-        self._undecided = apart > 0 and likelier > -CLEAR
-        return likelier < -CLEAR
+        self._rung = rung
+        self._move(now, self._limit * DIVE, "fewer calls do as much", "dive")
 
     def _settle(self, now: float) -> None:
         """Go where the curve says the knee is, or probe whether it still is there."""
-        knee = self._curve.knee()
-        best = max(float(self.least), min(float(self.most), knee.limit))
-        if self._ceiling is not None:
-            best = min(best, float(self._ceiling))
-        at_ceiling = self._ceiling is not None and round(best) >= self._ceiling
+        knee, height, probes = self._curve.knee(), self._ceiling.height, self._probes
+        best = self._base if self._curve.width < NARROW else knee.limit
+        if knee.flat:
+            best *= HEADROOM
+        best = self._within(best)
+        if height is not None:
+            best = min(best, float(height))
+        at_ceiling = height is not None and round(best) >= height
         before, self._base = self._base, best
-        self._sure = at_ceiling or knee.high < SURE * knee.low
+        sure = probes.weigh(knee, at_ceiling)
         if self._phase == "probe":
-            steady = abs(math.log(best / before)) <= 0.08
-            self._gap = min(64, 2 * self._gap) if steady else 1
-            self._calm = 0
-            if self._limit > before:
-                why = "probe up paid" if best > 1.05 * before else "probe up did not pay"
-            else:
-                why = (
-                    "probe down cost nothing" if best < 0.95 * before else "probe down cost goodput"
-                )
-            self._move(now, best, why, "hold")
+            steady = abs(math.log(best / before)) <= NARROW
+            self._move(now, best, probes.told(self._limit, before, best, steady), "hold")
             return
-        if self._sure:
+        if sure:
             self._curve.bounds = (0.0, math.inf)
-        self._calm += self._round.ended
-        period = GAP_ROUNDS * self._limit + GAP_CALLS
-        if knee.fall > -0.15:
-            period //= 2  # where goodput does not fall above the knee, probes cost nothing
-        period = min(period, self._gap * max(HOLD_CALLS, self._limit))
-        if self._calm >= (4 * period if at_ceiling else period):
-            self._calm = 0
-            target = self._target(best, at_ceiling, knee)
+        probes.calm += self._round.ended
+        there = abs(math.log(best / self._limit)) < 0.09
+        if there and probes.due(self._limit, knee, at_ceiling):
+            target = probes.target(best, height, knee, self._curve)
             if self.least <= target <= self.most and target != round(best):
                 self._move(now, target, "probe up" if target > best else "probe down", "probe")
                 return
@@ -514,54 +403,28 @@ class AutoLimit:
         else:
             self._round.again(now)
 
-    def _target(self, best: float, at_ceiling: bool, knee: Knee) -> int:
-        """The level of the next probe: on the side of which less is known, else mostly up."""
-        below = self._curve.evidence(0.55 * best, 0.93 * best)
-        above = self._curve.evidence(1.07 * best, 1.8 * best)
-        lost = not self._sure and best * best > LOPSIDED * knee.low * knee.high
-        if at_ceiling or lost:
-            up = False
-        elif min(below, above) < 0.5 * PROBE_CALLS:
-            up = below > above
-        else:
-            self._probes += 1
-            thrashes = self._sure and knee.fall < -0.15
-            every = DOWN_EVERY_THRASHING if thrashes else DOWN_EVERY
-            up = self._probes % every != 0
-        if not up:
-            factor = max(0.6, min(DOWN, knee.low / best)) if lost else DOWN
-            return round(min(best - 1, best * factor))
-        target = min(max(best + 1, best * UP), 1.35 * self._curve.highest)
-        return round(target if self._ceiling is None else min(target, self._ceiling))
-
     def _tries_ceiling(self, now: float) -> bool:
         """At the ceiling, let in one call more from time to time: is it still rejected?"""
-        limit = self._limit
-        if self._trial is not None:
-            self._trial += 1
-            if self._trial < max(4, 0.5 * limit):
+        if self._ceiling.on_trial:
+            if not self._ceiling.stands(self._limit):
                 return False
-            self._ceiling = self._climb_from = limit
-            self._trial_gap = 1
-            self._move(now, limit + 2, "no reject above the ceiling", "climb")
+            self._move(now, self._limit + 2, "no reject above the ceiling", "climb")
             return True
-        self._since_trial += 1
-        due = self._since_trial >= self._trial_gap * limit
-        if due and limit == self._ceiling and self._phase == "hold" and limit < self.most:
-            self._trial = 0
-            self._limit = limit + 1
+        may = self._phase == "hold" and self._limit < self.most
+        if self._ceiling.try_one_more(self._limit, may):
+            self._limit += 1
         return False
 
     def _on_climbed(self, now: float) -> None:
-        limit = self._limit
+        limit, begun = self._limit, self._ceiling.climb_from
         self._base = float(limit)
-        if limit >= 1.25 * self._climb_from or limit >= self.most:
+        if limit >= 1.25 * begun or limit >= self.most:
             # That much more has room for a ramp, which looks at goodput too.
-            self._ceiling = None
+            self._ceiling.height = None
             self._rung = None
             self._curve = Curve(self._curve.noise)
             self._move(now, limit * GROWTH, "no reject far above the ceiling", "ramp")
             return
-        self._ceiling = limit
-        step = 2 * (limit - self._climb_from + 1)
+        self._ceiling.height = limit
+        step = 2 * (limit - begun + 1)
         self._move(now, limit + step, "no reject above the ceiling", "climb")

@@ -1,0 +1,216 @@
+"""A round tells growth, falls and noise apart; bursts set a ceiling, one call tries it."""
+
+import heapq
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.calls.ceiling import Ceiling
+from batchwright.calls.knee import Curve
+from batchwright.calls.probing import Probes
+from batchwright.calls.rounds import (
+    Round,
+    Rung,
+    far_from_expected,
+    probe_verdict,
+    ramp_verdict,
+    scatter,
+)
+
+
+def steady(rate: float, calls: int, limit: int, ok: bool = True) -> tuple[Round, float]:
+    """A round in which calls ended `rate` times a second, without any noise, and its end."""
+    stretch = Round(0.0, 0, full=True)
+    for call in range(1, calls + 1):
+        stretch.count(call / rate, limit / rate, limit, ok)
+    return stretch, calls / rate
+
+
+def known(knee: float, fall: float, scale: float = 1.0) -> Curve:
+    """The curve of a server that was measured well on both sides of its knee."""
+    curve = Curve()
+    for step in range(-5, 6):
+        in_flight = knee * 1.1**step
+        rate = scale * knee * (in_flight / knee) ** (1.0 if step < 0 else fall)
+        curve.add(in_flight, 2000, 2000 / rate)
+    return curve
+
+
+@pytest.mark.parametrize("sigma", [0.4, 0.8])
+@pytest.mark.parametrize(("servers", "counted"), [(200, 40), (50, 50), (10, 100)])
+def test_scatter_is_that_of_a_server_that_is_always_full(
+    sigma: float, servers: int, counted: int
+) -> None:
+    draws = np.random.default_rng(3)
+    variation = math.sqrt(math.exp(sigma**2) - 1)
+    busy = [float(end) for end in draws.lognormal(0, sigma, servers)]
+    heapq.heapify(busy)
+    rates, begun, total = [], 0.0, 400 * counted
+    for ended in range(1, total + 1):
+        now = heapq.heappop(busy)
+        heapq.heappush(busy, now + float(draws.lognormal(0, sigma)))
+        if ended % counted == 0:
+            rates.append(math.log(counted / (now - begun)))
+            begun = now
+    seen = statistics.stdev(rates[20:])
+    assert 0.6 < scatter(counted, servers, variation) / seen < 1.6
+
+
+@given(st.floats(0.1, 1000.0), st.integers(0, 400), st.floats(0.05, 0.35))
+@settings(max_examples=60, deadline=None)
+def test_a_fall_is_noticed_in_a_dozen_calls_however_many_came_before(
+    usual: float, before: int, share: float
+) -> None:
+    stretch = Round(0.0, 0, full=True, usual=usual)
+    now = 0.0
+    for _ in range(before):
+        now += 1 / usual
+        stretch.count(now, 1.0, 16, True)
+    assert stretch.alarm < 1
+    for _ in range(12):
+        now += 1 / (share * usual)
+        stretch.count(now, 1.0, 16, True)
+    assert stretch.alarm > 6
+
+
+def test_the_scatter_of_answers_seldom_looks_like_a_fall() -> None:
+    alarms = 0
+    for seed in range(200):
+        stretch = Round(0.0, 0, full=True, usual=1.0)
+        # Every end is followed by a new call: quieter than independent ends.
+        for now in np.cumsum(np.random.default_rng(seed).gamma(2.0, 0.5, 300)):
+            stretch.count(float(now), 1.0, 16, True)
+            alarms += stretch.alarm > 6
+    assert alarms == 0
+
+
+def test_answers_that_all_fail_are_a_fall() -> None:
+    stretch = Round(0.0, 0, full=True, usual=10.0)
+    for call in range(1, 40):
+        stretch.count(call / 10.0, 1.0, 16, False)
+    assert stretch.alarm > 6
+
+
+@given(st.integers(20, 2000), st.floats(1.3, 3.0), st.floats(-1.0, 1.2), st.floats(0.01, 1000.0))
+@settings(max_examples=80, deadline=None)
+def test_a_step_of_the_ramp_pays_if_goodput_grows_with_it(
+    limit: int, growth: float, slope: float, scale: float
+) -> None:
+    rung = Rung(limit / growth, scale, limit / scale, 0.002)
+    stretch, now = steady(scale * growth**slope, 3 * limit, limit)
+    verdict = ramp_verdict(stretch, now, limit, 0.5, rung)
+    if slope > 0.6:
+        assert verdict == "paid"
+    if 0.25 < slope < 0.6:
+        assert verdict == "paid in part"
+    if slope < 0.25:
+        assert verdict == "did not pay"
+
+
+@given(st.integers(12, 500), st.floats(0.2, 3.0), st.integers(1, 1000))
+@settings(max_examples=80, deadline=None)
+def test_a_step_is_open_until_calls_end_and_a_first_step_is_never_refused(
+    limit: int, ratio: float, calls: int
+) -> None:
+    stretch, now = steady(ratio, calls, limit)
+    assert ramp_verdict(stretch, now, limit, 0.5, None) in ("open", "paid")
+    rung = Rung(limit / 2, 1.0, limit / 2, 0.01)
+    if calls < 10 and now < 20:
+        assert ramp_verdict(stretch, now, limit, 0.5, rung) == "open"
+    if calls < 0.4 * limit:
+        assert ramp_verdict(stretch, now, limit, 0.5, rung) in ("open", "did not pay")
+
+
+def test_where_the_step_slows_the_calls_before_it_the_ramp_is_over_soon() -> None:
+    rung = Rung(100, 100.0, 1.0, 0.01)
+    stretch, now = steady(35.0, 20, 200)  # doubled far above the knee of a thrashing server
+    assert ramp_verdict(stretch, now, 200, 0.5, rung) == "did not pay"
+
+
+@given(st.floats(8, 300), st.sampled_from([0.0, -0.5]), st.floats(0.01, 100.0))
+@settings(max_examples=40, deadline=None)
+def test_a_probe_up_shows_a_moved_knee_and_only_that(
+    knee: float, fall: float, scale: float
+) -> None:
+    curve, limit = known(knee, fall, scale), max(round(1.2 * knee), math.ceil(1.1 * knee))
+    calls = max(200, 2 * limit)
+    moved, now = steady(scale * limit, calls, limit)
+    assert probe_verdict(moved, now, limit, knee, curve) == "goodput rose"
+    stayed, now = steady(scale * knee * (limit / knee) ** fall, calls, limit)
+    assert probe_verdict(stayed, now, limit, knee, curve) == "as expected"
+    few, now = steady(scale * limit, 15, limit)
+    assert probe_verdict(few, now, limit, knee, curve) == "open"
+
+
+@given(st.floats(8, 300), st.floats(0.3, 3.0))
+@settings(max_examples=40, deadline=None)
+def test_doubt_is_confirmed_on_its_own_side_only(knee: float, ratio: float) -> None:
+    curve, limit = known(knee, 0.0), round(knee)
+    stretch, now = steady(ratio * curve.knee().limit, 400, limit)
+    apart = far_from_expected(stretch, now, limit, curve, 0.0)
+    if abs(math.log(ratio)) > 0.3:
+        assert apart * math.log(ratio) > 0
+        assert far_from_expected(stretch, now, limit, curve, apart) == apart
+        assert far_from_expected(stretch, now, limit, curve, -apart) == 0
+    if abs(math.log(ratio)) < 0.04:
+        assert not apart
+
+
+@given(
+    st.integers(1, 20),
+    st.integers(0, 500),
+    st.lists(st.tuples(st.floats(0, 0.3), st.integers(1, 600)), min_size=1, max_size=50),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_burst_takes_half_at_most(
+    least: int, more: int, rejects: list[tuple[float, int]]
+) -> None:
+    ceiling, limit, now, found, until = Ceiling(), least + more, 0.0, 0, -1.0
+    for later, in_flight in rejects:
+        now += later
+        if now > until:
+            found, until = limit, now + 0.2
+        borne = ceiling.borne(now, limit, in_flight, least, 0.2)
+        assert borne >= max(least, found // 2)
+        assert borne <= max(least, found // 2, in_flight - 1)
+        limit = min(limit, borne)
+
+
+def test_a_ceiling_is_tried_less_often_after_each_reject() -> None:
+    ceiling = Ceiling()
+    ceiling.lower(10)
+    waits = []
+    for _ in range(4):
+        wait = 1
+        while not ceiling.try_one_more(10, may=True):
+            wait += 1
+        waits.append(wait)
+        assert ceiling.on_trial
+        ceiling.end_trial(rejected=True)
+    assert waits == [10, 20, 40, 40]
+    assert not any(ceiling.try_one_more(9, may=True) for _ in range(100))
+    assert not any(ceiling.try_one_more(10, may=False) for _ in range(100))
+    assert ceiling.try_one_more(10, may=True)
+    assert [ceiling.stands(11) for _ in range(6)] == [False] * 5 + [True]
+    assert (ceiling.height, ceiling.climb_from) == (11, 11)
+
+
+@given(st.floats(4, 400), st.sampled_from([0.0, -0.5]), st.none() | st.floats(0.7, 2.0))
+@settings(max_examples=60, deadline=None)
+def test_probes_stay_below_the_ceiling_and_near_what_was_measured(
+    level: float, fall: float, over: float | None
+) -> None:
+    curve, probes = known(level, fall), Probes()
+    knee = curve.knee()
+    height = None if over is None else max(2, round(over * level))
+    best = knee.limit if height is None else min(knee.limit, float(height))
+    probes.weigh(knee, at_ceiling=height is not None and round(best) >= height)
+    targets = [probes.target(best, height, knee, curve) for _ in range(24)]
+    assert all(target <= (height or math.inf) for target in targets)
+    assert all(0.55 * best - 1 <= target <= 1.25 * best + 1 for target in targets)
+    assert min(targets) < best
+    assert max(targets) > best or height is not None
