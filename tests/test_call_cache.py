@@ -292,6 +292,19 @@ def test_four_processes_write_overlapping_keys_without_an_error(tmp_path: Path) 
     assert not Path(f"{path}-wal").exists()
 
 
+def test_processes_that_begin_a_cache_at_the_same_moment_all_get_it(tmp_path: Path) -> None:
+    script = """
+        folder, begin = sys.argv[1], float(sys.argv[2])
+        for number in range(100):
+            while time.time() < begin + number * 0.02:
+                pass
+            Cache(f"{folder}/{number}.db").close()
+        """
+    begin = time.time() + 2.0
+    for process in [start(script, tmp_path, begin) for _ in range(3)]:
+        ended(process)
+
+
 def test_of_many_processes_one_makes_the_call(tmp_path: Path) -> None:
     path = tmp_path / "calls.db"
     script = """
@@ -311,6 +324,42 @@ def test_of_many_processes_one_makes_the_call(tmp_path: Path) -> None:
     outs = [ended(process) for process in [start(script, path) for _ in range(3)]]
 
     assert sorted(int(word) for out in outs for word in out.split()) == list(range(30))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.sampled_from(["get", "put", "lease", "release", "reopen"]),
+            st.sets(st.integers(0, 3), min_size=1),
+        ),
+        max_size=20,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_two_connections_know_at_once_what_the_other_did(steps: list[Any]) -> None:
+    held: dict[int, int] = {}
+    kept: set[int] = set()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as opened:
+        caches = [opened.enter_context(Cache(Path(folder, "calls.db"))) for _ in range(2)]
+        for who, what, numbers in steps:
+            cache, keys = caches[who], {n: question(n).key for n in numbers}
+            if what == "get":
+                assert set(cache.get_many(list(keys.values()))) == {keys[n] for n in kept & numbers}
+            elif what == "put":
+                cache.put_many([(question(n), answer(n)) for n in numbers])
+                kept |= numbers
+                held = {n: owner for n, owner in held.items() if n not in numbers}
+            elif what == "lease":
+                free = {n for n in numbers - kept if held.get(n, who) == who}
+                granted = cache.lease_many(list(keys.values()), cache.owner, 60)
+                assert granted == {keys[n] for n in free}
+                held |= dict.fromkeys(free, who)
+            elif what == "release":
+                cache.release(*keys.values(), owner=cache.owner)
+                held = {n: o for n, o in held.items() if n not in numbers or o != who}
+            else:
+                cache.close()
 
 
 def test_a_lease_is_for_one_owner_until_it_ends(cache: Cache) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from sqlite3 import Connection
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from batchwright.calls import entries as form
 from batchwright.calls.database import Database
@@ -23,6 +23,8 @@ from batchwright.errors import BadFile, CannotWrite, ConfigError
 from batchwright.files import writing
 
 __all__ = ["Cache", "CacheStats"]
+
+T = TypeVar("T")
 
 APPLICATION_ID = 0x62774361
 VERSION = 1
@@ -36,8 +38,10 @@ CREATE TABLE leases(key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NU
 CREATE TABLE tally(since INTEGER NOT NULL, hits INTEGER NOT NULL);
 INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
 """
-CHUNK = 100
-"""Keys asked for in one statement."""
+CHUNK = 64
+"""Keys of one statement, at most."""
+MISSES = 10_000
+"""Keys that are known not to be here, at most."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
 INSERT = "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES "
@@ -101,6 +105,12 @@ class Cache:
         self.mode = mode
         self.hits = self.misses = self.damaged = 0
         self._unsaved_hits = 0
+        self._seen: tuple[Connection, int] | None = None
+        """The state of the file that the next two are about; see `_look_again`."""
+        self._missed: set[bytes] = set()
+        """Not in the file."""
+        self._alone = False
+        """Nobody else has a lease in the file."""
         self._pid, self._owner = 0, ""
         self._database = Database(
             path, "call cache", SCHEMA, APPLICATION_ID, VERSION, read_only=mode == "replay"
@@ -133,12 +143,15 @@ class Cache:
         wanted = list(asked)
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
+            self._look_again(connection)
             for key, digest, answer in _select(connection, ENTRIES, wanted):
                 # A damaged index may lead to a row that nobody asked for.
                 if key not in asked or not form.is_whole(key, digest, answer):
                     self.damaged += 1
                 elif (done := self._usable(answer)) is not None:
                     found[key] = done
+            if len(self._missed) < MISSES:
+                self._missed.update(key for key in wanted if key not in found)
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
@@ -171,6 +184,7 @@ class Cache:
                     _insert(connection, INSERT.format("REPLACE"), spoiled)
                 for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
                     pass
+                self._missed.difference_update(keys)
                 self._save_hits(connection)
         return len(rows)
 
@@ -189,14 +203,18 @@ class Cache:
         alive: dict[str, bool] = {owner: False}
         held: set[bytes] = set()
         with self._database.writing() as connection:
-            for key, name, until in _select(connection, LEASES, keys):
-                holder = name.decode(errors="replace")
-                if holder not in alive:
-                    alive[holder] = not is_dead(holder)
-                if until > now and alive[holder]:
-                    held.add(key)
+            self._look_again(connection)
+            if not self._alone or owner != self._owner:
+                for key, name, until in _select(connection, LEASES, keys):
+                    holder = name.decode(errors="replace")
+                    if holder not in alive:
+                        alive[holder] = not is_dead(holder)
+                    if until > now and alive[holder]:
+                        held.add(key)
             granted = set(keys) - held
-            granted -= self._sound(connection, list(granted))
+            granted -= self._sound(connection, list(granted - self._missed))
+            self._missed -= granted
+            self._alone = self._alone and owner == self._owner
             rows = [(key, owner, now + ttl_s) for key in granted]
             _insert(connection, "INSERT OR REPLACE INTO leases VALUES ", rows)
         return granted
@@ -293,6 +311,20 @@ class Cache:
             # The parent saves its own hits, and a child is another owner.
             self._pid, self._owner, self._unsaved_hits = os.getpid(), new_owner(), 0
 
+    def _look_again(self, connection: Connection) -> None:
+        """Forget what is known of the file if another connection has written to it since.
+
+        A process that is alone with its cache so asks it once for each call, not three times.
+        """
+        (version,) = connection.execute("PRAGMA data_version").fetchone()
+        if self._seen is None or self._seen[0] is not connection or self._seen[1] != version:
+            self._seen = connection, version
+            self._missed.clear()
+            others = connection.execute(
+                "SELECT 1 FROM leases WHERE owner != ? LIMIT 1", (self._owner,)
+            )
+            self._alone = others.fetchone() is None
+
     def _keeps(self, request: Request, done: Done) -> bool:
         return (
             request.exact
@@ -321,14 +353,22 @@ class Cache:
 
 def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
     """The rows of some keys, asked for many with each statement."""
-    for start in range(0, len(keys), CHUNK):
-        part = keys[start : start + CHUNK]
+    for part in _parts(keys):
         yield from connection.execute(query.format(",".join("?" * len(part))), part)
 
 
 def _insert(connection: Connection, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert many rows with each statement."""
-    for start in range(0, len(rows), CHUNK):
-        part = rows[start : start + CHUNK]
+    """Insert many rows with each statement; with one each, every row would wait for Python."""
+    for part in _parts(rows):
         marks = "(" + ",".join("?" * len(part[0])) + ")"
         connection.execute(query + ",".join([marks] * len(part)), list(chain.from_iterable(part)))
+
+
+def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Cut into few different lengths, so that statements are compiled once and used again."""
+    start, size = 0, CHUNK
+    while start < len(items):
+        while size > len(items) - start:
+            size //= 2
+        yield items[start : start + size]
+        start += size

@@ -168,10 +168,14 @@ class Database:
         connection.execute("COMMIT")
 
     def _stamp(self, connection: sqlite3.Connection) -> tuple[int, int]:
-        names = ("application_id", "user_version")
-        application_id, version = (
-            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names
-        )
+        # One transaction: between the two another process may make the file ours.
+        connection.execute("BEGIN")
+        try:
+            (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+        finally:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
         return application_id, version
 
     def _told(self, error: sqlite3.DatabaseError) -> BatchwrightError:
