@@ -248,6 +248,22 @@ def test_waves_of_calls_teach_as_well_as_a_stream() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wave", [24, 32, 64])
+def test_a_caller_that_pauses_after_few_calls_is_not_held_below_them(kind: str, wave: int) -> None:
+    for seed in range(3):
+        limit = AutoLimit()
+        assert share_of_oracle(kind, limit, (60,), wave=wave, calls=2000, seed=seed) > 85
+        assert limit.limit >= min(wave, 32)
+
+
+def test_what_short_waves_tell_adds_up() -> None:
+    # A wave is over before a round is: only together do they show that 16 are too many.
+    limit = AutoLimit()
+    assert share_of_oracle("thrash", limit, (20,), wave=64, calls=4000, seed=2) > 80
+    assert limit.state_dict()["limit"] < 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_change_is_told_once_and_they_follow_each_other(kind: str) -> None:
     limit = AutoLimit()
     told: list[Change] = []

@@ -148,8 +148,14 @@ class AutoLimit:
         """Whether the caller fills the limit; only then does a call say anything about it."""
         limit, stretch = self._limit, self._round
         if in_flight < 0.8 * limit - 1:
-            if stretch.full:
-                self._begin(None)
+            if self._phase in ("ramp", "climb"):
+                # What these compare must be one stretch; a caller that pauses begins another.
+                if stretch.full or in_flight <= 1:
+                    self._begin(None)
+                elif stretch.begun is not None:
+                    stretch.begun = now
+            elif stretch.full:
+                stretch.pause(math.ceil(limit))
             return False
         if not stretch.full:
             if in_flight > limit:

@@ -41,6 +41,8 @@ class Round:
     skip: int
     """Calls still to end before counting: they were sent under another limit."""
     full: bool = False
+    spent: float = 0.0
+    """Seconds of counting before the caller paused."""
     ended: int = 0
     good: int = 0
     quick: int = 0
@@ -57,7 +59,7 @@ class Round:
     _squares: float = 0.0
 
     def count(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        since = now - (self._last if self.ended or self.begun is None else self.begun)
+        since = now - (self._last if self.begun is None else max(self.begun, self._last))
         self._last = now
         self.ended += 1
         self.good += ok
@@ -70,12 +72,19 @@ class Round:
 
     def again(self, now: float) -> None:
         """Count from now on, under the same limit."""
-        self.begun, self.ended, self.good, self.quick, self.alarm = now, 0, 0, 0, 0.0
+        self.begun, self.spent, self.ended, self.good, self.quick = now, 0.0, 0, 0, 0
+        self.alarm = 0.0
         self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
 
+    def pause(self, skip: int) -> None:
+        """The caller fills the limit no more; when it does again, `skip` calls end uncounted."""
+        if self.ended and self.begun is not None:
+            self.spent += max(0.0, self._last - self.begun)
+        self.begun, self.full, self.skip, self.alarm = None, False, skip, 0.0
+
     def elapsed(self, now: float) -> float:
-        """Seconds since the counting began."""
-        return max(1e-9, now - (now if self.begun is None else self.begun))
+        """Seconds of counting."""
+        return max(1e-9, self.spent + now - (now if self.begun is None else self.begun))
 
     def rate(self, now: float) -> float:
         """Good answers a second; a round without any counts as half of one."""
