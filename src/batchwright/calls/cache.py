@@ -10,7 +10,6 @@ from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from sqlite3 import Connection
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from batchwright.calls import entries as form
@@ -122,12 +121,7 @@ class Cache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from batchwright.calls.database import Database
@@ -103,12 +102,7 @@ class RateBuckets:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def reserve(self, tokens_estimate: float, now: float) -> float:
