@@ -158,6 +158,8 @@ def calls() -> list[list[str]]:
         good = sorted(found[name]["batchwright"] for name in names)
         return f"{good[0]:.0f} to {good[-1]:.0f} %"
 
+    busy = rows("calls", "1,024 calls of 50 ms, 60 in flight, beside")
+    times = busy["AsyncOpenAI + sem(60)"]["seconds"] / busy["batchwright"]["seconds"]
     return [
         [
             "processor time of a call, cache on",
@@ -173,6 +175,12 @@ def calls() -> list[list[str]]:
             f"AsyncOpenAI {wall['AsyncOpenAI + sem(60)']['x ideal']:.1f}x, "
             f"litellm {wall['litellm']['x ideal']:.1f}x, eight threads "
             f"{wall['ThreadPool(8) + OpenAI']['x ideal']:.1f}x",
+            "`bench_calls.py`",
+        ],
+        [
+            "the same while every core has other work",
+            f"{busy['batchwright']['seconds']:.1f} s",
+            f"AsyncOpenAI {times:.0f}x the time",
             "`bench_calls.py`",
         ],
         [
@@ -205,8 +213,13 @@ def agents() -> list[list[str]]:
         times["torchrl vec_generalized_advantage_estimate"],
     )
     env = rows("prover_env", "WN18RR, random")
-    core = env["batchwright core, B=256"]["steps/s"]
-    eager = env["torch eager, B=256"]["steps/s"]
+    core = env["batchwright core, B=4,096"]["steps/s"]
+    eager = env["torch eager, B=4,096"]["steps/s"]
+    exact = env["torch eager, visited states left out too, B=4,096"]["steps/s"]
+    pole = rows("ppo", "CartPole, 8 environments, 60,000")
+    mine = pole["batchwright"]["steps/s"]
+    sb3 = pole["Stable-Baselines3 PPO, DummyVecEnv"]["steps/s"]
+    other = pole["TorchRL, SerialEnv of GymEnv"]["steps/s"]
     graphs = ("umls", "family", "kinship", "wn18rr")
     hybrid = {name: rows("kg", f"{name}, 3 seeds")["hybrid"]["MRR"] for name in graphs}
     alone = {
@@ -214,6 +227,9 @@ def agents() -> list[list[str]]:
     }
     step = rows("query_mutation", "one step of 64 environments")
     ours = step["batchwright, 64"]
+    overlap = rows("query_mutation", "a rollout of 8 steps of 64")["batchwright, overlap"]
+    real = rows("query_mutation_real", "SmolLM2-135M")
+    cost = dict(saved("query_mutation_real", "cost of the run"))
     return [
         [
             "advantages of [128, 256] steps",
@@ -222,10 +238,16 @@ def agents() -> list[list[str]]:
             "`bench_gae.py`",
         ],
         [
-            "steps of 256 proofs on WN18RR",
+            "steps of 4,096 proofs on WN18RR",
             f"{core / 1e6:.1f}M a processor second",
-            f"torch eager {core / eager:.0f}x slower",
+            f"torch eager {core / eager:.0f}x slower, {core / exact:.0f}x if as exact",
             "`bench_prover_env.py`",
+        ],
+        [
+            "PPO on CartPole, same settings, to a return of 500",
+            f"{mine:,.0f} steps a second",
+            f"Stable-Baselines3 {mine / sb3:.1f}x, TorchRL {mine / other:.1f}x slower",
+            "`bench_ppo.py`",
         ],
         [
             "link prediction, full filtered MRR, rules and embedding",
@@ -245,6 +267,19 @@ def agents() -> list[list[str]]:
             f"one by one {ours['x sequential']:.0f}x, two phases of 64 threads "
             f"{step['two phases, 64 threads']['of ours']:.1f}x the time",
             "`bench_query_mutation.py`",
+        ],
+        [
+            "a rollout of 8 such steps, overlapping",
+            f"{overlap['seconds']:.1f} s",
+            f"two phases of 64 threads {overlap['x two phases']:.1f}x the time",
+            "`bench_query_mutation.py`",
+        ],
+        [
+            "questions that SmolLM2-135M answers right",
+            f"{real['ppo']['right %']:.0f} % after 256 steps of PPO",
+            f"{real['identity']['right %']:.0f} % as they stand, "
+            f"{cost['target right in at least one, %']:.0f} % in the best of all wordings",
+            "`bench_query_mutation.py --real`",
         ],
     ]
 

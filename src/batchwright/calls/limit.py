@@ -150,10 +150,7 @@ class AutoLimit:
         if in_flight < 0.8 * limit - 1:
             if self._phase in ("ramp", "climb"):
                 # What these compare must be one stretch; a caller that pauses begins another.
-                if stretch.full or in_flight <= 1:
-                    self._begin(None)
-                elif stretch.begun is not None:
-                    stretch.begun = now
+                self._begin(now if in_flight > 1 else None)
             elif stretch.full:
                 stretch.pause(math.ceil(limit))
             return False
