@@ -260,9 +260,8 @@ def compare_widths(report: Report, url: str, n: int, repeats: int) -> None:
         for width, seconds in found.items()
     ]
     if not report.args.no_save and not report.args.quick:
-        intervals_png(
-            RESULTS / "query_mutation.png", rows, "seconds of a step; lines are its range"
-        )
+        path = RESULTS / "query_mutation.png"
+        intervals_png(path, rows, "seconds of a step, median", "from the least to the greatest")
 
 
 @contextmanager

@@ -133,10 +133,10 @@ def intervals_png(
     path: Path | str,
     rows: Sequence[tuple[str, float, float, float]],
     what: str,
-    title: str = "",
+    lines: str = "95 % intervals",
 ) -> None:
     """One line a row (name, value, low, high): a dot with its interval, from top to bottom."""
-    figure, axes = _axes(7.0, 1.1 + 0.36 * len(rows), title, f"{what}; lines are 95 % intervals")
+    figure, axes = _axes(7.0, 1.1 + 0.36 * len(rows), "", f"{what}; lines are {lines}")
     for place, (_, value, low, high) in enumerate(rows):
         axes.plot([low, high], [place, place], color=BAR, linewidth=2.0, solid_capstyle="butt")
         axes.plot([value], [place], "o", color=BAR, markersize=6)
