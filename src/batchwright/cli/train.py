@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-train = App(name="train", help="Train: sft on a plan, kge and prover on a graph, query-mutator on questions.")
+train = App(name="train", help="Train on a plan, on a graph, or on questions.")
 
 train.command(train_query_mutator, name="query-mutator")
 train.command(train_kge, name="kge")
