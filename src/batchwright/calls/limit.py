@@ -152,7 +152,7 @@ class AutoLimit:
                 # What these compare must be one stretch; a caller that pauses begins another.
                 self._begin(now if in_flight > 1 else None)
             elif stretch.full:
-                stretch.pause(math.ceil(limit))
+                stretch.pause(limit)
             return False
         if not stretch.full:
             if in_flight > limit:
