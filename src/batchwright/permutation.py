@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 
-__all__ = ["mix", "permutation", "permute", "unpermute"]
+__all__ = ["below", "mix", "permutation", "permute", "unpermute"]
 
 SMALL = 64
 """Up to here an index costs a whole shuffle; beyond, a Feistel network is uniform enough."""
@@ -29,7 +29,7 @@ def mix(key: np.uint64, counter: np.uint64) -> np.uint64:
 
 
 @kernel
-def _below(key: np.uint64, counter: int, bound: int) -> int:
+def below(key: np.uint64, counter: int, bound: int) -> int:
     """A number in [0, bound); the bias of the multiplication is under bound / 2**32."""
     high = mix(key, np.uint64(counter)) >> np.uint64(32)
     return np.int64((high * np.uint64(bound)) >> np.uint64(32))
@@ -39,7 +39,7 @@ def _below(key: np.uint64, counter: int, bound: int) -> int:
 def _shuffled(n: int, key: np.uint64) -> NDArray[np.int64]:
     order = np.arange(n)
     for last in range(n - 1, 0, -1):
-        other = _below(key, last, last + 1)
+        other = below(key, last, last + 1)
         held = order[last]
         order[last] = order[other]
         order[other] = held

@@ -53,7 +53,6 @@ from batchwright.envs.prover_slots import (
     Bools,
     Ints,
     Longs,
-    below,
     episode_key,
     erase,
     mark,
@@ -63,7 +62,7 @@ from batchwright.envs.prover_slots import (
 from batchwright.jit import kernel
 from batchwright.logic.kernels import found
 from batchwright.logic.unify import Program
-from batchwright.permutation import mix
+from batchwright.permutation import below, mix
 
 __all__ = ["begin", "finish"]
 

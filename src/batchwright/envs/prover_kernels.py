@@ -49,13 +49,13 @@ from batchwright.envs.prover_slots import (
     Bools,
     Ints,
     Longs,
-    below,
     episode_key,
 )
 from batchwright.envs.prover_table import one, three, two
 from batchwright.jit import kernel
 from batchwright.logic.search import RULE
 from batchwright.logic.unify import Program
+from batchwright.permutation import below
 
 __all__ = ["advance", "expert_actions", "random_actions"]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.permutation import mix
 
-__all__ = ["below", "episode_key", "erase", "fold", "mark", "option", "sort", "trace", "write"]
+__all__ = ["episode_key", "erase", "fold", "mark", "option", "sort", "trace", "write"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -81,12 +81,6 @@ def option(rows: Ints, mask: Bools, b: int, k: int, kind: int, offered: bool) ->
 @kernel
 def episode_key(key: int, episode: int) -> int:
     return mix(mix(key, np.uint64(0xE915)), np.uint64(episode))
-
-
-@kernel
-def below(key: int, counter: int, bound: int) -> int:
-    high = mix(key, np.uint64(counter)) >> np.uint64(32)
-    return np.int64((high * np.uint64(bound)) >> np.uint64(32))
 
 
 @kernel
