@@ -194,6 +194,25 @@ def test_hybrid_of_weight_zero_is_the_embedding(
     assert chosen["both"]["mrr"] == pytest.approx(chosen["valid_mrr"])
 
 
+def test_what_an_embedding_may_say_is_refused_where_nothing_asks_it(
+    batchwright: Batchwright, folder: Path, embedding: Path, tmp_path: Path
+) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("far:0.9:parent(X,Z), parent(Z,Y) -> grandparent(X,Y)\n")
+    given, kge, chance = ("--data", folder), ("--kge", embedding), ("--accept", 0.5)
+    prove, evaluate = ("prove", "grandparent(old0,X)", *given), ("evaluate", "prover", *given)
+    for words, said in (
+        ((*prove, "--rules", rules, *kge, *chance), "no rule of"),
+        ((*prove, "--rules", rules, *chance), "give one with --kge"),
+        ((*prove, "--mine", *kge), "mined rules do not ask"),
+        ((*evaluate, *kge, *chance, "--quiet"), "--accept is for rules"),
+        ((*evaluate, "--rules", rules, *chance, "--quiet"), "--accept is for rules"),
+        ((*evaluate, "--mode", "kge", *kge, *chance, "--quiet"), "--accept is for rules"),
+        ((*evaluate, "--rules", rules, *kge, *chance, "--quiet"), "no rule of"),
+    ):
+        assert said in batchwright(*words, code=1).err
+
+
 def test_rules_may_ask_an_embedding(
     batchwright: Batchwright, folder: Path, embedding: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,9 @@ def evaluate_prover(
     if mode in ("rules", "kge") and prover is not None:
         raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
 
+    if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
+        raise ConfigError("--accept is for rules that ask for p_kge; give --rules FILE, --kge RUN")
+
     def proofs() -> "tuple[Scorer, dict[str, Any]]":
         if prover is not None:
             from batchwright.train.prover import load_prover

@@ -52,6 +52,10 @@ def prove(
     vocab = graph.vocab
     if mine and rules is not None:
         raise ConfigError("--mine and --rules exclude each other; give one of them")
+    if kge is not None and mine:
+        raise ConfigError("mined rules do not ask for p_kge; give --kge with rules that do")
+    if accept is not None and kge is None:
+        raise ConfigError("--accept says what an embedding answers; give one with --kge")
     if mine:
         from batchwright.logic.mine import mine as mined
 

@@ -326,13 +326,14 @@ def load_scorer(path: Path, graph: Graph) -> KgeScorer:
 
 
 def read_rules(
-    path: Path, graph: Graph, kge: Path | None, least: float | None = None
+    path: Path, graph: Graph, kge: Path, least: float | None = None
 ) -> tuple[Rules, Accepted | None]:
     """Rules of a file; if they ask for `p_kge`, also the graph with what the embedding accepts."""
-    if kge is not None:
-        rules = parse_rules(path, graph.vocab.with_kge())
-        if len(asked := asks_kge(rules)):
-            return rules, accept(graph, load_scorer(kge, graph), asked, least)
+    rules = parse_rules(path, graph.vocab.with_kge())
+    if len(asked := asks_kge(rules)):
+        return rules, accept(graph, load_scorer(kge, graph), asked, least)
+    if least is not None:
+        raise ConfigError(f"no rule of {path} asks for a p_kge; leave out what is to be accepted")
     return parse_rules(path, graph.vocab), None
 
 
