@@ -124,8 +124,8 @@ def measure(
 ) -> Measured:
     """Run a contender in a forked child: at most `runs` calls, no new one after `patience_s`.
 
-    A call that takes longer than `limit_s` ends the child, and so does one that takes half of
-    the memory that was free before; an import that fails is a reason, not an error.
+    A call that takes longer than `limit_s` ends the child, and so does one that takes three
+    quarters of the memory that was free before; an import that fails is a reason, not an error.
     """
     # Forked, so that the input is shared and not sent; nothing here may have started threads.
     context = multiprocessing.get_context("fork")
@@ -133,8 +133,8 @@ def measure(
     child = context.Process(
         target=_child, args=(there, contender, given, small, runs, patience_s), daemon=False
     )
-    # Half of what is free: the machine may be shared, and the kernel kills whom it likes.
-    most_bytes = free_memory() // 2
+    # Not all that is free: the machine may be shared, and the kernel kills whom it likes.
+    most_bytes = free_memory() * 3 // 4
     child.start()
     there.close()
     got: dict[str, Any] = {"calls": []}
@@ -214,7 +214,7 @@ def _wait(pipe: Connection, pid: int | None, seconds: float, most_bytes: int) ->
         # A child that has just ended is told by the pipe.
         with contextlib.suppress(OSError):
             if _resident(pid or "self") > most_bytes:
-                return f"over the limit of {most_bytes / 1e9:.0f} GB, half of what was free"
+                return f"over the limit of {most_bytes / 1e9:.0f} GB, 3/4 of what was free"
     return ""
 
 

@@ -141,6 +141,9 @@ def test_an_answer_comes_back_as_it_was_in_every_script(pairs: list[tuple[str, D
         ('{"id": 1, "choices": [{"message": {"content": "\\u00e4 ä 🦦"}}]}', True),
         ('{\n  "choices": [\n{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}', True),
         ('{"id": 1, "id": 2, "choices": [{"message": {"content": "a"}}], "usage": {}}', True),
+        ('{"choices": [{"message": {"content": "a"}, "finish_reason": 3}], "usage": [1]}', True),
+        ('{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": 2.5}}', True),
+        ('{"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": null}}', True),
         ('{"choices": [{"message": {"content": "a"}, "logprobs": NaN}]}', False),
         ('{"choices": [{"message": {"content": "a"}, "logprobs": -Infinity}]}', False),
     ],
@@ -160,6 +163,27 @@ def test_what_a_server_sent_is_kept_as_it_was_read(
             *(done.text, done.body, done.finish, done.usage),
         )
         assert found.raw is None
+
+
+@pytest.mark.parametrize(
+    ("request_", "sent"),
+    [
+        (
+            complete("m", "a", temperature=0),
+            '{"choices": [{"text": "b", "message": {"content": "c"}}]}',
+        ),
+        (embed("m", "a"), '{"choices": [{"text": "b"}], "data": [{"embedding": [1.0]}]}'),
+    ],
+)
+def test_the_text_is_that_of_the_kind_of_call_also_from_the_cache(
+    cache: Cache, request_: Request, sent: str
+) -> None:
+    done = decode(request_, 200, {}, sent.encode())
+
+    assert isinstance(done, Done)
+    assert done.text == ("b" if request_.kind == "complete" else "")
+    assert cache.put_many([(request_, done)]) == 1
+    assert cache.get_many([request_.key])[request_.key].text == done.text
 
 
 def test_only_whole_answers_to_exact_requests_are_kept(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from batchwright.calls.openai import read_off
 from batchwright.calls.outcome import Done, Usage
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
@@ -27,7 +28,6 @@ CUT_OFF = ("length", "content_filter")
 """Reasons to finish that leave an answer incomplete."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _DECODE = json.JSONDecoder().decode
-_REWRITTEN = (b"\n", b"NaN", b"Infinity")
 
 
 def pack(done: Done) -> bytes | None:
@@ -36,7 +36,12 @@ def pack(done: Done) -> bytes | None:
     >>> pack(Done("4", {"choices": [{"text": "4", "finish_reason": "stop"}]}, "stop"))
     b'{"body":{"choices":[{"text":"4","finish_reason":"stop"}]}}'
     """
-    text, finish, usage = _read_off(done.body)
+    raw = done.raw
+    # Lines are for people and only take space; the other two are not JSON, though Python reads
+    # them: whoever exports the answer could not.
+    if raw is not None and not (b"\n" in raw or b"NaN" in raw or b"Infinity" in raw):
+        return b'{"body":' + raw + b"}"
+    text, finish, usage = read_off(done.body)
     kept: dict[str, Any] = {}
     if done.text != text:
         kept["text"] = done.text
@@ -44,11 +49,6 @@ def pack(done: Done) -> bytes | None:
         kept["finish"] = done.finish
     if done.usage != usage:
         kept["usage"] = done.usage and [done.usage.prompt_tokens, done.usage.completion_tokens]
-    raw = done.raw
-    # Lines are for people and only take space; the other two are not JSON, though Python reads
-    # them: whoever exports the answer could not.
-    if raw is not None and not kept and not any(part in raw for part in _REWRITTEN):
-        return b'{"body":' + raw + b"}"
     kept = {"body": dict(done.body), **kept}
     try:
         return _json(kept)
@@ -59,7 +59,7 @@ def pack(done: Done) -> bytes | None:
 def unpack(data: bytes) -> Done:
     """The answer again, as it comes from a cache."""
     kept = _DECODE(data.decode())
-    text, finish, usage = _read_off(kept["body"])
+    text, finish, usage = read_off(kept["body"])
     if "usage" in kept:
         usage = kept["usage"] and Usage(*kept["usage"])
     return Done(
@@ -138,26 +138,12 @@ def is_empty(request: Request, done: Done) -> bool:
 
 def is_cut_off(done: Done) -> bool:
     """Whether any choice of the answer stopped before its end."""
-    return done.finish in CUT_OFF or any(
-        choice.get("finish_reason") in CUT_OFF for choice in _choices(done.body)
-    )
-
-
-def _read_off(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
-    """Text, finish and usage of a body in the usual shape; most answers need no more than it."""
-    text, finish = "", None
-    for choice in _choices(body)[:1]:
-        message = choice.get("message")
-        found = message.get("content") if isinstance(message, dict) else choice.get("text")
-        text = found if isinstance(found, str) else ""
-        finish = choice.get("finish_reason")
-    counted = body.get("usage")
-    usage = None
-    if isinstance(counted, dict):
-        counts = [counted.get(name, 0) for name in ("prompt_tokens", "completion_tokens")]
-        if all(type(count) is int for count in counts):
-            usage = Usage(*counts)
-    return text, finish if isinstance(finish, str) else None, usage
+    if done.finish in CUT_OFF:
+        return True
+    for choice in _choices(done.body):
+        if choice.get("finish_reason") in CUT_OFF:
+            return True
+    return False
 
 
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:

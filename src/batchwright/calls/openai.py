@@ -12,7 +12,7 @@ from typing import Any
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request
 
-__all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
+__all__ = ["decode", "encode", "from_body", "read_off", "refused", "retry_after_s", "scrub"]
 
 PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
 LONGEST_ERROR = 200
@@ -62,27 +62,46 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
         choice = body["choices"][0]
         if request.kind == "chat":
             message = choice["message"]
-            text = message.get("content")
-            silent = not text or text.isspace()
+            said = message.get("content")
+            silent = not said or said.isspace()
             if silent and not (message.get("tool_calls") or message.get("function_call")):
                 return _empty(choice)
         else:
-            text = choice["text"]
-            if not text:
+            said = choice["text"]
+            if not said:
                 return _empty(choice)
-        if not isinstance(text or "", str):
+        if not isinstance(said or "", str):
             return Failed(Kind.BAD_BODY, "the answer's content is not text", 200)
-        return Done(text or "", body, choice.get("finish_reason"), _usage(body), raw=raw)
+        return _done(said or "", body, raw)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return _wrong_shape(request, body)
 
 
-def _usage(body: Mapping[str, Any]) -> Usage | None:
-    """The server's own token counts, None if it gave none."""
-    usage = body.get("usage")
-    if not usage:
-        return None
-    return Usage(int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+def read_off(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
+    """Text, finish and the server's own token counts of a body in the usual shape.
+
+    >>> read_off({"choices": [{"text": "4", "finish_reason": "stop"}]})
+    ('4', 'stop', None)
+    """
+    text, finish, usage = "", None, None
+    choices = body.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        message, ended = choices[0].get("message"), choices[0].get("finish_reason")
+        said = message.get("content") if isinstance(message, dict) else choices[0].get("text")
+        text = said if isinstance(said, str) else ""
+        finish = ended if isinstance(ended, str) else None
+    counted = body.get("usage")
+    if counted and isinstance(counted, dict):
+        prompt, answer = counted.get("prompt_tokens") or 0, counted.get("completion_tokens") or 0
+        if type(prompt) is type(answer) is int:
+            usage = Usage(prompt, answer)
+    return text, finish, usage
+
+
+def _done(said: str, body: Mapping[str, Any], raw: bytes | None) -> Done:
+    text, finish, usage = read_off(body)
+    # Whoever has only the body, as the cache, must read the same off it.
+    return Done(said, body, finish, usage, raw=raw if text == said else None)
 
 
 def refused(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Failed:
@@ -220,4 +239,4 @@ def _embedded(request: Request, body: Any, raw: bytes | None) -> Outcome:
         return Failed(Kind.BAD_BODY, f"{wanted} vectors were asked for, {len(rows)} came", 200)
     if not all(row["embedding"] for row in rows):
         return Failed(Kind.EMPTY, "the answer holds an empty vector", 200)
-    return Done("", body, None, _usage(body), raw=raw)
+    return _done("", body, raw)

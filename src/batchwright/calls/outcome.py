@@ -54,7 +54,8 @@ class Done:
     source: Source = "live"
     endpoint: str = ""
     raw: bytes | None = field(default=None, repr=False, compare=False)
-    """The body as it was sent, until the cache has it: so nobody writes it as JSON again."""
+    """The body as it was sent, until the cache has it: so nobody writes it as JSON again. Only
+    where text, finish and usage are what `read_off` finds in it."""
 
     def __bool__(self) -> Literal[True]:
         return True
