@@ -138,12 +138,9 @@ def is_empty(request: Request, done: Done) -> bool:
 
 def is_cut_off(done: Done) -> bool:
     """Whether any choice of the answer stopped before its end."""
-    if done.finish in CUT_OFF:
-        return True
-    for choice in _choices(done.body):
-        if choice.get("finish_reason") in CUT_OFF:
-            return True
-    return False
+    return done.finish in CUT_OFF or any(
+        choice.get("finish_reason") in CUT_OFF for choice in _choices(done.body)
+    )
 
 
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:
