@@ -1,5 +1,6 @@
 """Plans on disk: what was saved comes back, and damage never goes unnoticed."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -217,6 +218,29 @@ def test_every_array_is_checked(kind: str, saved: dict[str, Path], tmp_path: Pat
         if (tmp_path / name).exists():
             with pytest.raises(BadFile, match=name):
                 load_plan(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["items", "id_data"])
+def test_the_fingerprint_of_a_saved_plan_is_told_only_if_its_files_have_it(
+    name: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    path = tmp_path / "plan"
+    shutil.copytree(saved["packed"], path)
+    whole = BatchPlan.load(path)
+    assert whole.sealed is not None
+    worked_out = dataclasses.replace(whole)
+    assert worked_out.sealed is None
+    assert whole.fingerprint == worked_out.fingerprint
+    assert whole.shard(1, 2).fingerprint == worked_out.shard(1, 2).fingerprint
+    assert whole.shard(1, 2).whole_fingerprint == worked_out.fingerprint
+    other = dataclasses.replace(whole, dataset_hash="another")
+    assert other.fingerprint != whole.fingerprint
+
+    raw = bytearray((path / f"{name}.bin").read_bytes())
+    raw[-1] ^= 1
+    (path / f"{name}.bin").write_bytes(raw)
+    with pytest.raises(BadFile, match=f"{name}.bin does not have its checksum"):
+        BatchPlan.load(path).shard(0, 2).whole_fingerprint  # noqa: B018
 
 
 def test_folders_that_are_no_plans_are_named(tmp_path: Path) -> None:

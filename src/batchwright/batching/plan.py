@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -142,6 +142,11 @@ class BatchPlan:
     note: str = ""
     """What is to be known of how it was made: how far `optimal` packing came."""
     shard_of: Shard | None = None
+    # Set where they are true, and not taken along by `replace`, where they might not be.
+    whole: "BatchPlan | None" = field(default=None, init=False)
+    """The plan that this one was sharded from."""
+    sealed: Callable[[], str] | None = field(default=None, init=False)
+    """Of a saved plan: gives the fingerprint it was saved with, if its arrays are still those."""
 
     @classmethod
     def load(cls, path: Path | str) -> "BatchPlan":
@@ -246,9 +251,7 @@ class BatchPlan:
                 f"use at most {fewest} ranks or a smaller token budget"
             )
         part = dataclasses.replace(self, shard_of=shard)
-        # The order is the same for all ranks; hashing it once is enough.
-        part.__dict__["order_root"] = self.order_root
-        part.__dict__["_canonical"] = self._canonical
+        object.__setattr__(part, "whole", self.whole or self)
         return part
 
     def costs(self, epoch: int, first: int = 0, stop: int | None = None) -> NDArray[np.int64]:
@@ -285,18 +288,25 @@ class BatchPlan:
         return 1.0 - self.efficiency
 
     @cached_property
-    def order_root(self) -> str:
-        """Merkle root of the arrays that define the order, in terms of canonical sample numbers."""
-        arrays = self.order.arrays()
-        if self._canonical is not None:
+    def roots(self) -> tuple[str, str]:
+        """Merkle root of the arrays that define the order, and the digest of all ids.
+
+        Both in terms of canonical sample numbers.
+        """
+        if self.whole is not None:
+            # The order is the same for all ranks; hashing it once is enough.
+            return self.whole.roots
+        arrays, canonical = self.order.arrays(), canonical_order(self.ids)
+        if canonical is not None:
             number = np.empty(len(self.ids), np.int32)
-            number[self._canonical] = np.arange(len(self.ids), dtype=np.int32)
+            number[canonical] = np.arange(len(self.ids), dtype=np.int32)
             items = arrays["items"]
             # Opening a plan does not read its items; this does.
             if not 0 <= items.min() <= items.max() < len(self.ids):
                 raise BadFile("the plan names samples that are not there; build it again")
             arrays["items"] = number[items]
-        return merkle_root(f"{name}:{digest_array(arrays[name])}" for name in sorted(arrays))
+        order = merkle_root(f"{name}:{digest_array(arrays[name])}" for name in sorted(arrays))
+        return order, canonical_ids(self.ids, canonical).digest()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -305,9 +315,19 @@ class BatchPlan:
         It covers samples, config, order and, on a shard, the rank; not the order in which
         samples were given, and not the number of epochs, because a virtual plan goes on for ever.
         """
-        shard: Value = None
-        if self.shard_of is not None:
-            shard = [self.shard_of.rank, self.shard_of.world_size, self.shard_of.balance]
+        if self.shard_of is None:
+            return self.whole_fingerprint
+        return self._digest([self.shard_of.rank, self.shard_of.world_size, self.shard_of.balance])
+
+    @cached_property
+    def whole_fingerprint(self) -> str:
+        """Identity of the plan over all ranks, the same on every shard of it."""
+        if self.whole is not None:
+            return self.whole.whole_fingerprint
+        return self._digest(None) if self.sealed is None else self.sealed()
+
+    def _digest(self, shard: Value) -> str:
+        order, ids = self.roots
         return digest(
             "plan",
             VERSION,
@@ -315,28 +335,14 @@ class BatchPlan:
             self.tokenizer_hash,
             self.config.model_dump(mode="json"),
             [list(source) for source in sorted(self.sources)],
-            canonical_ids(self.ids, self._canonical).digest(),
-            self.order_root,
+            ids,
+            order,
             shard,
         )
 
     @cached_property
-    def whole_fingerprint(self) -> str:
-        """Identity of the plan over all ranks, the same on every shard of it."""
-        if self.shard_of is None:
-            return self.fingerprint
-        whole = dataclasses.replace(self, shard_of=None)
-        whole.__dict__["order_root"] = self.order_root
-        whole.__dict__["_canonical"] = self._canonical
-        return whole.fingerprint
-
-    @cached_property
     def _cut_at(self) -> int | None:
         return self.config.limit if self.config.overflow in ("truncate", "split") else None
-
-    @cached_property
-    def _canonical(self) -> NDArray[np.int32] | None:
-        return canonical_order(self.ids)
 
     def explain(self, sample_id: str) -> list[Placement]:
         """Where a sample stands in each epoch; an empty list if it was skipped."""
