@@ -1,18 +1,20 @@
 """Steps of query mutation: time by the way calls are made, and what PPO gains on a real model.
 
-One step of N environments is N rewritings and N answers, each answer after its rewriting. The
-same questions and operators go to a simulated server of lognormal latency by
+A step of N environments is N rewritings and N answers, each answer after its rewriting. The same
+questions and operators go to a simulated server of lognormal latency by
 
     sequential    one call after the other
     two phases    a thread pool: all rewritings, then all answers (`width` threads), http.client
     batchwright   a pipeline an environment through the pool, `width` calls in flight or `auto`
 
-A step ends with its slowest environment, so pipelines can gain only what two waits for the slowest
-call take longer than one wait for the slowest pair: the bound by the same latencies is printed. In
-a rollout of several steps with `--overlap` nobody waits for the slowest environment of a step.
-Nothing is in a cache: each step has questions of its own. `--real` instead serves SmolLM2 with
-llama.cpp, trains on it and compares ways on held-out questions, which takes many minutes on a
-processor and is saved apart.
+Step time is that of training: the time of a rollout of several steps by their number. In ours no
+environment waits for the slowest one of a step (`--no-overlap` makes all of them wait, to the same
+steps), and the rollout includes the first answers to its questions as they stand. A step for
+itself ends with its slowest environment, so pipelines can gain only what two waits for the slowest
+call take longer than one wait for the slowest pair: that stands beside it, with the bound by the
+same latencies. Nothing is in a cache: each step has questions of its own. `--real` instead serves
+SmolLM2 with llama.cpp, trains on it and compares ways on held-out questions, which takes many
+minutes on a processor and is saved apart.
 """
 
 import http.client
@@ -133,9 +135,11 @@ def ours(url: str, n: int, width: int | str) -> Iterator[Callable[[int], float]]
 
 
 @contextmanager
-def our_rollout(url: str, n: int, *, overlap: bool) -> Iterator[Callable[[int], float]]:
+def our_rollout(
+    url: str, n: int, width: int | str, *, overlap: bool = True
+) -> Iterator[Callable[[int], float]]:
     """Seconds of a rollout of our environments, the first answers to its questions included."""
-    with phrasing(url, n, n) as models:
+    with phrasing(url, n, width) as models:
 
         def rollout(number: int) -> float:
             asking = [OPERATORS[at] for at in ASKING]
@@ -171,36 +175,55 @@ def timed(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def compare_steps(report: Report, url: str, sizes: Sequence[int], repeats: int) -> None:
-    for n in sizes:
-        found: dict[str, float] = {}
-        # Sequential steps differ little from each other, and take long.
-        found["sequential"] = timed(lambda n=n: sequential(url, tasks(n, 0)))
-        for width in (8, n):
-            seconds = [
-                timed(lambda n=n, s=s, width=width: two_phases(url, tasks(n, s), width))
-                for s in range(repeats)
-            ]
-            found[f"two phases, {width} threads"] = statistics.median(seconds)
-        for given in (n, "auto"):
-            with ours(url, n, given) as step:
-                step(100)  # connections, and for auto the limit
-                if given == "auto":
-                    for number in range(101, 106):
-                        step(number)
-                found[f"batchwright, {given}"] = statistics.median(map(step, range(repeats)))
-        best = found[f"batchwright, {n}"]
-        rows = [[name, s, found["sequential"] / s, s / best] for name, s in found.items()]
-        report.table(
-            f"one step of {n} environments, {1000 * LATENCY_S:.0f} ms a call: median of {repeats}",
-            ("", "seconds", "x sequential", "of ours"),
-            rows,
-        )
-        if n == 64:
-            wide = found[f"two phases, {n} threads"] / best
-            report.target(f"N = {n}: times sequential", found["sequential"] / best, least=20.0)
-            what = f"N = {n}: times two phases of width {n} (bound {bound(n):.2f})"
-            report.target(what, wide, least=1.5)
+def compare_steps(report: Report, url: str, n: int, repeats: int) -> None:
+    """Seconds of a step in rollouts, as PPO needs them."""
+    found: dict[str, float] = {}
+    # Sequential steps differ little from each other, and take long.
+    found["sequential"] = timed(lambda: sequential(url, tasks(n, 0)))
+
+    def phases(number: int, width: int) -> None:
+        for step in range(STEPS):
+            two_phases(url, tasks(n, number + step), width)
+
+    for width in (8, n):
+        phases(300, width)
+        rollouts = [timed(lambda s=s, w=width: phases(s, w)) for s in range(repeats)]
+        found[f"two phases, {width} threads"] = statistics.median(rollouts) / STEPS
+    ours_by = {"step by step": (n, False), "": (n, True), "auto": ("auto", True)}
+    for name, (limit, overlap) in ours_by.items():
+        with our_rollout(url, n, limit, overlap=overlap) as rollout:
+            rollout(300)  # connections, and for auto the limit
+            seconds = statistics.median(map(rollout, range(repeats)))
+            found[f"batchwright, {name}" if name else "batchwright"] = seconds / STEPS
+    best = found["batchwright"]
+    report.table(
+        f"a step of {n} environments in rollouts of {STEPS}, {1000 * LATENCY_S:.0f} ms a call: "
+        f"median of {repeats}",
+        ("", "seconds", "x sequential", "of ours"),
+        [[name, s, found["sequential"] / s, s / best] for name, s in found.items()],
+    )
+    if n == 64:
+        report.target(f"N = {n}: times sequential", found["sequential"] / best, least=20.0)
+        wide = found[f"two phases, {n} threads"] / best
+        report.target(f"N = {n}: times two phases of width {n}", wide, least=1.5)
+
+
+def compare_single_steps(report: Report, url: str, n: int, repeats: int) -> None:
+    """One step for itself, where everybody waits for the slowest environment."""
+    seconds = [timed(lambda s=s: two_phases(url, tasks(n, s), n)) for s in range(repeats)]
+    phases = statistics.median(seconds)
+    with ours(url, n, n) as step:
+        step(100)
+        alone = statistics.median(map(step, range(repeats)))
+    report.table(
+        f"one step of {n} environments for itself: median of {repeats}",
+        ("", "seconds", "x two phases"),
+        [
+            [f"two phases, {n} threads", phases, 1.0],
+            ["batchwright", alone, phases / alone],
+            ["bound by the same latencies", None, bound(n)],
+        ],
+    )
 
 
 def bound(n: int) -> float:
@@ -208,31 +231,6 @@ def bound(n: int) -> float:
     latencies = np.exp(SIGMA * np.random.default_rng(0).standard_normal((2, 20_000, n)))
     apart, together = latencies.max(2).sum(0), latencies.sum(0).max(1)
     return float(np.median(apart) / np.median(together))
-
-
-def compare_rollouts(report: Report, url: str, n: int, repeats: int) -> None:
-    """Several steps one after the other, as a rollout for PPO needs them."""
-    found: dict[str, float] = {}
-
-    def phases(number: int) -> None:
-        for step in range(STEPS):
-            two_phases(url, tasks(n, number + step), n)
-
-    phases(300)
-    seconds = [timed(lambda s=s: phases(s)) for s in range(repeats)]
-    found[f"two phases, {n} threads"] = statistics.median(seconds)
-    for name, overlap in (("batchwright, step by step", False), ("batchwright, overlap", True)):
-        with our_rollout(url, n, overlap=overlap) as rollout:
-            rollout(300)
-            found[name] = statistics.median(map(rollout, range(repeats)))
-    first = found[f"two phases, {n} threads"]
-    report.table(
-        f"a rollout of {STEPS} steps of {n} environments, {n} calls in flight: median of {repeats}",
-        ("", "seconds", "x two phases"),
-        [[name, s, first / s] for name, s in found.items()],
-    )
-    what = f"rollout, N = {n}: times two phases of width {n}"
-    report.target(what, first / found["batchwright, overlap"], least=1.5)
 
 
 def compare_widths(report: Report, url: str, n: int, repeats: int) -> None:
@@ -353,8 +351,9 @@ def main() -> None:
     ]
     server = Simulator(questions=rows, knee=KNEE, latency_s=LATENCY_S, sigma=SIGMA)
     with server.running() as url:
-        compare_steps(report, url, (16,) if args.quick else (16, 64), 2 if args.quick else 15)
-        compare_rollouts(report, url, 16 if args.quick else 64, 2 if args.quick else 5)
+        for n in (16,) if args.quick else (16, 64):
+            compare_steps(report, url, n, 2 if args.quick else 5)
+        compare_single_steps(report, url, 16 if args.quick else 64, 2 if args.quick else 15)
         compare_widths(report, url, 32, 2 if args.quick else 40)
     report.not_measured("SmolLM2", "`--real` has a file of its own")
     report.close()

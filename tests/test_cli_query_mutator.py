@@ -108,6 +108,17 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_numbers(
     assert turns(tmp_path / "killed") == turns(tmp_path / "whole")
 
 
+def test_waiting_for_the_slowest_environment_changes_no_number(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    line = f"train query-mutator {SMALL} --quiet"
+    assert call(f"{line} --save-dir ahead", tmp_path).code == 0
+    assert call(f"{line} --no-overlap --save-dir waiting", tmp_path).code == 0
+
+    assert numbers(tmp_path / "ahead") == numbers(tmp_path / "waiting") != []
+    assert turns(tmp_path / "ahead") == turns(tmp_path / "waiting")
+
+
 @pytest.fixture(scope="module")
 def server() -> Any:
     """A simulated server whose calls fail now and then, with the shipped questions."""

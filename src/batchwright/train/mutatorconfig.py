@@ -49,8 +49,8 @@ class QueryMutatorConfig:
     """Calls at the same time; --no-batching makes one after the other."""
     batch_size: str = "auto"
     """Calls in flight at each server, or auto."""
-    overlap: bool = False
-    """Let environments run ahead of each other within a rollout."""
+    overlap: bool = True
+    """Environments run ahead of each other within a rollout; the steps are the same."""
 
     ppo_epoch: int = 4
     """Passes over each rollout."""
