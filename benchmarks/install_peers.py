@@ -35,19 +35,17 @@ def main() -> None:
             if mark == "extension":
                 fairseq_extension(requirement)
             else:
-                run(
-                    [
-                        *PIP,
-                        "install",
-                        "--quiet",
-                        *(["--no-deps"] * (mark == "no-deps")),
-                        requirement,
-                    ]
-                )
+                more = {"no-deps": ["--no-deps"], "aside": ["--target", str(aside(requirement))]}
+                run([*PIP, "install", "--quiet", *more.get(mark, []), requirement])
         except (subprocess.CalledProcessError, OSError, StopIteration) as error:
             print(f"left out: {requirement} ({type(error).__name__})", flush=True)
             failed.append(requirement)
     print(f"left out: {', '.join(failed)}" if failed else "all peers are installed")
+
+
+def aside(requirement: str) -> Path:
+    """Where another version of a package stands, with all it needs, for one process to import."""
+    return Path(sys.prefix, "aside", requirement)
 
 
 def fairseq_extension(requirement: str) -> None:
