@@ -68,7 +68,7 @@ def ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def whole(path: Path) -> dict[bytes, str]:
-    """Every answer in a file, read with SQLite alone after it has checked itself."""
+    """Every answer in a file by its short key, read with SQLite alone after it checked itself."""
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         rows = connection.execute("SELECT key, answer FROM entries").fetchall()
@@ -312,7 +312,7 @@ def test_four_processes_write_overlapping_keys_without_an_error(tmp_path: Path) 
     for process in [start(script, path, number) for number in range(4)]:
         ended(process)
 
-    assert whole(path) == {question(n).key: f"answer {n}" for n in range(550)}
+    assert whole(path) == {question(n).key[:16]: f"answer {n}" for n in range(550)}
     assert not Path(f"{path}-wal").exists()
 
 
@@ -563,7 +563,7 @@ def test_a_damaged_answer_is_called_again_and_replaced(tmp_path: Path) -> None:
         (lambda path: path.write_bytes(b"short"), "damaged"),
         (lambda path: foreign(path, "CREATE TABLE mine(x)"), "another kind"),
         (lambda path: foreign(path, "PRAGMA application_id = 7"), "another kind"),
-        (lambda path: (Cache(path).close(), foreign(path, "PRAGMA user_version = 2")), "format 2"),
+        (lambda path: (Cache(path).close(), foreign(path, "PRAGMA user_version = 1")), "format 1"),
         (lambda path: (Cache(path).close(), foreign(path, "DROP TABLE entries")), "no such table"),
     ],
 )

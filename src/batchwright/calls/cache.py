@@ -26,7 +26,9 @@ __all__ = ["Cache", "CacheStats"]
 T = TypeVar("T")
 
 APPLICATION_ID = 0x62774361
-VERSION = 1
+VERSION = 2
+KEY = 16
+"""Bytes of a key in the file: it stands there twice, and half of SHA-256 tells calls apart too."""
 # The answer stands before the request, so that a get need not read past it. Random keys stay out
 # of the table's own order: answers are appended, only the index is written all over.
 SCHEMA = """
@@ -133,7 +135,7 @@ class Cache:
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, Done]:
         """The answers that are here; a key that is not in the result is a miss."""
         self._notice_fork()
-        asked = dict.fromkeys(keys)
+        asked = {key[:KEY]: key for key in keys}
         wanted = list(asked)
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
@@ -143,9 +145,9 @@ class Cache:
                 if key not in asked or not form.is_whole(key, digest, answer):
                     self.damaged += 1
                 elif (done := self._usable(answer)) is not None:
-                    found[key] = done
+                    found[asked[key]] = done
             if len(self._missed) < MISSES:
-                self._missed.update(key for key in wanted if key not in found)
+                self._missed.update(short for short, key in asked.items() if key not in found)
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
@@ -163,7 +165,7 @@ class Cache:
                 continue
             answer = form.pack(outcome)
             if answer is not None:
-                key = request.key
+                key = request.key[:KEY]
                 model = request.model.encode(errors="replace").decode()
                 told = form.pack_request(request)
                 rows.append((key, form.checksum(key, answer), now, model, answer, told))
@@ -194,30 +196,32 @@ class Cache:
         its owner (a name from `Cache.owner`) is no longer alive. To prolong one, lease again.
         """
         now = time.time()
+        asked = {key[:KEY]: key for key in keys}
         alive: dict[str, bool] = {owner: False}
         held: set[bytes] = set()
         with self._database.writing() as connection:
             self._look_again(connection)
             if not self._alone or owner != self._owner:
-                for key, name, until in _select(connection, LEASES, keys):
+                for key, name, until in _select(connection, LEASES, list(asked)):
                     holder = name.decode(errors="replace")
                     if holder not in alive:
                         alive[holder] = not is_dead(holder)
                     if until > now and alive[holder]:
                         held.add(key)
-            granted = set(keys) - held
+            granted = asked.keys() - held
             granted -= self._sound(connection, list(granted - self._missed))
             self._missed -= granted
             self._alone = self._alone and owner == self._owner
             rows = [(key, owner, now + ttl_s) for key in granted]
             _insert(connection, "INSERT OR REPLACE INTO leases VALUES ", rows)
-        return granted
+        return {asked[key] for key in granted}
 
     def release(self, *keys: bytes, owner: str) -> None:
         """End leases of `owner` without an answer, so that the next process need not wait."""
         with self._database.writing() as connection:
             connection.executemany(
-                "DELETE FROM leases WHERE key = ? AND owner = ?", [(key, owner) for key in keys]
+                "DELETE FROM leases WHERE key = ? AND owner = ?",
+                [(key[:KEY], owner) for key in keys],
             )
 
     def stats(self) -> CacheStats:
