@@ -366,11 +366,11 @@ def test_a_full_disk_costs_no_answers(tmp_path, caplog):
     class Tight(Cache):
         """A cache whose file may not grow: what SQLite then raises is what a full disk does."""
 
-        def put_many(self, entries):
+        def put_rows(self, rows):
             with self._database.reading() as connection:
                 pages = connection.execute("PRAGMA page_count").fetchone()[0]
                 connection.execute(f"PRAGMA max_page_count = {pages}")
-            return super().put_many(entries)
+            return super().put_rows(rows)
 
     with Tight(tmp_path / "calls.db") as cache, RawServer(handler) as server:
         with pool_of(server.url, cache=cache) as pool:

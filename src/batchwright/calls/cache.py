@@ -21,9 +21,11 @@ from batchwright.calls.request import Request
 from batchwright.errors import BadFile, CannotWrite, ConfigError
 from batchwright.files import writing
 
-__all__ = ["Cache", "CacheStats"]
+__all__ = ["Cache", "CacheStats", "Row"]
 
 T = TypeVar("T")
+Row = tuple[bytes, bytes, int, str, bytes, bytes]
+"""An entry as it stands in the file."""
 
 APPLICATION_ID = 0x62774361
 VERSION = 2
@@ -36,11 +38,13 @@ CREATE TABLE entries(
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, digest BLOB NOT NULL,
     at INTEGER NOT NULL, model TEXT NOT NULL, answer BLOB NOT NULL, request BLOB NOT NULL);
 CREATE TABLE leases(key BLOB PRIMARY KEY, owner TEXT NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER answered AFTER INSERT ON entries BEGIN
+    DELETE FROM leases WHERE key = NEW.key; END;
 CREATE TABLE tally(since INTEGER NOT NULL, hits INTEGER NOT NULL);
 INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
 """
-CHUNK = 64
-"""Keys of one statement, at most."""
+CHUNK = 128
+"""Keys or rows of one statement, at most."""
 MISSES = 10_000
 """Keys that are known not to be here, at most."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
@@ -158,30 +162,41 @@ class Cache:
 
         Leases on what was kept end with it.
         """
-        now = int(time.time())
-        rows = []
-        for request, outcome in entries:
-            if not isinstance(outcome, Done) or not self._keeps(request, outcome):
-                continue
-            answer = form.pack(outcome)
-            if answer is not None:
-                key = request.key[:KEY]
-                model = request.model.encode(errors="replace").decode()
-                told = form.pack_request(request)
-                rows.append((key, form.checksum(key, answer), now, model, answer, told))
-        if rows:
-            with self._database.writing() as connection:
-                keys = [row[0] for row in rows]
-                before = connection.total_changes
-                _insert(connection, INSERT.format("IGNORE"), rows)
-                if connection.total_changes - before < len(rows):
-                    sound = self._sound(connection, keys)
-                    spoiled = [row for row in rows if row[0] not in sound]
-                    _insert(connection, INSERT.format("REPLACE"), spoiled)
-                for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
-                    pass
+        rows = [self.row(request, outcome) for request, outcome in entries]
+        return self.put_rows([row for row in rows if row is not None])
+
+    def row(self, request: Request, outcome: Outcome) -> Row | None:
+        """What `put_rows` keeps of an answer; None if it may not be kept. Touches no disk."""
+        if not isinstance(outcome, Done) or not self._keeps(request, outcome):
+            return None
+        answer = form.pack(outcome)
+        if answer is None:
+            return None
+        key = request.key[:KEY]
+        model = request.model.encode(errors="replace").decode()
+        checksum, told = form.checksum(key, answer), form.pack_request(request)
+        return key, checksum, int(time.time()), model, answer, told
+
+    def put_rows(self, rows: Sequence[Row]) -> int:
+        """Keep these in one transaction, as `put_many` does."""
+        if not rows:
+            return 0
+        keys = [row[0] for row in rows]
+        if len(rows) <= CHUNK and not self._unsaved_hits:
+            # One statement is a transaction by itself. Around each one the interpreter changes
+            # hands, and whoever else needs it, as the loop of a pool, has to wait.
+            (statement,) = _statements(INSERT.format("IGNORE"), rows)
+            if self._database.execute(*statement) == len(rows):
                 self._missed.difference_update(keys)
-                self._save_hits(connection)
+                return len(rows)
+        with self._database.writing() as connection:
+            _insert(connection, INSERT.format("IGNORE"), rows)
+            sound = self._sound(connection, keys)
+            _insert(connection, INSERT.format("REPLACE"), [r for r in rows if r[0] not in sound])
+            for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
+                pass
+            self._missed.difference_update(keys)
+            self._save_hits(connection)
         return len(rows)
 
     def lease(self, key: bytes, owner: str, ttl_s: float) -> bool:
@@ -356,17 +371,23 @@ def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterat
 
 
 def _insert(connection: Connection, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    for text, values in _statements(query, rows):
+        connection.execute(text, values)
+
+
+def _statements(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[str, Sequence[Any]]]:
     """Insert many rows with each statement; with one each, every row would wait for Python."""
     for part in _parts(rows):
         marks = "(" + ",".join("?" * len(part[0])) + ")"
-        connection.execute(query + ",".join([marks] * len(part)), list(chain.from_iterable(part)))
+        yield query + ",".join([marks] * len(part)), list(chain.from_iterable(part))
 
 
 def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Cut into few different lengths, so that statements are compiled once and used again."""
-    start, size = 0, CHUNK
-    while start < len(items):
-        while size > len(items) - start:
-            size //= 2
-        yield items[start : start + size]
-        start += size
+    """Cut into few different lengths, so that statements are compiled once and used again.
+
+    The last item stands several times where that fills a part; it is asked for or put only once.
+    """
+    for start in range(0, len(items), CHUNK):
+        part = list(items[start : start + CHUNK])
+        size = 1 << (len(part) - 1).bit_length()
+        yield part + part[-1:] * (size - len(part))

@@ -7,8 +7,9 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigError, MissingFile
@@ -80,8 +81,7 @@ class Database:
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all of it is kept when the block ends well, none of it otherwise."""
-        if self.read_only:
-            raise ConfigError(f"the {self.what} {self.path} was opened to be read only")
+        self._refuse_if_read_only()
         with self.reading() as connection:
             connection.execute("BEGIN IMMEDIATE")
             try:
@@ -91,6 +91,16 @@ class Database:
                 # On a full disk SQLite may have ended the transaction by itself.
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    def execute(self, statement: str, values: Sequence[Any]) -> int:
+        """One statement as a transaction of its own; how many rows it changed."""
+        self._refuse_if_read_only()
+        with self.reading() as connection:
+            return connection.execute(statement, values).rowcount
+
+    def _refuse_if_read_only(self) -> None:
+        if self.read_only:
+            raise ConfigError(f"the {self.what} {self.path} was opened to be read only")
 
     def close(self) -> None:
         """Give the file back; the last one to do so folds its `-wal` file into it."""
@@ -161,7 +171,7 @@ class Database:
         _to_wal(connection)
         connection.execute("BEGIN IMMEDIATE")
         if _is_empty(connection):
-            for statement in self._schema.split(";"):
+            for statement in self._schema.split(";\n"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {self._application_id}")
             connection.execute(f"PRAGMA user_version = {self._version}")

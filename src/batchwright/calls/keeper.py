@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchwright.calls.cache import Cache
+from batchwright.calls.cache import Cache, Row
 from batchwright.calls.outcome import Done
 from batchwright.calls.request import Request
 from batchwright.errors import CannotWrite
@@ -44,7 +44,7 @@ class Keeper:
             target=_serve, args=(self._work,), name="batchwright-cache", daemon=True
         )
         self._thread.start()
-        self._group: list[tuple[Request, Done, Callable[[], None]]] = []
+        self._group: list[tuple[Row | None, Callable[[], None]]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._busy = False
         self._released: list[bytes] = []
@@ -68,9 +68,12 @@ class Keeper:
 
     def put(self, request: Request, done: Done, then: Callable[[], None]) -> None:
         """Keep an answer; `then` is called when it survives `kill -9`."""
-        self._group.append((request, done, then))
-        if done.finish not in (None, "stop"):
-            # The cache may not keep it, and then the lease does not end with it.
+        # Made here and not on the thread: what holds the interpreter there stops the loop.
+        row = self._cache.row(request, done)
+        object.__setattr__(done, "raw", None)
+        self._group.append((row, then))
+        if row is None:
+            # The lease does not end with it.
             self._released.append(request.key)
         if len(self._group) >= GROUP and not self._busy:
             self._commit()
@@ -101,8 +104,7 @@ class Keeper:
         self._busy = True
 
         def write() -> None:
-            if group:
-                self._cache.put_many([(request, done) for request, done, _ in group])
+            self._cache.put_rows([row for row, _ in group if row is not None])
             if released:
                 self._cache.release(*released, owner=self._cache.owner)
 
@@ -110,8 +112,7 @@ class Keeper:
             self._busy = False
             if self._group or self._released:
                 self._soon()
-            for _request, done, then in group:
-                object.__setattr__(done, "raw", None)
+            for _row, then in group:
                 then()
 
         self._run(write, written, None)
