@@ -45,10 +45,14 @@ INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
 """
 CHUNK = 128
 """Keys or rows of one statement, at most."""
-MISSES = 10_000
-"""Keys that are known not to be here, at most."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
+# Only where nobody has answered yet and nobody else has a lease, not even one that is over.
+LEASE = (
+    "INSERT INTO leases SELECT column1, ?, ? FROM (VALUES {}) "
+    "WHERE NOT EXISTS (SELECT 1 FROM entries WHERE key = column1) "
+    "ON CONFLICT (key) DO UPDATE SET until = excluded.until WHERE owner = excluded.owner"
+)
 INSERT = "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VALUES "
 
 
@@ -110,12 +114,6 @@ class Cache:
         self.mode = mode
         self.hits = self.misses = self.damaged = 0
         self._unsaved_hits = 0
-        self._seen: tuple[Connection, int] | None = None
-        """The state of the file that the next two are about; see `_look_again`."""
-        self._missed: set[bytes] = set()
-        """Not in the file."""
-        self._alone = False
-        """Nobody else has a lease in the file."""
         self._pid, self._owner = 0, ""
         self._database = Database(
             path, "call cache", SCHEMA, APPLICATION_ID, VERSION, read_only=mode == "replay"
@@ -143,15 +141,12 @@ class Cache:
         wanted = list(asked)
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
-            self._look_again(connection)
             for key, digest, answer in _select(connection, ENTRIES, wanted):
                 # A damaged index may lead to a row that nobody asked for.
                 if key not in asked or not form.is_whole(key, digest, answer):
                     self.damaged += 1
                 elif (done := self._usable(answer)) is not None:
                     found[asked[key]] = done
-            if len(self._missed) < MISSES:
-                self._missed.update(short for short, key in asked.items() if key not in found)
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
@@ -187,7 +182,6 @@ class Cache:
             # hands, and whoever else needs it, as the loop of a pool, has to wait.
             (statement,) = _statements(INSERT.format("IGNORE"), rows)
             if self._database.execute(*statement) == len(rows):
-                self._missed.difference_update(keys)
                 return len(rows)
         with self._database.writing() as connection:
             _insert(connection, INSERT.format("IGNORE"), rows)
@@ -195,7 +189,6 @@ class Cache:
             _insert(connection, INSERT.format("REPLACE"), [r for r in rows if r[0] not in sound])
             for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
                 pass
-            self._missed.difference_update(keys)
             self._save_hits(connection)
         return len(rows)
 
@@ -212,21 +205,24 @@ class Cache:
         """
         now = time.time()
         asked = {key[:KEY]: key for key in keys}
+        if all(
+            # One statement is a transaction by itself; see `put_rows`.
+            self._database.execute(LEASE.format(_marks(part)), [owner, now + ttl_s, *part])
+            == len(part)
+            for part in _parts(list(asked))
+        ):
+            return set(keys)
         alive: dict[str, bool] = {owner: False}
         held: set[bytes] = set()
         with self._database.writing() as connection:
-            self._look_again(connection)
-            if not self._alone or owner != self._owner:
-                for key, name, until in _select(connection, LEASES, list(asked)):
-                    holder = name.decode(errors="replace")
-                    if holder not in alive:
-                        alive[holder] = not is_dead(holder)
-                    if until > now and alive[holder]:
-                        held.add(key)
+            for key, name, until in _select(connection, LEASES, list(asked)):
+                holder = name.decode(errors="replace")
+                if holder not in alive:
+                    alive[holder] = not is_dead(holder)
+                if until > now and alive[holder]:
+                    held.add(key)
             granted = asked.keys() - held
-            granted -= self._sound(connection, list(granted - self._missed))
-            self._missed -= granted
-            self._alone = self._alone and owner == self._owner
+            granted -= self._sound(connection, list(granted))
             rows = [(key, owner, now + ttl_s) for key in granted]
             _insert(connection, "INSERT OR REPLACE INTO leases VALUES ", rows)
         return {asked[key] for key in granted}
@@ -324,20 +320,6 @@ class Cache:
             # The parent saves its own hits, and a child is another owner.
             self._pid, self._owner, self._unsaved_hits = os.getpid(), new_owner(), 0
 
-    def _look_again(self, connection: Connection) -> None:
-        """Forget what is known of the file if another connection has written to it since.
-
-        A process that is alone with its cache so asks it once for each call, not three times.
-        """
-        (version,) = connection.execute("PRAGMA data_version").fetchone()
-        if self._seen is None or self._seen[0] is not connection or self._seen[1] != version:
-            self._seen = connection, version
-            self._missed.clear()
-            others = connection.execute(
-                "SELECT 1 FROM leases WHERE owner != ? LIMIT 1", (self._owner,)
-            )
-            self._alone = others.fetchone() is None
-
     def _keeps(self, request: Request, done: Done) -> bool:
         return (
             request.exact
@@ -368,6 +350,10 @@ def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterat
     """The rows of some keys, asked for many with each statement."""
     for part in _parts(keys):
         yield from connection.execute(query.format(",".join("?" * len(part))), part)
+
+
+def _marks(part: Sequence[Any]) -> str:
+    return ",".join(["(?)"] * len(part))
 
 
 def _insert(connection: Connection, query: str, rows: Sequence[tuple[Any, ...]]) -> None:
