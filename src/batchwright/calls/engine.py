@@ -153,7 +153,9 @@ class Engine:
     def refill(self) -> None:
         """Get more jobs ready if few are."""
         sharing = self._sharing
-        if sharing is not None and sharing.unleased and len(self._sender.queue) < self.appetite():
+        if sharing is None or sharing.leasing or not sharing.unleased:
+            return
+        if len(self._sender.queue) < self.appetite():
             sharing.refill()
 
     def ready(self, jobs: Iterable[Job]) -> None:

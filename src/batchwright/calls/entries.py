@@ -138,9 +138,10 @@ def is_empty(request: Request, done: Done) -> bool:
 
 def is_cut_off(done: Done) -> bool:
     """Whether any choice of the answer stopped before its end."""
-    return done.finish in CUT_OFF or any(
-        choice.get("finish_reason") in CUT_OFF for choice in _choices(done.body)
-    )
+    if done.finish in CUT_OFF:
+        return True
+    choices = _choices(done.body)
+    return len(choices) > 1 and any(one.get("finish_reason") in CUT_OFF for one in choices)
 
 
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -35,8 +35,9 @@ class Sharing:
         """Not in the cache; another process may be making the same call."""
         self.elsewhere: dict[bytes, Job] = {}
         """Another process is making these."""
+        self.leasing = False
+        """Whether leases are being asked for."""
         self._desk = desk
-        self._leasing = False
         self._leased_at = self._polled_at = 0.0
 
     def look(self, jobs: Sequence[Job]) -> None:
@@ -49,7 +50,7 @@ class Sharing:
 
         Only a few at a time, or the first process would hold them all and the second only wait.
         """
-        if self._leasing:
+        if self.leasing:
             return
         jobs: list[Job] = []
         most = self._desk.appetite()
@@ -58,7 +59,7 @@ class Sharing:
             if not job.over:
                 jobs.append(job)
         if jobs:
-            self._leasing = True
+            self.leasing = True
             keys = [job.key for job in jobs if job.key is not None]
             self.keeper.lease(keys, lambda granted: self._granted(jobs, granted))
 
@@ -101,7 +102,7 @@ class Sharing:
         self._desk.ready(missed)
 
     def _granted(self, jobs: Sequence[Job], granted: set[bytes]) -> None:
-        self._leasing = False
+        self.leasing = False
         ours: list[Job] = []
         for job in jobs:
             assert job.key is not None
