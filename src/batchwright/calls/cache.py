@@ -168,7 +168,10 @@ class Cache:
         if answer is None:
             return None
         key = request.key[:KEY]
-        model = request.model.encode(errors="replace").decode()
+        model = request.model
+        if not model.isascii():
+            # Half of a surrogate pair has no UTF-8.
+            model = model.encode(errors="replace").decode()
         checksum, told = form.checksum(key, answer), form.pack_request(request)
         return key, checksum, int(time.time()), model, answer, told
 

@@ -128,9 +128,11 @@ def moment(seconds: int) -> datetime:
 
 def is_empty(request: Request, done: Done) -> bool:
     """Whether the server answered with nothing: no text, no call of a tool, no vector."""
+    if done.text:
+        return False
     if request.kind == "embed":
         return not done.body.get("data")
-    return done.text == "" and not any(
+    return not any(
         isinstance(choice.get("message"), dict) and choice["message"].get("tool_calls")
         for choice in _choices(done.body)
     )
@@ -140,8 +142,10 @@ def is_cut_off(done: Done) -> bool:
     """Whether any choice of the answer stopped before its end."""
     if done.finish in CUT_OFF:
         return True
-    choices = _choices(done.body)
-    return len(choices) > 1 and any(one.get("finish_reason") in CUT_OFF for one in choices)
+    choices = done.body.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2:
+        return False
+    return any(one.get("finish_reason") in CUT_OFF for one in _choices(done.body))
 
 
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:
