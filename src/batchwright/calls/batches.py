@@ -53,6 +53,7 @@ class Batch:
         self.error: Exception | None = None
         self.stopped = False
         self._chunk = 32
+        self._half = WINDOW // 2
         self._until: Callable[[], bool] | None = None
 
     @property
@@ -63,6 +64,8 @@ class Batch:
         """Hand over some requests; False when there are no more."""
         if self.stopped:
             return False
+        # Not for every answer: the limits do not change that quickly.
+        self._half = self.window // 2
         size, self._chunk = self._chunk, CHUNK
         taken = list(islice(source, size))
         if taken:
@@ -97,7 +100,7 @@ class Batch:
         return self.out.popleft()
 
     def room(self) -> bool:
-        return self.submitted - self.done <= self.window // 2
+        return self.submitted - self.done <= self._half
 
     def all_done(self) -> bool:
         return self.done == self.submitted
