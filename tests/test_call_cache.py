@@ -403,6 +403,23 @@ def test_a_lease_is_for_one_owner_until_it_ends(cache: Cache) -> None:
     assert not cache.lease(key, "b", 60)
 
 
+@pytest.mark.parametrize("count", [5, 300])
+def test_an_answer_ends_its_lease_and_nobody_gets_another(cache: Cache, count: int) -> None:
+    """By one statement for a few, by a transaction for many."""
+    requests = [chat("m", f"{n}?", temperature=0) for n in range(count)]
+    keys = {request.key for request in requests}
+    body = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    assert cache.lease_many(list(keys), "a", 60) == keys
+    assert cache.lease_many(list(keys), "a", 60) == keys
+    first = requests[0]
+
+    assert cache.put_many([(r, Done("4", body, "stop")) for r in requests[1:]]) == count - 1
+
+    with contextlib.closing(sqlite3.connect(cache.path)) as connection:
+        assert connection.execute("SELECT key FROM leases").fetchall() == [(first.key[:16],)]
+    assert cache.lease_many(list(keys), "a", 60) == {first.key}
+
+
 def test_the_lease_of_a_process_that_died_can_be_taken_at_once(tmp_path: Path) -> None:
     path = tmp_path / "calls.db"
     process = start(

@@ -50,8 +50,6 @@ class Sharing:
 
         Only a few at a time, or the first process would hold them all and the second only wait.
         """
-        if self.leasing:
-            return
         jobs: list[Job] = []
         most = self._desk.appetite()
         while self.unleased and len(jobs) < most:
