@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.shards import balance
+from batchwright.batching.plan.shards import balance
 from common import Contender, Report, arguments, lengths_of, measure
 from peers import function_of
 

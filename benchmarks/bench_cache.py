@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from batchwright.calls import Done, Request, Usage, chat
-from batchwright.calls.cache import Cache
+from batchwright.calls.cache.store import Cache
 from batchwright.rng import stream
 from common import Contender, Measured, Report, arguments, measure
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.edges import edges_cost, optimal_edges
+from batchwright.batching.analyze.edges import edges_cost, optimal_edges
 from common import Contender, Report, arguments, lengths_of, measure
 
 Hist = NDArray[np.int64]

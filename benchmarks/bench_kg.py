@@ -1,7 +1,7 @@
 """Link prediction on five graphs: rules, embeddings, both, and a trained prover alone.
 
 For every test triple both ends are asked for among all entities, other true answers left out, the
-rank at the middle of its ties (see batchwright.logic.ranking). What is compared:
+rank at the middle of its ties (see batchwright.logic.rank.ranking). What is compared:
 
     rules     chain rules mined from train, joined in the way that does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid

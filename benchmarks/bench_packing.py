@@ -21,8 +21,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching import kernels
-from batchwright.batching.packing import Packing, pack_lengths, verify_packing
+from batchwright.batching.packing import kernels
+from batchwright.batching.packing.bins import Packing, pack_lengths, verify_packing
 from common import CAPACITY, Contender, Measured, Report, arguments, lengths_of, measure
 from peers import lightbinpack, trl_binning, trl_dataset
 

@@ -34,18 +34,18 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from batchwright.calls.simulator import Simulator
-from batchwright.envs.operators import OPERATORS, rewritten
-from batchwright.envs.query_mutation import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.operators import OPERATORS, rewritten
 from batchwright.envs.questions import Question, load_questions
 from batchwright.events import read_events
 from batchwright.report.figures import intervals_png
 from batchwright.rl.policy import policy_for
 from batchwright.rl.rollout import Runner
-from batchwright.train.evaluate_mutator import evaluate_run
-from batchwright.train.mutatorconfig import QueryMutatorConfig
-from batchwright.train.overlap import OverlappingRunner
-from batchwright.train.phrasing import SYSTEM, Phrasing, open_phrasing
-from batchwright.train.query_mutator import train_query_mutator
+from batchwright.train.query_mutator.config import QueryMutatorConfig
+from batchwright.train.query_mutator.evaluate import evaluate_run
+from batchwright.train.query_mutator.loop import train_query_mutator
+from batchwright.train.query_mutator.models import SYSTEM, Phrasing, open_phrasing
+from batchwright.train.query_mutator.rollout import OverlappingRunner
 from common import RESULTS, Report, arguments
 
 LATENCY_S = 0.05

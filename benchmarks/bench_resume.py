@@ -37,13 +37,13 @@ import torch
 from batchwright.batching import BatchPlan, BatchPlanBuilder, CheckpointPosition, Step, collate
 from batchwright.data.ids import Ids
 from batchwright.data.tokens import STORE, TokenStore
-from batchwright.folders import write_array
+from batchwright.models.transformers import load_model, tokenizer_for
 from batchwright.rng import stream
+from batchwright.sealed import write_array
 from batchwright.train import checkpoint
-from batchwright.train.config import SftConfig
-from batchwright.train.models import load_model, tokenizer_for
-from batchwright.train.prepare import Prepared, batching_config, open_prepared
-from batchwright.train.sft import train_sft
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.loop import train_sft
+from batchwright.train.sft.prepare import Prepared, batching_config, open_prepared
 from common import SEED, Contender, Report, arguments, measure
 
 READ = ("tokens", "mask")

@@ -36,12 +36,12 @@ import numpy as np
 import torch
 
 from batchwright.batching import BatchPlanBuilder, collate
-from batchwright.data.source import open_source
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import BatchwrightError
-from batchwright.train.models import load_model
-from batchwright.train.prepare import batching_config, open_prepared
-from batchwright.train.sft import train_sft
+from batchwright.models.transformers import load_model
+from batchwright.train.sft.loop import train_sft
+from batchwright.train.sft.prepare import batching_config, open_prepared
 from bench_tokenize import data_file
 from common import Contender, Measured, Report, arguments, measure
 from sft_ways import (

@@ -19,13 +19,13 @@ from batchwright.events import read_events
 from batchwright.fingerprint import digest
 from batchwright.logic.kge import KgeScorer, load_kge
 from batchwright.logic.loaders import Graph, load_graph
-from batchwright.logic.mine import mine
-from batchwright.logic.ranking import Scorer, average_precision, rank, summary
-from batchwright.logic.scorers import Hybrid, choose_beta, choose_rules
-from batchwright.train.kge import train_kge
-from batchwright.train.kgeconfig import KgeConfig
-from batchwright.train.prover import load_prover, train_prover
-from batchwright.train.proverconfig import ProverConfig
+from batchwright.logic.mine.mining import mine
+from batchwright.logic.rank.ranking import Scorer, average_precision, rank, summary
+from batchwright.logic.rank.scorers import Hybrid, choose_beta, choose_rules
+from batchwright.train.kge.config import KgeConfig
+from batchwright.train.kge.loop import train_kge
+from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.loop import load_prover, train_prover
 
 __all__ = ["DATA", "GRAPHS", "RL_GRAPHS", "Settings", "kept_or_run", "rl_seed"]
 

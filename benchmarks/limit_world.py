@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batchwright.calls.limit import Limit
+from batchwright.calls.limit.auto import Limit
 from batchwright.rng import stream
 
 __all__ = ["KINDS", "Kind", "Oracle", "Run", "World", "oracle_seconds", "run"]

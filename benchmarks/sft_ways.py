@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchwright.data.source import open_source
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokens import TokenStore
+from batchwright.models.transformers import load_model, tokenizer_for
 from batchwright.rng import stream
-from batchwright.train.config import SftConfig
-from batchwright.train.models import load_model, tokenizer_for
-from batchwright.train.sft import train_sft
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.loop import train_sft
 from bench_tokenize import data_file
 from common import SEED, Contender
 

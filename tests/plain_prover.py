@@ -5,8 +5,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from batchwright.logic.prove.search import FACT, RULE
 from batchwright.logic.rules import Rules
-from batchwright.logic.search import FACT, RULE
 from batchwright.logic.vocab import Vocab
 
 Atom = tuple[int, int, int]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchwright.errors import BadProgram, ConfigError
-from batchwright.logic.accept import LEAST, accept, asks_kge
 from batchwright.logic.loaders import Graph, load_graph
-from batchwright.logic.prove import prove
-from batchwright.logic.ranking import Side
+from batchwright.logic.prove.proofs import prove
+from batchwright.logic.rank.accept import LEAST, accept, asks_kge
+from batchwright.logic.rank.ranking import Side
+from batchwright.logic.rank.scorers import RuleScorer
 from batchwright.logic.rules import parse_rules
-from batchwright.logic.scorers import RuleScorer
 
 Ints = NDArray[np.int32]
 N, P = 5, 2

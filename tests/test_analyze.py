@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.analyze import (
+from batchwright.batching.analyze.report import (
     OptimizationGoal,
     analyze_bucket_efficiency,
     compute_length_histogram,

@@ -12,7 +12,7 @@ import transformers
 
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.train.attention import Backend, choose_backend, packed_inputs, use_backend
-from batchwright.train.isolation import refuse_leaks, verify_isolation
+from batchwright.train.sft.isolation import refuse_leaks, verify_isolation
 
 torch.set_num_threads(1)
 
@@ -303,8 +303,8 @@ def test_training_refuses_an_attention_that_leaks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from batchwright.train import attention
-    from batchwright.train.config import SftConfig
-    from batchwright.train.sft import train_sft
+    from batchwright.train.sft.config import SftConfig
+    from batchwright.train.sft.loop import train_sft
 
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"text": f"row {n}"}) + "\n" for n in range(8)))

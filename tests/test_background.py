@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from batchwright.calls.background import aside
+from batchwright.calls.engine.loop import aside
 
 
 def test_what_is_done_aside_comes_back_or_raises() -> None:

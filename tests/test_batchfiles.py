@@ -19,7 +19,7 @@ from batchwright.batching import (
     CollatedBatch,
     collate,
 )
-from batchwright.data.sample import Sample
+from batchwright.data.rows.sample import Sample
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, UnknownSample
 
 LENGTHS = {f"ü{i}": (i * 37) % 61 + 1 for i in range(40)}

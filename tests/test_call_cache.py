@@ -20,11 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.calls import Done, Failed, Kind, Request, Usage, chat, complete, embed
-from batchwright.calls.cache import Cache
-from batchwright.calls.database import filesystem
-from batchwright.calls.openai import decode
-from batchwright.calls.owners import is_dead, new_owner
-from batchwright.cli.callcache import cache as app
+from batchwright.calls.cache.owners import is_dead, new_owner
+from batchwright.calls.cache.sqlite import filesystem
+from batchwright.calls.cache.store import Cache
+from batchwright.calls.wire.openai import decode
+from batchwright.cli.calls.cache import cache as app
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
 
 HELPERS = textwrap.dedent(
@@ -774,7 +774,7 @@ def test_this_folder_is_on_a_filesystem_that_is_told(tmp_path: Path) -> None:
 
 def test_a_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = filesystem(tmp_path.resolve(), Path("/proc/self/mountinfo").read_text())
-    monkeypatch.setattr("batchwright.calls.database.NETWORK", f"nfs {kind}")
+    monkeypatch.setattr("batchwright.calls.cache.sqlite.NETWORK", f"nfs {kind}")
 
     with pytest.raises(ConfigError, match=f"network filesystem \\({kind}\\)"):
         Cache(tmp_path / "calls.db")

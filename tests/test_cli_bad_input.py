@@ -24,7 +24,7 @@ import pytest
 
 from batchwright.batching import BatchPlan, BatchReader
 from batchwright.data.ids import Ids
-from batchwright.data.lengthfiles import Entries, write_entries
+from batchwright.data.lengths.files import Entries, write_entries
 from batchwright.errors import BadFile, Mismatch
 
 COMMAND = Path(sys.executable).parent / "batchwright"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from batchwright import models
 from batchwright.calls.simulator import Simulator
 from batchwright.envs.questions import load_questions
 from batchwright.events import read_events
+from batchwright.models import registry as models
 
 BIN = Path(sys.executable).parent
 EXAMPLES = Path(__file__).parents[1] / "examples" / "query_mutation"

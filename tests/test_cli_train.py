@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from batchwright.batching import BatchPlan
 from batchwright.events import read_events
-from batchwright.train.config import SftConfig
+from batchwright.train.sft.config import SftConfig
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,7 @@ from batchwright.batching import (
     MicrobatchSpec,
     collate,
 )
-from batchwright.data.sample import Sample
+from batchwright.data.rows.sample import Sample
 from batchwright.errors import Mismatch
 
 PAD = 999

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.edges import _choices, edges_cost, optimal_edges, regret
+from batchwright.batching.analyze.edges import _choices, edges_cost, optimal_edges, regret
 from batchwright.errors import ConfigError
 
 histograms = st.lists(st.integers(0, 6), min_size=1, max_size=14).filter(any).map(lambda h: [0, *h])

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.calls import Done, Endpoint, Failed, Kind, chat, complete, embed, parse_model
-from batchwright.calls import ollama as ollama_wire
-from batchwright.calls import openai as openai_wire
-from batchwright.calls.openai import retry_after_s, scrub
+from batchwright.calls.wire import ollama as ollama_wire
+from batchwright.calls.wire import openai as openai_wire
+from batchwright.calls.wire.openai import retry_after_s, scrub
 from batchwright.errors import ConfigError
 
 ADDRESSES = {

@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from batchwright.batching.analyze import compute_length_histogram
+from batchwright.batching.analyze.report import compute_length_histogram
 from batchwright.errors import CannotWrite, ConfigError
 from batchwright.report.figures import histogram_png, packing_png
 

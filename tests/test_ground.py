@@ -27,7 +27,7 @@ from batchwright.errors import (
 from batchwright.events import Event, EventLog, read_events, tail_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
-from batchwright.folders import Kind
+from batchwright.sealed import Kind
 from batchwright.world import World
 
 

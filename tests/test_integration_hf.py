@@ -27,11 +27,11 @@ from trl import SFTConfig, SFTTrainer
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.batching.collate import collate
-from batchwright.data.sample import Sample
+from batchwright.data.rows.sample import Sample
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingExtra, UnknownSample
 from batchwright.integrations.hf import PlanTrainer, PlanTrainerMixin
 from batchwright.train.attention import use_backend
-from batchwright.train.sft import microbatch_loss
+from batchwright.train.sft.loop import microbatch_loss
 
 # From Python 3.12 on, fork warns wherever a native library has started a thread, as torch has.
 pytestmark = pytest.mark.filterwarnings(

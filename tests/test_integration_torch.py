@@ -19,8 +19,8 @@ from batchwright.batching import (
     create_segment_attention_mask,
 )
 from batchwright.data.lengths import Lengths
-from batchwright.data.sample import Sample
-from batchwright.data.source import open_source
+from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch, UnknownSample
 from batchwright.integrations.torch import PlanBatchSampler, PlanCollate, PlanDataset

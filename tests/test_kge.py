@@ -21,9 +21,9 @@ from batchwright.logic.kge import (
     softmax_loss,
 )
 from batchwright.logic.loaders import load_graph
-from batchwright.logic.ranking import rank
-from batchwright.train.kge import KgeTrainer, fit_kge, load_scorer, train_kge
-from batchwright.train.kgeconfig import KgeConfig
+from batchwright.logic.rank.ranking import rank
+from batchwright.train.kge.config import KgeConfig
+from batchwright.train.kge.loop import KgeTrainer, fit_kge, load_scorer, train_kge
 
 
 @pytest.fixture

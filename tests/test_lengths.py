@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data import build as build_module
 from batchwright.data.ids import Ids
-from batchwright.data.journal import Journal
-from batchwright.data.lengthfiles import Entries, partial_path, read_entries, write_entries
 from batchwright.data.lengths import LengthCache, LengthEntry, Lengths, build_lengths
-from batchwright.data.sample import encode_row
-from batchwright.data.source import open_source
+from batchwright.data.lengths import build as build_module
+from batchwright.data.lengths.files import Entries, partial_path, read_entries, write_entries
+from batchwright.data.lengths.journal import Journal
+from batchwright.data.rows.sample import encode_row
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.errors import (
     BadFile,

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.calls import limit as limits
-from batchwright.calls.knee import Curve
-from batchwright.calls.limit import AutoLimit, Change, FixedLimit, Limit
+from batchwright.calls.limit import auto as limits
+from batchwright.calls.limit.auto import AutoLimit, Change, FixedLimit, Limit
+from batchwright.calls.limit.curve import Curve
 from batchwright.errors import ConfigError, Mismatch
 
 

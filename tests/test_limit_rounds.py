@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.calls.ceiling import Ceiling
-from batchwright.calls.knee import Curve
-from batchwright.calls.probing import Probes
-from batchwright.calls.rounds import (
+from batchwright.calls.limit.ceiling import Ceiling
+from batchwright.calls.limit.curve import Curve
+from batchwright.calls.limit.probes import Probes
+from batchwright.calls.limit.window import (
     Round,
     Rung,
     far_from_expected,

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright import models
 from batchwright.calls import Done, Endpoint, Failed, Kind, Pool, Request, chat, complete, embed
-from batchwright.calls.local import LocalModel, MicroBatcher, local_model
+from batchwright.calls.wire.batcher import LocalModel, MicroBatcher, local_model
 from batchwright.errors import BadFile, ConfigError, MissingFile
+from batchwright.models import registry as models
 
 LONG_S = 30.0
 """A wait that ends because the batch is full, not because the machine is slow."""
@@ -296,7 +296,7 @@ def test_an_answer_does_not_depend_on_who_shares_its_batch(tiny: LocalModel) -> 
 def test_the_trainers_tiny_and_transformers_generation_say_the_same(tiny: LocalModel) -> None:
     import torch
 
-    from batchwright.train.models import load_model
+    from batchwright.models.transformers import load_model
 
     model, tokenizer, _ = load_model("tiny")
     prompts = ["otters", "b", "the quick brown fox jumps over the lazy dog"]
@@ -321,7 +321,7 @@ def test_draws_follow_the_models_own_odds(tiny: LocalModel) -> None:
     """The two likeliest first letters, against the odds that the trainer's copy gives."""
     import torch
 
-    from batchwright.train.models import load_model
+    from batchwright.models.transformers import load_model
 
     model = load_model("tiny").model
     with torch.inference_mode():
@@ -406,7 +406,7 @@ def test_what_a_model_cannot_do_it_refuses_for_that_request_alone(
 
 
 def test_a_folder_that_was_saved_answers_as_the_model_did(tiny: LocalModel, tmp_path: Path) -> None:
-    from batchwright.train.models import load_model
+    from batchwright.models.transformers import load_model
 
     load_model("tiny").model.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / "tokenizer_name.txt").write_text("bytes")

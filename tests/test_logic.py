@@ -12,7 +12,7 @@ from batchwright.errors import BadProgram, ConfigError, MissingFile
 from batchwright.logic.facts import Facts
 from batchwright.logic.leaks import check_leaks, find_leaks, inverse_pairs, self_proved
 from batchwright.logic.loaders import load_graph, shipped_graph
-from batchwright.logic.prove import prove_all
+from batchwright.logic.prove.proofs import prove_all
 from batchwright.logic.rules import Rules, parse_atom, parse_rules
 from batchwright.logic.vocab import Vocab
 

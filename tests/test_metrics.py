@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.batching.analyze.metrics import BatchMetrics, BatchShapeHistogram
 from batchwright.batching.buckets import BucketStats
-from batchwright.batching.metrics import BatchMetrics, BatchShapeHistogram
 
 
 @dataclass(frozen=True)

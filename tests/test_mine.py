@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic.facts import Facts
-from batchwright.logic.mine import Steps, chains_of, mine, write_rules
-from batchwright.logic.mine_kernels import learn_chains, walk
+from batchwright.logic.mine.kernels import learn_chains, walk
+from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
+from batchwright.logic.rank.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.logic.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.vocab import Vocab
 
 Fact = tuple[int, int, int]

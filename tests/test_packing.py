@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching import kernels
-from batchwright.batching.packing import (
+from batchwright.batching.packing import kernels
+from batchwright.batching.packing.bins import (
     MAX_CAPACITY,
     Packing,
     PackingMode,

@@ -17,7 +17,7 @@ from batchwright.batching import (
     MicrobatchSpec,
     PadPolicy,
 )
-from batchwright.batching.plan import COST_LINEAR, COST_QUADRATIC
+from batchwright.batching.plan.plan import COST_LINEAR, COST_QUADRATIC
 from batchwright.data.lengths import Lengths
 from batchwright.errors import (
     ConfigError,

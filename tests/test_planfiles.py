@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.batching.planfiles import (
+from batchwright.batching.plan.files import (
     check_files,
     export_plan,
     load_plan,

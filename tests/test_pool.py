@@ -35,11 +35,11 @@ from batchwright.calls import (
     chat,
     embed,
 )
-from batchwright.calls.breaker import Breaker
-from batchwright.calls.budget import Failures
-from batchwright.calls.lane import memory_path
+from batchwright.calls.engine.breaker import Breaker
+from batchwright.calls.engine.budgets import Failures
+from batchwright.calls.engine.endpoint import memory_path
+from batchwright.calls.engine.retry import Retry
 from batchwright.calls.queries import NO_ANSWER
-from batchwright.calls.retry import Retry
 from batchwright.calls.simulator import Simulator
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 from batchwright.events import EventLog, read_events

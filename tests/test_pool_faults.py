@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls import Done, Endpoint, ErrorBudget, Failed, Kind, Pool, chat
-from batchwright.calls.cache import Cache
+from batchwright.calls.cache.store import Cache
 from batchwright.errors import BatchwrightError, BudgetExceeded
 from raw_server import RawServer, Seen, answer, reply
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import load_graph
-from batchwright.logic.prove import Node, prove, prove_all
+from batchwright.logic.prove.proofs import Node, prove, prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
 

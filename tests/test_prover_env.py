@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.envs import BatchedVecEnv, Env, Step, check_env
-from batchwright.envs.prover import END, NEXT, REWARDS
-from batchwright.envs.prover_kernels import BLOCK
-from batchwright.envs.prover_order import permute_row
-from batchwright.envs.prover_table import carve
+from batchwright.envs.prover.env import END, NEXT, REWARDS
+from batchwright.envs.prover.kernels.order import permute_row
+from batchwright.envs.prover.kernels.step import BLOCK
+from batchwright.envs.prover.layout import carve
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import load_graph
-from batchwright.logic.prove import prove_all
+from batchwright.logic.prove.proofs import prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
 from batchwright.permutation import permutation

@@ -8,9 +8,9 @@ import pytest
 
 from batchwright.errors import BadProgram
 from batchwright.logic.loaders import Graph, load_graph
-from batchwright.logic.mine import mine
-from batchwright.logic.ranking import rank
-from batchwright.logic.scorers import RuleScorer
+from batchwright.logic.mine.mining import mine
+from batchwright.logic.rank.ranking import rank
+from batchwright.logic.rank.scorers import RuleScorer
 
 pytest.importorskip("pykeen", reason="pykeen is not installed: pip install pykeen==1.11.1")
 

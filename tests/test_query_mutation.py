@@ -11,10 +11,11 @@ import pytest
 from numpy.typing import NDArray
 
 from batchwright.calls import Done, Failed, Kind, Outcome
-from batchwright.calls.ngrams import hashed_ngrams
+from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import Question as Known
 from batchwright.calls.simulator.questions import Target, mutate
-from batchwright.envs.operators import (
+from batchwright.envs.query_mutation.env import NO_ANSWER, BatchedQueryMutationEnv, Score, Turn
+from batchwright.envs.query_mutation.operators import (
     NOOP,
     OPERATORS,
     STOP,
@@ -22,7 +23,6 @@ from batchwright.envs.operators import (
     load_operators,
     rewritten,
 )
-from batchwright.envs.query_mutation import NO_ANSWER, BatchedQueryMutationEnv, Score, Turn
 from batchwright.envs.questions import Question, load_questions
 from batchwright.errors import BadFile, BadRow, ConfigError, Mismatch
 
@@ -425,7 +425,7 @@ def build_empty() -> BatchedQueryMutationEnv:
 
 def test_overlapping_rollouts_take_the_same_steps_and_wait_for_nobody() -> None:
     from batchwright.rl import Runner, policy_for
-    from batchwright.train.overlap import OverlappingRunner
+    from batchwright.train.query_mutator.rollout import OverlappingRunner
 
     class Uneven(World):
         """Environment-independent answers, at very different speeds."""

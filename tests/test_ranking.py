@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from batchwright.errors import ConfigError
 from batchwright.logic.facts import Facts
-from batchwright.logic.ranking import Ranks, Side, average_precision, blocks, rank, summary
+from batchwright.logic.rank.ranking import Ranks, Side, average_precision, blocks, rank, summary
 from batchwright.logic.vocab import Vocab
 
 Ints = NDArray[np.int32]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.calls.cache import Cache
-from batchwright.calls.rates import Bucket, RateBuckets
+from batchwright.calls.cache.store import Cache
+from batchwright.calls.limit.rates import Bucket, RateBuckets
 from batchwright.errors import BadFile, ConfigError
 
 rates = st.floats(0.5, 1e7)

@@ -30,7 +30,7 @@ from batchwright.rewards import (
     group_advantages,
     score_all,
 )
-from batchwright.rewards.asking import fill
+from batchwright.rewards.model_rules import fill
 from batchwright.rewards.rules import last_number
 
 TAGGED = "Because of that <measurements>[true, false, true]</measurements>"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data.sample import Sample, content_hash, encode_row, encode_rows
+from batchwright.data.rows.sample import Sample, content_hash, encode_row, encode_rows
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from batchwright.errors import BadRow
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.packing import PackingMode
-from batchwright.batching.sequences import (
+from batchwright.batching.packing.bins import PackingMode
+from batchwright.batching.packing.sequences import (
     IGNORED,
     PackingConfig,
     PackingMetrics,

@@ -14,8 +14,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import pytest
 
-from batchwright import models
 from batchwright.calls import Done, Endpoint, Pool, chat, complete
+from batchwright.models import registry as models
 
 COMMAND = Path(sys.executable).parent / "batchwright"
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, collate
-from batchwright.data.build import build_lengths
-from batchwright.data.sample import Sample, encode_row
-from batchwright.data.source import open_source
+from batchwright.data.lengths.build import build_lengths
+from batchwright.data.rows.sample import Sample, encode_row
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import (
@@ -32,11 +32,11 @@ from batchwright.errors import (
     OversizedSample,
 )
 from batchwright.events import read_events
+from batchwright.models.transformers import load_model
 from batchwright.train.attention import use_backend
-from batchwright.train.config import SftConfig
-from batchwright.train.models import load_model
-from batchwright.train.predict import predict
-from batchwright.train.sft import learning_rate, microbatch_loss, train_sft
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.loop import learning_rate, microbatch_loss, train_sft
+from batchwright.train.sft.predict import predict
 
 torch.set_num_threads(1)
 

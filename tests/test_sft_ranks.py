@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.data.build import build_lengths
+from batchwright.data.lengths.build import build_lengths
 from batchwright.events import read_events
-from batchwright.train.config import SftConfig
-from batchwright.train.sft import train_sft
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.loop import train_sft
 
 torch.set_num_threads(1)
 

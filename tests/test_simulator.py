@@ -24,9 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.calls import chat, complete, embed
-from batchwright.calls.ngrams import hashed_ngrams
 from batchwright.calls.simulator import FAULTS, RunningSimulator, Simulator, running
 from batchwright.calls.simulator.answers import answer, asked, operator_of
+from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import (
     OPERATORS,
     RULES,
@@ -39,7 +39,7 @@ from batchwright.calls.simulator.questions import (
     traits,
 )
 from batchwright.calls.simulator.service import Bucket, Job, Service
-from batchwright.envs.operators import OPERATORS as shipped_operators
+from batchwright.envs.query_mutation.operators import OPERATORS as shipped_operators
 from batchwright.errors import BadRow, ConfigError, MissingFile, NoServer
 
 COMMAND = Path(sys.executable).parent / "batchwright"

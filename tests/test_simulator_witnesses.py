@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from batchwright.calls.ngrams import hashed_ngrams
 from batchwright.calls.simulator import RunningSimulator, Simulator
+from batchwright.calls.simulator.ngrams import hashed_ngrams
 
 PROMPT = [{"role": "user", "content": "Name three rivers"}]
 

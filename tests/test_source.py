@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data import jsonl as jsonl_module
-from batchwright.data.source import Skipped, Source, good_rows, open_source
+from batchwright.data.rows import jsonl as jsonl_module
+from batchwright.data.rows.source import Skipped, Source, good_rows, open_source
 from batchwright.errors import BadFile, BadRow, CannotWrite, ConfigError, MissingFile
 
 ROWS: list[dict[str, Any]] = [

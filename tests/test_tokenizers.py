@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.data import tokenizers as module
-from batchwright.data.chat import ChatTemplate
+from batchwright.data.rows.chat import ChatTemplate
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadRow, NoTokenizer
 

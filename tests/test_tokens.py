@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data.build import build_lengths
-from batchwright.data.sample import Sample, encode_row
-from batchwright.data.source import open_source
+from batchwright.data.lengths.build import build_lengths
+from batchwright.data.rows.sample import Sample, encode_row
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import BadFile, BadRow, BatchwrightError, CannotWrite, DuplicateId

@@ -13,8 +13,8 @@ import torch
 from batchwright.errors import BadLoss, ConfigError, MissingExtra
 from batchwright.events import read_events
 from batchwright.integrations.trackers import TRACKERS, open_trackers
-from batchwright.train.config import SftConfig
-from batchwright.train.sft import train_sft
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.loop import train_sft
 
 torch.set_num_threads(1)
 

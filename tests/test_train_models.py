@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from batchwright import models
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.errors import (
     BadFile,
@@ -23,7 +22,8 @@ from batchwright.errors import (
     MissingFile,
     NoTokenizer,
 )
-from batchwright.train.models import context_length, load_model, tokenizer_for
+from batchwright.models import registry as models
+from batchwright.models.transformers import context_length, load_model, tokenizer_for
 
 TINY = "a89f4ce596e985aabcba0e55853dcd79c62e900c3f1a0e6f3b1de17447d38916"
 """SHA-256 of the weights of `tiny`: what is trained from it can be compared over machines."""

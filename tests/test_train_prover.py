@@ -20,27 +20,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.envs.prover import FACT, BatchedVecEnv
+from batchwright.envs.prover.env import FACT, BatchedVecEnv
 from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.events import read_events
 from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge
 from batchwright.logic.loaders import Graph, load_graph, shipped_graph
-from batchwright.logic.mine import mine
-from batchwright.logic.prove import prove_all
-from batchwright.logic.ranking import rank
+from batchwright.logic.mine.mining import mine
+from batchwright.logic.prove.proofs import prove_all
+from batchwright.logic.rank.ranking import rank
+from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.logic.scorers import Hybrid
 from batchwright.logic.vocab import Vocab
 from batchwright.rl.checkpoint import latest, load_checkpoint
 from batchwright.rl.policy import Policy
-from batchwright.train.asking import Asked
-from batchwright.train.kge import vocab_digest
-from batchwright.train.policy_kernels import learn
-from batchwright.train.policy_scorer import PolicyScorer
-from batchwright.train.prover import fit_prover, load_prover, train_prover
-from batchwright.train.prover_parts import Practice, kge_potential
-from batchwright.train.proverconfig import ProverConfig
-from batchwright.train.rule_policy import rule_policy
+from batchwright.train.kge.loop import vocab_digest
+from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.kernels import learn
+from batchwright.train.prover.learners import Practice, kge_potential
+from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
+from batchwright.train.prover.policy import rule_policy
+from batchwright.train.prover.program import Asked
+from batchwright.train.prover.scorer import PolicyScorer
 
 BIN = Path(sys.executable).parent
 FAMILY = shipped_graph()

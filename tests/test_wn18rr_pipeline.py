@@ -6,14 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchwright.envs.prover import BatchedVecEnv
+from batchwright.envs.prover.env import BatchedVecEnv
 from batchwright.logic.loaders import Graph, load_graph
-from batchwright.logic.mine import mine
-from batchwright.logic.ranking import rank
+from batchwright.logic.mine.mining import mine
+from batchwright.logic.rank.ranking import rank
 from batchwright.rl import PPO, PPOConfig, Runner, policy_for
-from batchwright.train.asking import Asked
-from batchwright.train.policy_scorer import PolicyScorer
-from batchwright.train.rule_policy import rule_policy
+from batchwright.train.prover.policy import rule_policy
+from batchwright.train.prover.program import Asked
+from batchwright.train.prover.scorer import PolicyScorer
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 FOLDER = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg" / "wn18rr"

@@ -5,7 +5,8 @@
 `builder.py` is where the steps meet.
 """
 
-from batchwright.batching.analyze import (
+from batchwright.batching.analyze.metrics import BatchMetrics, BatchShapeHistogram
+from batchwright.batching.analyze.report import (
     BucketAnalysis,
     BucketEfficiency,
     BucketSuggestion,
@@ -19,13 +20,10 @@ from batchwright.batching.analyze import (
 )
 from batchwright.batching.batchfiles import BatchReader, BatchWriter
 from batchwright.batching.buckets import BucketSpec, BucketStats
-from batchwright.batching.builder import BatchPlanBuilder
 from batchwright.batching.collate import CollatedBatch, collate
 from batchwright.batching.compare import LayoutRow, compare_layouts
 from batchwright.batching.config import BatchingConfig, BatchingMode, PadPolicy
-from batchwright.batching.metrics import BatchMetrics, BatchShapeHistogram
-from batchwright.batching.microbatch import MicrobatchSpec
-from batchwright.batching.packing import (
+from batchwright.batching.packing.bins import (
     Packing,
     PackingMode,
     PackingProof,
@@ -33,15 +31,7 @@ from batchwright.batching.packing import (
     pack_lengths,
     verify_packing,
 )
-from batchwright.batching.plan import BatchPlan, EpochPlan, Placement, Step
-from batchwright.batching.proofs import (
-    BatchFingerprint,
-    PlanDiff,
-    compute_batch_fingerprint,
-    verify_batch_fingerprint,
-)
-from batchwright.batching.sampler import BatchSpec, TokenBudgetBatchSampler
-from batchwright.batching.sequences import (
+from batchwright.batching.packing.sequences import (
     PackedSequence,
     PackingConfig,
     PackingMetrics,
@@ -51,7 +41,16 @@ from batchwright.batching.sequences import (
     pack_with_metrics,
     verify_packed,
 )
-from batchwright.batching.shards import (
+from batchwright.batching.plan.builder import BatchPlanBuilder
+from batchwright.batching.plan.microbatch import MicrobatchSpec
+from batchwright.batching.plan.plan import BatchPlan, EpochPlan, Placement, Step
+from batchwright.batching.plan.proofs import (
+    BatchFingerprint,
+    PlanDiff,
+    compute_batch_fingerprint,
+    verify_batch_fingerprint,
+)
+from batchwright.batching.plan.shards import (
     CheckpointPosition,
     DistributedConfig,
     balance,
@@ -59,6 +58,7 @@ from batchwright.batching.shards import (
     iter_from_checkpoint,
     shard_batch_plan,
 )
+from batchwright.batching.sampler import BatchSpec, TokenBudgetBatchSampler
 from batchwright.data.lengths import LengthCache, LengthEntry
 
 __all__ = [

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.collate import CollatedBatch, SampleReader, collate
-from batchwright.batching.plan import BatchPlan, Pulled
-from batchwright.data.sample import Sample
+from batchwright.batching.plan.plan import BatchPlan, Pulled
+from batchwright.data.rows.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
-from batchwright.folders import Kind
+from batchwright.sealed import Kind
 
 __all__ = ["BatchReader", "BatchWriter"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.microbatch import MicrobatchSpec
-from batchwright.data.sample import Sample
+from batchwright.batching.plan.microbatch import MicrobatchSpec
+from batchwright.data.rows.sample import Sample
 from batchwright.errors import Mismatch
 
 __all__ = ["IGNORE", "CollatedBatch", "SampleReader", "collate"]

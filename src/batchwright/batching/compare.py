@@ -6,9 +6,9 @@ from typing import Any, get_args
 import numpy as np
 
 from batchwright import rng
-from batchwright.batching.builder import BatchPlanBuilder, cut_pieces
 from batchwright.batching.config import BatchingConfig, Layout
-from batchwright.batching.plan import COST_LINEAR, COST_QUADRATIC, BatchPlan
+from batchwright.batching.plan.builder import BatchPlanBuilder, cut_pieces
+from batchwright.batching.plan.plan import COST_LINEAR, COST_QUADRATIC, BatchPlan
 from batchwright.data.lengths import Lengths
 from batchwright.permutation import permutation
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from batchwright.batching.analyze.metrics import BatchMetrics
 from batchwright.batching.buckets import BucketSpec
-from batchwright.batching.builder import BatchPlanBuilder, LengthSource
 from batchwright.batching.config import BatchingConfig, Overflow, PadPolicy
-from batchwright.batching.metrics import BatchMetrics
-from batchwright.batching.plan import BatchPlan, Pulled
+from batchwright.batching.plan.builder import BatchPlanBuilder, LengthSource
+from batchwright.batching.plan.plan import BatchPlan, Pulled
 
 __all__ = ["BatchSpec", "TokenBudgetBatchSampler"]
 

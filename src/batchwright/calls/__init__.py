@@ -5,10 +5,10 @@
 `pool.py` is where callers meet it, `engine.py` where the steps meet.
 """
 
-from batchwright.calls.budget import ErrorBudget
-from batchwright.calls.cache import Cache
+from batchwright.calls.cache.store import Cache
 from batchwright.calls.endpoints import Endpoint, parse_model
-from batchwright.calls.limit import AutoLimit, FixedLimit
+from batchwright.calls.engine.budgets import ErrorBudget
+from batchwright.calls.limit.auto import AutoLimit, FixedLimit
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Source, Usage
 from batchwright.calls.pool import Interrupted, Pool, Stream
 from batchwright.calls.queries import (

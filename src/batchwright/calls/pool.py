@@ -16,25 +16,25 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
-from batchwright import models
-from batchwright.calls.accounting import Ledger, Prices
-from batchwright.calls.background import Background, background
-from batchwright.calls.batches import Batch, Interrupted, One, Progress, setter
-from batchwright.calls.budget import ErrorBudget
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.engine import Engine
-from batchwright.calls.lane import Lane, limit_for
+from batchwright.calls.engine.budgets import ErrorBudget
+from batchwright.calls.engine.dispatch import Rules
+from batchwright.calls.engine.endpoint import Lane, limit_for
+from batchwright.calls.engine.engine import Engine
+from batchwright.calls.engine.loop import Background, background
+from batchwright.calls.engine.retry import Retry
+from batchwright.calls.engine.stats import Ledger, Prices
+from batchwright.calls.engine.stream import Stream
+from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, setter
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
-from batchwright.calls.retry import Retry
-from batchwright.calls.sender import Rules
-from batchwright.calls.stream import Stream
 from batchwright.errors import ConfigError
 from batchwright.events import EventLog
+from batchwright.models import registry as models
 
 if TYPE_CHECKING:
-    from batchwright.calls.cache import Cache
-    from batchwright.calls.limit import Limit
+    from batchwright.calls.cache.store import Cache
+    from batchwright.calls.limit.auto import Limit
 
 __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
@@ -271,10 +271,10 @@ class Pool:
             return running, self._engine
         if any(endpoint.remote for endpoint in self.endpoints):
             # Importing aiohttp takes a while, which is nobody's deadline to lose.
-            import_module("batchwright.calls.transport")
+            import_module("batchwright.calls.wire.http")
         keeper = None
         if self._cache is not None:
-            from batchwright.calls.keeper import Keeper
+            from batchwright.calls.cache.writer import Keeper
 
             keeper = Keeper(self._cache, running.loop, lambda error: engine.abort(error))
         lanes = [self._lane(endpoint) for endpoint in self.endpoints]
@@ -289,7 +289,7 @@ class Pool:
         limit, found = limit_for(endpoint, self._limit, self._rules.remember)
         rates = None
         if self._rates != (None, None):
-            from batchwright.calls.rates import RateBuckets
+            from batchwright.calls.limit.rates import RateBuckets
 
             rates = RateBuckets(models.home() / "rates.db", *self._rates, name=endpoint.name)
         alone = len(self.endpoints) == 1
@@ -317,7 +317,7 @@ def _opened(given: "str | os.PathLike[str] | Cache | None") -> "tuple[Cache | No
     """The cache, and whether it is the pool's own to close."""
     if given is None:
         return None, False
-    from batchwright.calls.cache import Cache
+    from batchwright.calls.cache.store import Cache
 
     if isinstance(given, Cache):
         return given, False

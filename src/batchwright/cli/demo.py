@@ -109,7 +109,7 @@ def _run(why: str, words: str) -> None:
 def _suggested(lengths: Path) -> str:
     """The edges that `suggest` names, as the flag wants them."""
     from batchwright.batching import suggest_bucket_edges
-    from batchwright.cli.shared import load_lengths
+    from batchwright.cli.flags import load_lengths
 
     found = suggest_bucket_edges(load_lengths(lengths), num_buckets=5)
     return ",".join(map(str, found.edges))

@@ -104,7 +104,7 @@ def _engine() -> dict[str, float]:
     import time
 
     from batchwright import rng
-    from batchwright.batching.packing import pack_lengths
+    from batchwright.batching.packing.bins import pack_lengths
 
     lengths = rng.stream(0, "doctor").integers(1, 2049, 100_000).astype("int32")
     pack_lengths(lengths, 2048)

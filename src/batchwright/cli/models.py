@@ -31,7 +31,7 @@ def get(
     """
     from importlib.util import find_spec
 
-    from batchwright.models import REGISTRY, find, get
+    from batchwright.models.registry import REGISTRY, find, get
     from batchwright.report.text import bytes_
 
     model = find(name)
@@ -41,7 +41,7 @@ def get(
     wanted = name in REGISTRY and not file_only
     able = all(find_spec(part) for part in ("torch", "transformers", "gguf", "accelerate"))
     if able and wanted:
-        from batchwright.train.models import tokenizer_for
+        from batchwright.models.transformers import tokenizer_for
 
         tokenizer_for(name)
         trainable = str(model.folder / "transformers")
@@ -57,7 +57,7 @@ def get(
 @models.command(name="list")
 def list_(*, format: Format = "text") -> None:
     """List the models that have a name of their own, and which of them are here."""
-    from batchwright.models import known
+    from batchwright.models.registry import known
     from batchwright.report.text import bytes_, table
 
     found: list[dict[str, Any]] = [

@@ -28,7 +28,7 @@ def verify(
     import dataclasses
 
     from batchwright.report.text import table
-    from batchwright.train.isolation import verify_isolation
+    from batchwright.train.sft.isolation import verify_isolation
 
     proof = verify_isolation(model, attention, segments=segments, tokens=tokens, seed=seed)
     rows = [

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from batchwright.cli.output import Format, show
 
 if TYPE_CHECKING:
-    from batchwright.logic.prove import Node
+    from batchwright.logic.prove.proofs import Node
     from batchwright.logic.rules import Rules
     from batchwright.logic.vocab import Vocab
 
@@ -44,7 +44,7 @@ def prove(
     """Prove a query from facts and rules, and print the proof as a tree with rule names."""
     from batchwright.errors import BadProgram, ConfigError
     from batchwright.logic.loaders import load_graph, shipped_graph
-    from batchwright.logic.prove import prove as search
+    from batchwright.logic.prove.proofs import prove as search
     from batchwright.logic.rules import parse_atom, parse_rules
 
     folder = shipped_graph(data) if data == "family" and not Path(data).exists() else Path(data)
@@ -57,7 +57,7 @@ def prove(
     if accept is not None and kge is None:
         raise ConfigError("--accept says what an embedding answers; give one with --kge")
     if mine:
-        from batchwright.logic.mine import mine as mined
+        from batchwright.logic.mine.mining import mine as mined
 
         horn = mined(graph.facts, vocab).rules
     else:
@@ -67,7 +67,7 @@ def prove(
         if kge is None:
             horn = parse_rules(path, vocab)
         else:
-            from batchwright.train.kge import read_rules
+            from batchwright.train.kge.loop import read_rules
 
             horn, accepted = read_rules(path, graph, kge, accept)
             graph = accepted.graph if accepted else graph

@@ -32,7 +32,7 @@ def serve(
     import signal
     import sys
 
-    from batchwright.calls.llama import Llama
+    from batchwright.models.llama import Llama
 
     path = _file(model, get, quiet)
     _check_address(host, port)
@@ -61,9 +61,9 @@ def serve(
 
 
 def _file(model: str, get: bool, quiet: bool) -> Path:
-    from batchwright import models
     from batchwright.cli.output import progress_bar
     from batchwright.errors import ConfigError, MissingFile
+    from batchwright.models import registry as models
 
     if model.endswith(".gguf"):
         return Path(model)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.chat import ChatTemplate, Message, one_line
-from batchwright.data.sample import ENCODING_VERSION
+from batchwright.data.rows.chat import ChatTemplate, Message, one_line
+from batchwright.data.rows.sample import ENCODING_VERSION
 from batchwright.errors import NoTokenizer
 from batchwright.fingerprint import digest
 

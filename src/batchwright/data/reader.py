@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from batchwright.data.ids import Ids
-from batchwright.data.lengthfiles import dataset_hash
-from batchwright.data.sample import Sample, content_hash, encode_row, row_id
-from batchwright.data.source import Source
+from batchwright.data.lengths.files import dataset_hash
+from batchwright.data.rows.sample import Sample, content_hash, encode_row, row_id
+from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, Mismatch
 from batchwright.fingerprint import digest

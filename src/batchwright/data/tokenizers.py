@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright import models
-from batchwright.data.chat import PLAIN_TEMPLATE, ChatTemplate, Message
 from batchwright.data.filetokenizer import VOCABULARIES, FileTokenizer, from_folder, from_json
-from batchwright.data.sample import ENCODING_VERSION
+from batchwright.data.rows.chat import PLAIN_TEMPLATE, ChatTemplate, Message
+from batchwright.data.rows.sample import ENCODING_VERSION
 from batchwright.errors import NoTokenizer
 from batchwright.fingerprint import digest
+from batchwright.models import registry as models
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
 

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.ids import Ids
-from batchwright.data.lengthfiles import Entries
 from batchwright.data.lengths import Lengths
-from batchwright.data.sample import Sample, content_hash, encode_rows
-from batchwright.data.source import OnBadRow, Skipped, Source, good_rows
+from batchwright.data.lengths.files import Entries
+from batchwright.data.rows.sample import Sample, content_hash, encode_rows
+from batchwright.data.rows.source import OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadFile, DuplicateId
-from batchwright.folders import Kind, write_array
+from batchwright.sealed import Kind, write_array
 
 __all__ = ["TokenStore"]
 

@@ -8,6 +8,6 @@ any of them to other frameworks.
 from batchwright.envs.api import ArraySpec, Env, Obs, Step
 from batchwright.envs.cartpole import CartPole
 from batchwright.envs.check import check_env
-from batchwright.envs.prover import BatchedVecEnv
+from batchwright.envs.prover.env import BatchedVecEnv
 
 __all__ = ["ArraySpec", "BatchedVecEnv", "CartPole", "Env", "Obs", "Step", "check_env"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
-from batchwright.data.source import open_source
+from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, ConfigError
 from batchwright.rng import key
 

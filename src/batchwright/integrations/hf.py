@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from batchwright.batching.collate import SampleReader
-from batchwright.batching.plan import BatchPlan
-from batchwright.data.sample import Row
-from batchwright.data.source import Source
+from batchwright.batching.plan.plan import BatchPlan
+from batchwright.data.rows.sample import Row
+from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadLoss, ConfigError, Mismatch, need
 from batchwright.integrations.torch import (

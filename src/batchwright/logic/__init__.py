@@ -2,10 +2,10 @@
 
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph, load_graph
-from batchwright.logic.prove import Proof, Proofs, Shortest, prove, prove_all
-from batchwright.logic.ranking import Ranks, Scorer, rank
+from batchwright.logic.prove.proofs import Proof, Proofs, Shortest, prove, prove_all
+from batchwright.logic.rank.ranking import Ranks, Scorer, rank
+from batchwright.logic.rank.scorers import Hybrid, RuleScorer
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.logic.scorers import Hybrid, RuleScorer
 from batchwright.logic.vocab import Vocab
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import BadProgram, ConfigError
-from batchwright.logic import kernels
+from batchwright.logic import lookup as kernels
 from batchwright.logic.vocab import Vocab
 
 __all__ = ["Facts", "as_triples"]

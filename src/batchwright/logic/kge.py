@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from batchwright.errors import BadFile, ConfigError, Mismatch
-from batchwright.folders import Kind
-from batchwright.logic.ranking import Side
+from batchwright.logic.rank.ranking import Side
 from batchwright.rng import stream
+from batchwright.sealed import Kind
 
 __all__ = [
     "MODELS",

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import BadProgram
 from batchwright.logic.facts import Facts, as_triples
-from batchwright.logic.prove import Shortest, hidden_facts
-from batchwright.logic.search import FACT
+from batchwright.logic.prove.proofs import Shortest, hidden_facts
+from batchwright.logic.prove.search import FACT
 from batchwright.logic.vocab import Vocab
 
 __all__ = ["InversePair", "Leak", "check_leaks", "find_leaks", "inverse_pairs", "self_proved"]

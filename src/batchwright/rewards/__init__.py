@@ -6,10 +6,10 @@
 """
 
 from batchwright.rewards.advantages import group_advantages
-from batchwright.rewards.agree import Agreement, agreement
-from batchwright.rewards.asking import Judge, Monitor, Similarity
+from batchwright.rewards.agreement import Agreement, agreement
 from batchwright.rewards.compute import acompute_score, compute_score
 from batchwright.rewards.config import RewardsConfig
+from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.reward import Part, Response, Reward
 from batchwright.rewards.rules import (
     Contains,

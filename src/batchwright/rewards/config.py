@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchwright.errors import BadFile, ConfigError
 from batchwright.files import existing
-from batchwright.rewards.asking import Judge, Monitor, Similarity
+from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.rules import (
     Contains,
     Correctness,

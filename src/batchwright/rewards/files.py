@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchwright.data.source import open_source
+from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, UnknownSample
 from batchwright.events import finite
 from batchwright.files import write_atomic

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
-from batchwright.calls.served import check_any, check_first
+from batchwright.calls.wire.discovery import check_any, check_first
 from batchwright.errors import BadReward, NoServer
 from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.reward import Response, Reward

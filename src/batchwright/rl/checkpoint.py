@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from batchwright.errors import BadFile, BatchwrightError, ConfigError
-from batchwright.folders import Kind
+from batchwright.sealed import Kind
 
 __all__ = ["latest", "load_checkpoint", "save_checkpoint"]
 

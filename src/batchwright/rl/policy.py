@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from batchwright import rng
 from batchwright.envs.api import Env
-from batchwright.envs.prover import FACT, BatchedVecEnv
+from batchwright.envs.prover.env import FACT, BatchedVecEnv
 from batchwright.errors import BadLoss, ConfigError
 from batchwright.rl import kernels
 

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from batchwright.batching.shards import CheckpointPosition
+from batchwright.batching.plan.shards import CheckpointPosition
 from batchwright.errors import BadFile, BatchwrightError, Mismatch
-from batchwright.folders import Kind
+from batchwright.sealed import Kind
 
 __all__ = ["Checkpoint", "latest", "load_into", "save", "whole"]
 

@@ -67,7 +67,7 @@ class Models:
         """The answer to a call that was `seen` so many times before."""
         simulator = self.simulator
         if ask.kind == "embed":
-            from batchwright.calls.ngrams import hashed_ngrams
+            from batchwright.calls.simulator.ngrams import hashed_ngrams
 
             vectors = hashed_ngrams(ask.inputs, ask.dim or simulator.dim)
             return Reply((), vectors, sum(map(_tokens, ask.inputs)), 0)

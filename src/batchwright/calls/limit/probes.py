@@ -1,0 +1,83 @@
+"""When a server is asked whether its knee has moved, and with how many calls."""
+
+from dataclasses import dataclass
+
+from batchwright.calls.limit.curve import Curve, Knee
+
+__all__ = ["Probes"]
+
+UP, DOWN = 1.2, 0.83
+"""Factors of the probes."""
+LOPSIDED = 1.3
+"""Likely knees lie this much more below the limit than above when a deep probe down is due."""
+DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
+"""One probe of so many goes down; a thrashing server shows without any that its knee came down."""
+GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 10, 6
+"""Calls between two probes: so many times the limit, and so many more; more at the ceiling."""
+FEWEST_CALLS = 48
+"""Calls between two probes at least, while little is known."""
+KNOWN_CALLS = 36
+"""Measured calls that a side of the limit needs to be known."""
+LONGEST_GAP = 64
+SURE = 1.5
+"""The search is over when the likely knees are at most this factor apart."""
+
+
+@dataclass(slots=True)
+class Probes:
+    """Soon after something changed, then seldom; up and down as there is something to learn."""
+
+    gap: int = 1
+    """Rounds between two probes; doubles with every one that tells nothing new."""
+    calm: int = 0
+    """Calls that ended since the last one."""
+    sure: bool = False
+    """Whether the search is over."""
+    _count: int = 0
+
+    def restart(self) -> None:
+        """Something changed: probe soon."""
+        self.gap, self.calm = 1, 0
+
+    def told(self, limit: int, before: float, best: float, steady: bool) -> str:
+        """Take note of a probe from `before` to `limit` that left `best` as the best limit."""
+        self.gap = min(LONGEST_GAP, 2 * self.gap) if steady else 1
+        self.calm = 0
+        if limit > before:
+            return "probe up paid" if best > 1.05 * before else "probe up did not pay"
+        return "probe down cost nothing" if best < 0.95 * before else "probe down cost goodput"
+
+    def weigh(self, knee: Knee, at_ceiling: bool) -> bool:
+        """Whether the search is over, as far as `knee` tells."""
+        self.sure = at_ceiling or knee.high < SURE * knee.low
+        return self.sure
+
+    def due(self, limit: int, knee: Knee, at_ceiling: bool) -> bool:
+        period = GAP_ROUNDS * limit + GAP_CALLS
+        if knee.flat:
+            period //= 2  # where goodput does not fall above the knee, probes cost nothing
+        period = min(period, self.gap * max(FEWEST_CALLS, limit))
+        return self.calm >= (AT_CEILING * period if at_ceiling else period)
+
+    def target(self, best: float, height: int | None, knee: Knee, curve: Curve) -> int:
+        """The level of the next probe: on the side of which less is known, else mostly up.
+
+        `height` is the ceiling, above which no probe goes.
+        """
+        self.calm = 0
+        below = curve.evidence(0.55 * best, 0.93 * best)
+        above = curve.evidence(1.07 * best, 1.8 * best)
+        lost = not self.sure and best * best > LOPSIDED * knee.low * knee.high
+        if lost or (height is not None and round(best) >= height):
+            up = False
+        elif min(below, above) < KNOWN_CALLS:
+            up = below > above
+        else:
+            self._count += 1
+            thrashes = self.sure and not knee.flat
+            up = self._count % (DOWN_EVERY_THRASHING if thrashes else DOWN_EVERY) != 0
+        if not up:
+            factor = max(0.6, min(DOWN, knee.low / best)) if lost else DOWN
+            return round(min(best - 1, best * factor))
+        target = min(max(best + 1, best * UP), 1.35 * curve.highest)
+        return round(target if height is None else min(target, height))

@@ -1,0 +1,190 @@
+"""What the calls that end under one limit say about goodput: that it grew, fell or stayed.
+
+Counts scatter, so nothing is believed before it is some times likelier than its opposite; what
+that takes is a few calls where much has changed, and many where little has.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from batchwright.calls.limit.curve import Curve
+
+__all__ = ["Round", "Rung", "far_from_expected", "probe_verdict", "ramp_verdict", "scatter"]
+
+RAMP_SHARE, RAMP_CALLS = 0.4, 10
+"""A step of the ramp is judged when this share of the limit has ended, and so many calls."""
+PAYS = 0.25
+"""The ramp goes on if goodput grew by the growth of the limit to this power."""
+RAMP_CLEAR = 1.0
+"""Log likelihood ratio at which a step of the ramp has paid, or has not."""
+SLOWER = 0.6
+"""The power below which a step has paid, but not in full."""
+CLEAR, CLEAR_UP = 2.0, 4.0
+"""Log likelihood ratios at which a probe is over: as expected, and as if the knee had moved."""
+TEST_SHARE, TEST_CALLS = 0.35, 16
+"""A probe is not judged before this share of the limit has ended, and so many calls."""
+PAID = 0.9
+"""The slope that a moved knee is expected to show in a probe."""
+SURPRISE, SURPRISE_SIGMAS = 0.12, 3.0
+"""How far a round must be from what was expected to be doubted, on the logarithmic scale."""
+FALLEN = 0.6
+"""The fall that a round looks out for, as a share of the usual goodput."""
+
+
+@dataclass(slots=True)
+class Round:
+    """What is counted while the limit stays the same."""
+
+    begun: float | None
+    """None if the caller was idle: the first call that ends while the limit is full will tell."""
+    skip: int
+    """Calls still to end before counting: they were sent under another limit."""
+    full: bool = False
+    spent: float = 0.0
+    """Seconds of counting before the caller paused."""
+    ended: int = 0
+    good: int = 0
+    quick: int = 0
+    """Failures that took less than an answer takes; they say nothing about the load."""
+    usual: float = 0.0
+    """Good answers a second that are expected at least; 0 if nothing is."""
+    alarm: float = 0.0
+    """How much likelier the latest calls are if goodput has fallen to `FALLEN`, as a logarithm:
+    a sum that begins anew whenever it would get negative, so that calls before the fall do not
+    hide it."""
+    _last: float = 0.0
+    _in_flight: int = 0
+    _seconds: float = 0.0
+    _squares: float = 0.0
+
+    def count(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        since = now - (self._last if self.begun is None else max(self.begun, self._last))
+        self._last = now
+        self.ended += 1
+        self.good += ok
+        self._in_flight += max(1, in_flight)
+        self._seconds += seconds
+        self._squares += seconds * seconds
+        if self.usual:
+            for term in ((1 - FALLEN) * self.usual * since, ok * math.log(FALLEN)):
+                self.alarm = max(0.0, self.alarm + term)
+
+    def again(self, now: float) -> None:
+        """Count from now on, under the same limit."""
+        self.begun, self.spent, self.ended, self.good, self.quick = now, 0.0, 0, 0, 0
+        self.alarm = 0.0
+        self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
+
+    def pause(self, skip: int) -> None:
+        """The caller fills the limit no more; when it does again, `skip` calls end uncounted."""
+        if self.ended and self.begun is not None:
+            self.spent += max(0.0, self._last - self.begun)
+        self.begun, self.full, self.skip, self.alarm = None, False, skip, 0.0
+
+    def elapsed(self, now: float) -> float:
+        """Seconds of counting."""
+        return max(1e-9, self.spent + now - (now if self.begun is None else self.begun))
+
+    def rate(self, now: float) -> float:
+        """Good answers a second; a round without any counts as half of one."""
+        return max(0.5, self.good) / self.elapsed(now)
+
+    @property
+    def level(self) -> float:
+        """Calls in flight, on average."""
+        return self._in_flight / self.ended
+
+    @property
+    def variation(self) -> float:
+        """Coefficient of variation of the latencies."""
+        mean = self._seconds / self.ended
+        return math.sqrt(max(0.0, self._squares / self.ended - mean * mean)) / max(1e-12, mean)
+
+
+class Rung(NamedTuple):
+    """A step of a ramp or dive that is over."""
+
+    level: float
+    rate: float
+    seconds: float
+    variance: float = 0.0
+    """Of the logarithm of the rate."""
+
+
+def scatter(ended: int, limit: int, noise: float) -> float:
+    """Deviation of the logarithm of a rate, of `ended` calls whose latencies vary by `noise`.
+
+    In a time much shorter than a call, calls end independently of each other; in a longer one
+    every end makes room for a call, and only the variation of the latencies is left.
+
+    >>> scatter(100, limit=10_000, noise=0.5) > 1.9 * scatter(100, limit=10, noise=0.5)
+    True
+    """
+    alone = math.exp(-ended / limit)
+    return math.sqrt((noise**2 + max(0.0, 1.0 - noise**2) * alone) / ended)
+
+
+def ramp_verdict(
+    stretch: Round, now: float, limit: int, noise: float, rung: Rung | None
+) -> Literal["open", "paid", "paid in part", "did not pay"]:
+    """Whether the step from `rung` to `limit` has paid; the first step is only measured."""
+    ended, elapsed = stretch.ended, stretch.elapsed(now)
+    if rung is None or rung.level >= limit:
+        return "paid" if ended >= max(RAMP_CALLS, RAMP_SHARE * limit) else "open"
+    if ended < RAMP_CALLS and rung.rate * elapsed < 2 * RAMP_CALLS:
+        return "open"
+    grown, span = math.log(stretch.rate(now) / rung.rate), math.log(limit / rung.level)
+    variance = scatter(ended, limit, noise) ** 2 + rung.variance
+    if grown < -max(0.3, 2.5 * math.sqrt(variance)):
+        return "did not pay"  # also the calls sent before the step got slower
+    likelier = 2 * PAYS * span * (grown - PAYS * span) / variance
+    full, late = RAMP_SHARE * limit, rung.seconds
+    if likelier < 0:
+        # The new calls end last: growth may still show.
+        waited = ended >= 2 * full or elapsed > 1.5 * late
+        waited_long = ended >= 3 * full or elapsed > 3 * late
+        return "did not pay" if waited_long or (waited and likelier < -RAMP_CLEAR) else "open"
+    if ended < full or (likelier < RAMP_CLEAR and ended < 2 * full and elapsed < 1.5 * late):
+        return "open"
+    return "paid" if grown > SLOWER * span else "paid in part"
+
+
+def probe_verdict(
+    stretch: Round, now: float, limit: int, base: float, curve: Curve
+) -> Literal["open", "unclear", "as expected", "goodput rose"]:
+    """Whether a probe from `base` to `limit` shows what the curve expects, or a moved knee.
+
+    "open" and "unclear" are not over; "unclear" may be a knee that has moved up.
+    """
+    if stretch.ended < max(TEST_CALLS, TEST_SHARE * limit):
+        return "open"
+    apart = math.log(stretch.level / base)
+    if abs(apart) < 0.05:
+        return "open"
+    expected, spread = curve.expect(stretch.level)
+    moved = curve.expect(base)[0] + max(0.0, PAID * apart)
+    seen = math.log(stretch.rate(now))
+    variance = scatter(stretch.ended, limit, curve.noise) ** 2
+    variance += spread**2 if seen > expected else 0.0
+    likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
+    if apart > 0 and moved > expected and likelier > CLEAR_UP:
+        return "goodput rose"
+    if likelier < -CLEAR:
+        return "as expected"
+    return "unclear" if apart > 0 else "open"
+
+
+def far_from_expected(
+    stretch: Round, now: float, limit: int, curve: Curve, doubted: float
+) -> float:
+    """Logarithmic distance of a round from what the curve expects; 0 if it is not far.
+
+    `doubted` is the distance that a round before had, or 0: the second time less is asked for,
+    but it must be on the same side.
+    """
+    expected, spread = curve.expect(stretch.level)
+    apart = math.log(stretch.rate(now)) - expected
+    noise = math.hypot(scatter(stretch.ended, limit, curve.noise), spread)
+    sigmas = 0.6 * SURPRISE_SIGMAS if doubted else SURPRISE_SIGMAS
+    return apart if apart * doubted >= 0 and abs(apart) > max(SURPRISE, sigmas * noise) else 0.0

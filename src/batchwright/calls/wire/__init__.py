@@ -1,0 +1,1 @@
+"""What goes over the wire: HTTP, the OpenAI and Ollama protocols, models in this process."""

@@ -1,0 +1,81 @@
+"""Whether a server is there and has the model: what is wrong for good is said at the first call."""
+
+from collections.abc import Sequence
+
+from batchwright.calls.endpoints import Endpoint
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome
+from batchwright.errors import NoServer
+
+__all__ = ["check_any", "check_first", "check_model"]
+
+SHOWN = 12
+"""Models named in the sentence about a wrong one."""
+_NOT_OURS = {401, 403, 404}
+"""No key, a wrong key, no such model or path: the next call would be told the same."""
+
+
+async def check_model(endpoint: Endpoint, model: str) -> None:
+    """Look for `model` among the models that a server lists; one that lists none is believed.
+
+    Raises:
+        NoServer: nobody answers, or the server has other models only, which are named.
+    """
+    names = await _listed(endpoint)
+    # Ollama lists the tag that is meant where none is given.
+    if names is None or {model, f"{model}:latest"} & set(names):
+        return
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+    raise NoServer(f"{endpoint.name} has no model {model!r}; it has {shown or 'none at all'}")
+
+
+async def check_any(endpoints: Sequence[Endpoint]) -> None:
+    """Ask each server for its models until one answers, whatever it says.
+
+    Raises:
+        NoServer: not one of them takes a connection.
+    """
+    errors = []
+    for endpoint in endpoints:
+        try:
+            await _listed(endpoint)
+        except NoServer as error:
+            errors.append(str(error))
+        else:
+            return
+    raise NoServer("; ".join(errors))
+
+
+def check_first(outcomes: Sequence[Outcome]) -> bool:
+    """Look at the first calls; whether a server answered one of them. What is kept is no answer.
+
+    Raises:
+        NoServer: every call failed because the address, the key or the model's name is wrong.
+    """
+    if any(isinstance(outcome, Done) and outcome.source != "cache" for outcome in outcomes):
+        return True
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    hopeless = [
+        outcome
+        for outcome in failed
+        if outcome.kind is Kind.UNREACHABLE or outcome.status in _NOT_OURS
+    ]
+    if failed and len(hopeless) == len(failed):
+        raise NoServer(
+            f"the first {len(failed):,} calls all failed: {failed[0].error}; "
+            f"check the endpoints, the key and the names of the models"
+        )
+    return False
+
+
+async def _listed(endpoint: Endpoint) -> list[str] | None:
+    """The models of a server; None for one that lists none, and for a function."""
+    if not endpoint.remote:
+        return None
+    # Here, because importing aiohttp takes a while and functions do not need it.
+    from batchwright.calls.wire.http import HttpTransport
+
+    transport = HttpTransport(endpoint)
+    try:
+        return await transport.models()
+    finally:
+        await transport.close()

@@ -1,0 +1,143 @@
+"""Ollama's wire protocol: requests in the OpenAI shape go out in its own, and answers come back.
+
+Pure functions. What cannot be said in Ollama's words is refused, never left out.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.request import Request
+from batchwright.calls.wire.openai import from_body, refused
+from batchwright.errors import ConfigError
+
+__all__ = ["decode", "encode"]
+
+PATHS = {"chat": "/api/chat", "complete": "/api/generate", "embed": "/api/embed"}
+OPTIONS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "num_ctx")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty", "repeat_penalty")},
+    **{name: name for name in ("typical_p", "repeat_last_n", "num_predict", "num_keep")},
+    "max_tokens": "num_predict",
+    "max_completion_tokens": "num_predict",
+}
+AS_THEY_ARE = {
+    "chat": {"model", "keep_alive", "think", "tools", "format", "options"},
+    "complete": {"model", "prompt", "suffix", "keep_alive", "think", "format", "options", "system"},
+    "embed": {"model", "input", "keep_alive", "truncate", "dimensions", "options"},
+}
+
+
+def encode(request: Request) -> tuple[str, bytes]:
+    """Path and body for an Ollama server.
+
+    >>> from batchwright.calls import chat
+    >>> encode(chat("m", "2+2?", max_tokens=4))[1].decode()
+    '{"messages":[{"content":"2+2?","role":"user"}],"model":"m","options":{"num_predict":4},\
+"stream":false}'
+    """
+    sent: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for name, value in request.body.items():
+        if name in AS_THEY_ARE[request.kind]:
+            sent[name] = value
+        elif name == "messages":
+            sent["messages"] = [_message(message) for message in value]
+        elif name == "stop":
+            options["stop"] = [value] if isinstance(value, str) else value
+        elif name == "response_format":
+            sent["format"] = _format(value)
+        elif name in OPTIONS and request.kind != "embed":
+            options[OPTIONS[name]] = value
+        elif not (name == "n" and value == 1) and not (name == "stream" and not value):
+            raise ConfigError(
+                f"Ollama has no word for {name!r} in a {request.kind} request; "
+                f"leave it out, or use the server's OpenAI address (http://host:11434/v1)"
+            )
+    if options or "options" in sent:
+        sent["options"] = {**options, **sent.get("options", {})}
+    if request.kind != "embed":
+        sent["stream"] = False
+    if request.kind == "complete":
+        # Plain text is continued as it is; Ollama would wrap it into the chat template.
+        sent["raw"] = True
+    data = json.dumps(sent, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return PATHS[request.kind], data.encode()
+
+
+def decode(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
+    """The outcome, its body in the OpenAI shape."""
+    if status != 200:
+        return refused(request, status, headers, body)
+    try:
+        parsed = json.loads(body)
+    except (ValueError, RecursionError):
+        what = "HTML" if body[:512].lstrip()[:1] == b"<" else f"{len(body):,} bytes"
+        return Failed(Kind.BAD_BODY, f"the server answered with {what}, not JSON", status)
+    if not isinstance(parsed, dict) or parsed.get("error"):
+        return from_body(request, parsed)
+    if request.kind != "embed" and parsed.get("done") is False:
+        return Failed(Kind.TRUNCATED, "the server sent the beginning of an answer only", status)
+    try:
+        return from_body(request, _translated(request, parsed))
+    except (KeyError, TypeError, AttributeError, ValueError):
+        fields = sorted(map(str, parsed))[:6]
+        return Failed(Kind.BAD_BODY, f"the answer to a {request.kind} call has {fields}", status)
+
+
+def _translated(request: Request, answer: dict[str, Any]) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": answer.get("model", request.model)}
+    if request.kind == "embed":
+        rows = enumerate(answer["embeddings"])
+        body["object"] = "list"
+        body["data"] = [{"object": "embedding", "index": i, "embedding": row} for i, row in rows]
+    else:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": answer.get("done_reason", "stop")}
+        if request.kind == "chat":
+            body["object"] = "chat.completion"
+            message = answer["message"]
+            choice["message"] = {"role": "assistant", "content": message["content"]}
+            if message.get("tool_calls"):
+                choice["message"]["tool_calls"] = message["tool_calls"]
+        else:
+            body["object"] = "text_completion"
+            choice["text"] = answer["response"]
+        body["choices"] = [choice]
+    if "prompt_eval_count" in answer or "eval_count" in answer:
+        # Ollama leaves the prompt's count out when it has the prompt in its own cache.
+        asked, said = int(answer.get("prompt_eval_count", 0)), int(answer.get("eval_count", 0))
+        counts = {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+        body["usage"] = counts
+    return body
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose parts, if it has any, are joined; pictures go into a field of their own."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts, images = [], []
+    for part in content:
+        if part.get("type") == "text":
+            texts.append(part["text"])
+            continue
+        url = part.get("image_url", {}).get("url", "")
+        head, comma, data = url.partition(";base64,")
+        if not comma or not head.startswith("data:"):
+            raise ConfigError(
+                f"Ollama takes text and pictures as data: addresses, not a {part.get('type')!r}; "
+                f"put the picture into the message in base64"
+            )
+        images.append(data)
+    joined = {**message, "content": "\n".join(texts)}
+    return {**joined, "images": images} if images else joined
+
+
+def _format(wanted: Any) -> Any:
+    kind = wanted.get("type") if isinstance(wanted, Mapping) else None
+    if kind == "json_object":
+        return "json"
+    if kind == "json_schema":
+        return wanted["json_schema"]["schema"]
+    raise ConfigError(f"response_format {wanted!r} is not known; give json_object or json_schema")

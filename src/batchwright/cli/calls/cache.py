@@ -1,0 +1,138 @@
+"""`batchwright calls cache`: look into a file of kept answers, make it smaller, write it out."""
+
+import re
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import ConfigError
+
+__all__ = ["cache"]
+
+cache = App(name="cache", help="Look into a call cache, prune it, export it.")
+
+CacheFile = Annotated[Path, Parameter(help="The file of `calls run --cache`.")]
+UNITS = {
+    "age": {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800},
+    "size": {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+
+
+@cache.command
+def stats(path: CacheFile, /, *, format: Format = "text") -> None:
+    """Count answers by model, the space they take and how often they were used."""
+    from batchwright.calls.cache.store import Cache
+    from batchwright.report.text import bytes_, number, table
+
+    with Cache(path, mode="replay") as opened:
+        found = opened.stats()
+    facts = [
+        ["answers", number(found.entries)],
+        ["file", bytes_(found.file_bytes)],
+        ["requests and answers in it", bytes_(found.value_bytes)],
+        ["oldest", _day(found.oldest)],
+        ["newest", _day(found.newest)],
+        [f"used since {found.since:%Y-%m-%d}", number(found.hits)],
+    ]
+    text = table(["call cache", str(path)], facts)
+    if found.models:
+        rows = [[model, number(count)] for model, count in found.models.items()]
+        text += "\n\n" + table(["model", "answers"], rows)
+    data = {
+        "path": str(path),
+        "entries": found.entries,
+        "file_bytes": found.file_bytes,
+        "value_bytes": found.value_bytes,
+        "models": found.models,
+        "hits": found.hits,
+        "since": found.since.isoformat(),
+        "oldest": found.oldest and found.oldest.isoformat(),
+        "newest": found.newest and found.newest.isoformat(),
+    }
+    show(data, text, format)
+
+
+@cache.command
+def prune(
+    path: CacheFile,
+    /,
+    *,
+    older_than: Annotated[
+        str | None, Parameter(help="Remove answers older than this: 12h, 30d, 8w.")
+    ] = None,
+    max_size: Annotated[
+        str | None, Parameter(help="Remove the oldest until the file is this small: 500MB, 2GB.")
+    ] = None,
+    model: Annotated[str | None, Parameter(help="Remove answers of this model only.")] = None,
+    format: Format = "text",
+) -> None:
+    """Remove answers by age, size or model, and give their space back. They are not kept aside."""
+    from batchwright.calls.cache.store import Cache
+    from batchwright.files import existing
+    from batchwright.report.text import bytes_, number
+
+    age_s = None if older_than is None else _amount("age", older_than)
+    max_bytes = None if max_size is None else int(_amount("size", max_size))
+    existing(path, "call cache")
+    with Cache(path) as opened:
+        before = opened.stats()
+        removed = opened.prune(older_than_s=age_s, max_bytes=max_bytes, model=model)
+        after = opened.stats()
+    data = {
+        "path": str(path),
+        "removed": removed,
+        "entries": after.entries,
+        "file_bytes_before": before.file_bytes,
+        "file_bytes": after.file_bytes,
+    }
+    text = (
+        f"removed {number(removed)} of {number(before.entries)} answers; "
+        f"{path} has {bytes_(after.file_bytes)} now, {bytes_(before.file_bytes)} before"
+    )
+    show(data, text, format)
+
+
+@cache.command
+def export(
+    path: CacheFile,
+    /,
+    *,
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="The JSONL file to write.")],
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Write every request with its answer as a line of JSON."""
+    from batchwright.calls.cache.store import Cache
+    from batchwright.report.text import number
+
+    with Cache(path, mode="replay") as opened, progress_bar("exporting", quiet) as progress:
+        written = opened.export(out, progress)
+        damaged = opened.damaged
+    text = f"{number(written)} answers -> {out}"
+    if damaged:
+        text += f"; {number(damaged)} damaged ones were left out"
+    show({"path": str(path), "out": str(out), "written": written, "damaged": damaged}, text, format)
+
+
+def _amount(what: str, text: str) -> float:
+    """The seconds of `30d`, the bytes of `2GB`.
+
+    >>> _amount("age", "30d"), _amount("size", "1.5 GB")
+    (2592000.0, 1500000000.0)
+    """
+    units = UNITS[what]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    wanted = "" if found is None else found[2]
+    by_name = {name.lower(): factor for name, factor in units.items()}
+    if found is None or wanted.lower() not in by_name:
+        raise ConfigError(
+            f"{text!r} is no {what}; give a number and one of {', '.join(filter(None, units))}"
+        )
+    return float(found[1]) * by_name[wanted.lower()]
+
+
+def _day(moment: datetime | None) -> str:
+    return "-" if moment is None else f"{moment:%Y-%m-%d %H:%M} UTC"

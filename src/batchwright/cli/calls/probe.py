@@ -1,0 +1,117 @@
+"""`batchwright calls probe`: throughput and latency of a server at each level of concurrency."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from batchwright.cli.calls.flags import KeyEnv, ModelFlag, endpoint_at
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+
+if TYPE_CHECKING:
+    from batchwright.calls.probe import Level
+
+__all__ = ["probe"]
+
+
+def probe(
+    *,
+    endpoint: Annotated[str, Parameter(name=["--endpoint", "-e"], help="Your own server.")],
+    model: ModelFlag,
+    most: Annotated[int, Parameter(help="The highest concurrency to try.")] = 128,
+    max_tokens: Annotated[int, Parameter(help="Length of the answers asked for.")] = 32,
+    calls_a_slot: Annotated[int, Parameter(help="Calls at each level, for each in flight.")] = 6,
+    key_env: KeyEnv = None,
+    plot: Annotated[Path | None, Parameter(help="Draw both curves into this PNG.")] = None,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Measure throughput and latency at 1, 2, 4, ... calls in flight, and name the knee."""
+    from batchwright.calls.probe import knee, ramp
+
+    target = endpoint_at(endpoint, key_env)
+    with progress_bar("measuring levels", quiet) as progress:
+        count = 0
+
+        def seen(level: "Level") -> None:
+            nonlocal count
+            count += 1
+            if progress is not None:
+                progress(count, max(count, most.bit_length() + 1))
+
+        measured = ramp(
+            target,
+            model,
+            most=most,
+            max_tokens=max_tokens,
+            calls_a_slot=calls_a_slot,
+            progress=seen,
+        )
+    best = knee(measured)
+    line = f"batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {endpoint} "
+    line += f"--model {model} --batch-size {best.concurrency}"
+    if plot is not None:
+        _plot(measured, best, plot)
+    data = {
+        "endpoint": target.name,
+        "model": model,
+        "levels": [level.as_dict() for level in measured],
+        "knee": best.concurrency,
+        "use": line,
+    }
+    show(data, _drawn(measured, best, line), format)
+
+
+def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
+    from batchwright.report.text import histogram, seconds, table
+
+    names = [f"{level.concurrency:,}" for level in measured]
+    rows = [
+        [
+            name + (" <- knee" if level is best else ""),
+            f"{level.per_second:.2f}",
+            seconds(level.p50_s),
+            seconds(level.p95_s),
+            ", ".join(f"{n} {kind}" for kind, n in level.failed.items()) or "-",
+        ]
+        for name, level in zip(names, measured, strict=True)
+    ]
+    rates = [round(100 * level.per_second) for level in measured]
+    waits = [round(1000 * (level.p95_s or 0)) for level in measured]
+    return "\n".join(
+        [
+            table(["in flight", "calls/s", "p50", "p95", "failed"], rows),
+            "",
+            "throughput (calls in 100 s)",
+            histogram(rates, names, width=40),
+            "",
+            "latency p95 (ms)",
+            histogram(waits, names, width=40),
+            "",
+            f"the knee is at {best.concurrency:,} calls in flight: {best.per_second:.2f} calls/s "
+            f"at {seconds(best.p50_s)}; more only makes calls wait",
+            f"use: {line}",
+        ]
+    )
+
+
+def _plot(measured: "list[Level]", best: "Level", path: Path) -> None:
+    from batchwright.errors import need
+    from batchwright.files import writing
+
+    need("matplotlib", extra="plot")
+    from matplotlib.figure import Figure
+
+    at = [level.concurrency for level in measured]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    left = figure.subplots()
+    left.plot(at, [level.per_second for level in measured], "o-", color="tab:blue")
+    left.set(xscale="log", xlabel="calls in flight", ylabel="calls a second (blue)", ylim=(0, None))
+    left.axvline(best.concurrency, color="grey", linestyle=":")
+    left.set_xticks(at, [str(n) for n in at])
+    right = left.twinx()
+    right.plot(at, [level.p50_s or 0 for level in measured], "s--", color="tab:orange")
+    right.plot(at, [level.p95_s or 0 for level in measured], "s-", color="tab:orange")
+    right.set(ylabel="seconds, p50 and p95 (orange)", ylim=(0, None))
+    with writing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

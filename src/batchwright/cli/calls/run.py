@@ -1,0 +1,227 @@
+"""`batchwright calls run`: a file of prompts in, a file of answers out."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import BudgetExceeded, ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.calls import Endpoint, Pool
+    from batchwright.calls.promptfile import Answers, Prompt
+
+__all__ = ["run"]
+
+
+def run(
+    *,
+    input: Annotated[
+        Path, Parameter(name=["--input", "-i"], help="JSONL: prompt or messages, id, parameters.")
+    ],
+    output: Annotated[
+        Path,
+        Parameter(name=["--output", "-o"], help="JSONL in the same order; run again to go on."),
+    ],
+    endpoint: EndpointFlag,
+    model: ModelFlag,
+    batch_size: Annotated[
+        str, Parameter(help="Calls in flight for each endpoint: a number, or auto.")
+    ] = "auto",
+    cache: Annotated[
+        Path | None, Parameter(help="Keep answers here for other runs (else only for this one).")
+    ] = None,
+    rpm: Annotated[float | None, Parameter(help="Requests a minute, for each endpoint.")] = None,
+    tpm: Annotated[float | None, Parameter(help="Tokens a minute, for each endpoint.")] = None,
+    max_cost: Annotated[float | None, Parameter(help="Stop sending at this cost.")] = None,
+    price_in: Annotated[float | None, Parameter(help="Price of a million tokens in.")] = None,
+    price_out: Annotated[float | None, Parameter(help="Price of a million tokens out.")] = None,
+    deadline: Annotated[float, Parameter(help="Seconds for a call, its retries included.")] = 120.0,
+    tries: Annotated[int, Parameter(help="Tries for a call; a 429 does not count.")] = 5,
+    temperature: float | None = None,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    error_budget: Annotated[
+        float | None, Parameter(help="Stop when more than this share of the last 1000 calls fail.")
+    ] = None,
+    key_env: KeyEnv = None,
+    retry_failed: Annotated[
+        bool, Parameter(negative="", help="Make the calls again that failed in an earlier run.")
+    ] = False,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Say what would be called and what it may cost.")
+    ] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Answer every prompt of a file. Stop it in any way; the same command goes on."""
+    from batchwright.calls.promptfile import Answers, read_prompts
+
+    given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
+    parameters = {name: value for name, value in given.items() if value is not None}
+    prompts = read_prompts(input, model, parameters)
+    prices = _prices(prompts, price_in, price_out)
+    if dry_run:
+        _predict(prompts, output, cache, prices, retry_failed, format)
+        return
+    own = output.with_name(f".{output.name}.partial.db")
+    pool = _open(
+        [endpoint_at(target, key_env) for target in endpoint],
+        batch_size,
+        {
+            "deadline_s": deadline,
+            "tries": tries,
+            "cache": cache or own,
+            "rpm": rpm,
+            "tpm": tpm,
+            "prices": prices,
+            "max_cost": max_cost,
+            "budget": _budget(error_budget),
+        },
+    )
+    with pool, Answers(output, prompts, retry_failed=retry_failed) as answers:
+        try:
+            _answer(pool, prompts, answers, quiet)
+        finally:
+            facts = _facts(pool, prompts, answers)
+        whole = answers.written == len(prompts)
+    if whole and cache is None:
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{own}{suffix}").unlink(missing_ok=True)
+    show(facts, _told(facts, output), format)
+    if not whole:
+        raise BudgetExceeded(
+            f"{answers.written:,} of {len(prompts):,} prompts are answered in {output}, then "
+            f"{facts['stopped'] or 'the calls were cancelled'}"
+        )
+    if facts["failed"] and error_budget is None:
+        raise BudgetExceeded(
+            f"{facts['failed']:,} of {len(prompts):,} calls failed and are marked in {output}; "
+            f"run again with --retry-failed, or allow some with --error-budget"
+        )
+
+
+def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]) -> "Pool":
+    from batchwright.calls import Pool
+
+    if batch_size == "auto":
+        return Pool(*endpoints, limit="auto", **settings)
+    if not batch_size.isdecimal():
+        raise ConfigError(f"--batch-size {batch_size} is not known; give a number or auto")
+    return Pool(*endpoints, limit=int(batch_size), **settings)
+
+
+def _budget(share: float | None) -> Any:
+    from batchwright.calls import ErrorBudget
+
+    return None if share is None else ErrorBudget(share, window=1000)
+
+
+def _prices(
+    prompts: "list[Prompt]", price_in: float | None, price_out: float | None
+) -> dict[str, tuple[float, float]] | None:
+    if price_in is None and price_out is None:
+        return None
+    pair = (price_in or 0.0, price_out or 0.0)
+    return {prompt.request.model: pair for prompt in prompts}
+
+
+def _answer(pool: "Pool", prompts: "list[Prompt]", answers: "Answers", quiet: bool) -> None:
+    """Make the calls that are missing and write them down as they come."""
+    missing = answers.missing
+    with (
+        progress_bar("calls", quiet) as progress,
+        pool.stream([prompts[index].request for index in missing]) as stream,
+    ):
+        for done, (place, outcome) in enumerate(stream, start=1):
+            answers.add(missing[place], outcome)
+            if progress is not None:
+                progress(done, len(missing))
+
+
+def _facts(pool: "Pool", prompts: "list[Prompt]", answers: "Answers") -> dict[str, Any]:
+    stats = pool.stats()
+    stopped = stats.pop("failed_by_kind").pop("cancelled", 0)
+    return {
+        "prompts": len(prompts),
+        "written": answers.written,
+        "earlier": answers.known,
+        "failed": stats["failed"] - stopped,
+        "stopped": f"{stopped:,} calls were stopped" if stopped else None,
+        "calls": stats,
+    }
+
+
+def _told(facts: dict[str, Any], output: Path) -> str:
+    from batchwright.report.text import seconds
+
+    made = facts["calls"]
+    lines = [
+        f"{facts['written']:,} of {facts['prompts']:,} answers in {output} "
+        f"({facts['earlier']:,} were there, {facts['failed']:,} failed)",
+        f"{made['sent']:,} tries, {made['hits']:,} from the cache, {made['shared']:,} shared, "
+        f"{made['retries']:,} retries, {made['rejects']:,} rejects",
+        f"latency p50 {seconds(made['p50_s'])}, p95 {seconds(made['p95_s'])}; "
+        f"tokens {made['prompt_tokens']:,} in, {made['completion_tokens']:,} out",
+    ]
+    if made["cost"]:
+        lines.append(f"cost {made['cost']:.4f}")
+    lines += [f"{one['endpoint']}: limit {one['limit']:,}" for one in made["endpoints"]]
+    return "\n".join(lines)
+
+
+def _predict(
+    prompts: "list[Prompt]",
+    output: Path,
+    cache: Path | None,
+    prices: dict[str, tuple[float, float]] | None,
+    retry_failed: bool,
+    format: str,
+) -> None:
+    """What a run would do, without doing any of it."""
+    from batchwright.calls.cache.store import Cache
+    from batchwright.calls.engine.stats import estimate_usage
+    from batchwright.calls.promptfile import Answers
+
+    missing = list(range(len(prompts)))
+    if output.exists():
+        with Answers(output, prompts, retry_failed=retry_failed) as answers:
+            missing = answers.missing
+    requests = {prompts[index].request.key: prompts[index].request for index in missing}
+    own = output.with_name(f".{output.name}.partial.db")
+    hits = 0
+    for path in {cache or own}:
+        if path.exists():
+            with Cache(path) as kept:
+                found = kept.get_many(list(requests))
+                hits = len(found)
+                requests = {key: one for key, one in requests.items() if key not in found}
+    usages = [(one.model, estimate_usage(one)) for one in requests.values()]
+    into = sum(usage.prompt_tokens for _, usage in usages)
+    out = sum(usage.completion_tokens for _, usage in usages)
+    cost = None
+    if prices is not None:
+        cost = sum(
+            (usage.prompt_tokens * prices[name][0] + usage.completion_tokens * prices[name][1])
+            / 1e6
+            for name, usage in usages
+        )
+    data = {
+        "prompts": len(prompts),
+        "answered": len(prompts) - len(missing),
+        "cache_hits": hits,
+        "calls": len(requests),
+        "prompt_tokens": into,
+        "completion_tokens_most": out,
+        "cost_most": cost,
+    }
+    text = (
+        f"{len(prompts):,} prompts, {data['answered']:,} answered already, {hits:,} in the cache\n"
+        f"{len(requests):,} calls to make, about {into:,} tokens in and at most {out:,} out"
+        + (" (give --max-tokens to bound it)" if not out else "")
+        + (f"\ncost at most {cost:.4f}" if cost is not None else "")
+        + "\nnothing was called (--dry-run)"
+    )
+    show(data, text, format)

@@ -1,0 +1,73 @@
+"""`batchwright data batch`: write batches as files."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.data.lengths import Dataset, TokenizerName
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+
+__all__ = ["batch"]
+
+batch = App(name="batch", help="Batches as NPZ files, for trainers that read files.")
+
+
+@batch.command
+def generate(
+    *,
+    plan: Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")],
+    dataset: Dataset,
+    tokenizer: TokenizerName,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    per_file: Annotated[int, Parameter(help="Batches in one NPZ file.")] = 64,
+    dry_run: Annotated[bool, Parameter(negative="", help="Write nothing.")] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Tokenise, pad or pack, and write every microbatch of the plan."""
+    from batchwright.batching import BatchWriter
+    from batchwright.cli.flags import whole_plan
+    from batchwright.data.reader import rows_hash, sample_reader
+    from batchwright.data.rows.source import open_source
+    from batchwright.data.tokenizers import load_tokenizer
+    from batchwright.errors import Mismatch
+    from batchwright.report.text import bytes_
+
+    opened = whole_plan(plan)
+    loaded = load_tokenizer(tokenizer)
+    if opened.tokenizer_hash not in ("unknown", loaded.fingerprint):
+        raise Mismatch(
+            f"the plan was made for tokenizer {opened.tokenizer_hash}, {loaded.name} is "
+            f"{loaded.fingerprint}; give the tokenizer it was built with"
+        )
+    names = [name for name, _, _ in opened.sources]
+    # Without names the data sets are read one after another, as they were measured.
+    sources = [open_source(spec) for spec in dataset] if names else [open_source(dataset)]
+    if opened.dataset_hash != "unknown":
+        seen = rows_hash(sources, opened.ids, names)
+        if seen != opened.dataset_hash:
+            raise Mismatch(
+                f"the plan was made for data {opened.dataset_hash}, these rows are {seen}: some "
+                f"have changed; measure and plan again, or give the data it was built from"
+            )
+    read = sample_reader(sources, loaded, opened.ids, names)
+    epochs = range(opened.num_epochs)
+    count = sum(len(opened.epoch(epoch)) for epoch in epochs)
+    tokens = sum(opened.padded_tokens(epoch) for epoch in epochs)
+    result = {
+        "plan": opened.fingerprint,
+        "epochs": opened.num_epochs,
+        "batches": count,
+        "padded_tokens": tokens,
+        "output": str(output),
+    }
+    text = f"{count:,} batches of {opened.num_epochs} epochs, {tokens:,} padded tokens"
+    if dry_run:
+        # Five int32 matrices a batch, less the small change.
+        show(result, f"{text}, about {bytes_(tokens * 16)}\nnothing written (--dry-run)", format)
+        return
+    with progress_bar("writing", quiet) as progress:
+        writer = BatchWriter(opened, read, output, pad_id=loaded.pad_id, per_file=per_file)
+        writer.write_all(progress)
+    show(result, f"{text} -> {output}", format)

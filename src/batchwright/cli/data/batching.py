@@ -1,0 +1,134 @@
+"""`batchwright data batching`: look at lengths before planning."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, show
+
+__all__ = ["batching"]
+
+batching = App(name="batching", help="Histograms, bucket edges and advice.")
+
+Cache = Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")]
+Edges = Annotated[str, Parameter(name="--bucket-edges", help="Upper lengths, as 128,256,512.")]
+Png = Annotated[Path | None, Parameter(name="--png", help="Draw it into this file as well.")]
+
+
+@batching.command
+def histogram(
+    *,
+    cache: Cache,
+    bins: Annotated[int, Parameter(help="Bars.")] = 15,
+    width: Annotated[int, Parameter(help="Characters of the longest bar.")] = 50,
+    bucket_edges: Annotated[str | None, Parameter(help="Edges to mark in the PNG.")] = None,
+    png: Png = None,
+    format: Format = "text",
+) -> None:
+    """Draw how long the samples are."""
+    from batchwright.batching.analyze.report import compute_length_histogram
+    from batchwright.cli.flags import at_least, edges_of, load_lengths
+    from batchwright.report import text as pictures
+
+    at_least(1, width=width)
+    marks = edges_of(bucket_edges) if bucket_edges else None
+    found = compute_length_histogram(load_lengths(cache), num_bins=bins)
+    labels = [f"{b.min_length:,}-{b.max_length - 1:,}" for b in found.bins]
+    lines = [
+        pictures.histogram([b.count for b in found.bins], labels, width),
+        "",
+        f"{found.total_samples:,} samples, {found.total_tokens:,} tokens, "
+        f"mean {found.mean_length:,.1f}, median {found.median_length:,.0f}, "
+        f"p90 {found.p90:,.0f}, p99 {found.p99:,.0f}, longest {found.max_length:,}",
+    ]
+    if png is not None:
+        from batchwright.report.figures import histogram_png
+
+        histogram_png(png, found, marks)
+        lines.append(f"drawn into {png}")
+    show(found.to_dict(), "\n".join(lines), format)
+
+
+@batching.command
+def analyze(
+    *,
+    cache: Cache,
+    bucket_edges: Edges = "128,256,512,1024",
+    overflow_max: Annotated[int, Parameter(help="Longest sample of the last bucket.")] = 2048,
+    token_budget: Annotated[int | None, Parameter(help="Padded tokens of one microbatch.")] = None,
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="JSON file.")] = None,
+    format: Format = "text",
+) -> None:
+    """Show how full these buckets would be, and what would be better."""
+    import json
+
+    from batchwright.batching import BucketSpec, create_efficiency_report
+    from batchwright.cli.flags import at_least, edges_of, load_lengths
+    from batchwright.files import write_atomic
+
+    at_least(1, token_budget=token_budget)
+    spec = BucketSpec(edges_of(bucket_edges), overflow_max)
+    report = create_efficiency_report(load_lengths(cache), spec, token_budget)
+    if output is not None:
+        write_atomic(output, (json.dumps(report.to_dict(), indent=2) + "\n").encode())
+    text = report.to_text()
+    show(report.to_dict(), text + (f"\nsaved {output}" if output else ""), format)
+
+
+@batching.command
+def suggest(
+    *,
+    cache: Cache,
+    num_buckets: Annotated[
+        int, Parameter(name=["--num-buckets", "-n"], help="Buckets at most.")
+    ] = 4,
+    goal: Annotated[
+        Literal["waste", "balance", "memory"],
+        Parameter(name=["--goal", "-g"], help="Fewest pads, equal counts, or least attention."),
+    ] = "waste",
+    max_length: Annotated[
+        int | None, Parameter(help="Leave out longer samples; default: none is.")
+    ] = None,
+    align: Annotated[int, Parameter(help="Edges are multiples of this.")] = 1,
+    current: Annotated[
+        str | None, Parameter(help="Your edges, to see what they cost you, as 128,256,512.")
+    ] = None,
+    format: Format = "text",
+) -> None:
+    """Find the best bucket edges, exactly."""
+    from batchwright.batching import suggest_bucket_edges
+    from batchwright.cli.flags import edges_of, load_lengths
+    from batchwright.report.text import number, percent, table
+
+    found = suggest_bucket_edges(
+        load_lengths(cache),
+        num_buckets=num_buckets,
+        goal=goal,
+        max_length=max_length,
+        align=align,
+        current=edges_of(current) if current else None,
+    )
+    lows = [1, *(edge + 1 for edge in found.edges)]
+    rows = [
+        [f"{low:,}-{edge:,}", number(count)]
+        for low, edge, count in zip(lows, found.edges, found.counts, strict=False)
+    ]
+    lines = [table(["bucket", "samples"], rows), ""]
+    lines.append(f"useful {percent(found.efficiency)}, goal {found.goal}")
+    if found.over_long:
+        lines.append(f"left out: {found.over_long:,} samples longer than {max_length:,}")
+    if found.regret is not None:
+        given = edges_of(current) if current else ()
+        added = f" and a last bucket up to {found.edges[-1]:,}" * (given[-1] < found.edges[-1])
+        lines.append(
+            f"your edges{added}: {percent(found.current_efficiency)} useful, "
+            f"{100 * found.regret:.1f} points below the best edges for as many buckets"
+        )
+    spec = found.spec()
+    edges = ",".join(map(str, spec.edges)) or str(spec.overflow_max)
+    lines.append(
+        f"next: batchwright data batchplan build -l {cache} --bucket-edges {edges} "
+        f"--overflow-max {spec.overflow_max} -b {max(4096, spec.overflow_max)} -o batch_plan/"
+    )
+    show(found.to_dict(), "\n".join(lines), format)

@@ -1,0 +1,548 @@
+"""`batchwright data batchplan`: build, look at, prove and divide plans."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, show
+
+if TYPE_CHECKING:
+    from batchwright.batching import BatchPlan, BatchPlanBuilder
+
+__all__ = ["batchplan"]
+
+batchplan = App(name="batchplan", help="Plans: the order of every batch of every epoch.")
+
+PlanPath = Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")]
+LengthPaths = Annotated[
+    list[Path],
+    Parameter(
+        name=["--lengths", "-l"],
+        negative="",
+        help="A length cache; several make a mixture, see --weight.",
+    ),
+]
+DryRun = Annotated[bool, Parameter(negative="", help="Show the result, write nothing.")]
+
+
+@batchplan.command
+def build(
+    *,
+    lengths: LengthPaths,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="Folder to write.")
+    ] = None,
+    epochs: Annotated[int, Parameter(name=["--epochs", "-e"])] = 1,
+    token_budget: Annotated[
+        int, Parameter(name=["--token-budget", "-b"], help="Padded tokens of one microbatch.")
+    ] = 4096,
+    layout: Annotated[
+        Literal["bucketed", "sorted", "packed"],
+        Parameter(help="Group by bucket, by length, or join samples into full rows."),
+    ] = "bucketed",
+    bucket_edges: Annotated[
+        str | None,
+        Parameter(help="Upper lengths; default: 128,256,512,1024 as far as they fit the budget."),
+    ] = None,
+    overflow_max: Annotated[int, Parameter(help="Longest sample of a padded layout.")] = 2048,
+    overflow: Annotated[
+        Literal["error", "skip", "truncate", "split"],
+        Parameter(help="What becomes of a longer sample."),
+    ] = "error",
+    min_length: Annotated[int, Parameter(help="Shorter samples are skipped.")] = 1,
+    pack_max_len: Annotated[
+        int | None, Parameter(help="Width of a packed row; default: 2048, or the budget if less.")
+    ] = None,
+    pack_mode: Annotated[
+        Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"],
+        Parameter(help="How rows are packed; optimal also tries column generation."),
+    ] = "best_fit_decreasing",
+    pack_max_segments: Annotated[int | None, Parameter(help="Most samples in one row.")] = None,
+    pad_policy: Annotated[
+        Literal["pad_to_max", "pad_to_bucket"] | None,
+        Parameter(help="Width of a padded batch; default: pad_to_bucket if predictable."),
+    ] = None,
+    align: Annotated[int, Parameter(help="Widths are multiples of this.")] = 1,
+    predictable: Annotated[
+        bool,
+        Parameter(
+            name=["--predictable", "-p"], negative="", help="Fixed shapes, buckets in order."
+        ),
+    ] = False,
+    seed: Annotated[int, Parameter(name=["--seed", "-s"])] = 42,
+    drop_last: Annotated[
+        bool, Parameter(negative="", help="Leave out the partial batch of each bucket.")
+    ] = False,
+    step_size: Annotated[
+        str, Parameter(help="Microbatches of an optimizer step, or world: one a rank.")
+    ] = "world",
+    weight: Annotated[
+        list[float] | None,
+        Parameter(negative="", help="One for each --lengths: 2 shows its samples twice an epoch."),
+    ] = None,
+    curriculum: Annotated[
+        str | None, Parameter(help="Column of --dataset by which samples go from easy to hard.")
+    ] = None,
+    curriculum_stages: Annotated[int, Parameter(help="Stages of the curriculum.")] = 10,
+    dataset: Annotated[
+        list[str] | None,
+        Parameter(name=["--dataset", "-d"], negative="", help="The rows, for --curriculum."),
+    ] = None,
+    dataset_hash: Annotated[
+        str | None, Parameter(help="Overrides the hash in the length cache.")
+    ] = None,
+    dry_run: DryRun = False,
+    format: Format = "text",
+) -> None:
+    """Build a plan and say how full it is, beside the other layouts."""
+    from batchwright.batching import BatchingConfig
+    from batchwright.errors import ConfigError
+
+    if output is None and not dry_run:
+        raise ConfigError("no folder to write the plan to; give --output DIR or --dry-run")
+    given = {
+        "pad_policy": pad_policy,
+        "bucket_edges": _edges(bucket_edges) if bucket_edges is not None else None,
+        "pack_max_length": pack_max_len,
+    }
+    optional = {name: value for name, value in given.items() if value is not None}
+    config = BatchingConfig(
+        mode="predictable" if predictable else "throughput",
+        layout=layout,
+        token_budget=token_budget,
+        overflow_max=overflow_max,
+        overflow=overflow,
+        min_length=min_length,
+        pack_mode=pack_mode,
+        pack_max_segments=pack_max_segments,
+        align=align,
+        seed=seed,
+        drop_last=drop_last,
+        step_size=_step_size(step_size),
+        curriculum_stages=curriculum_stages,
+        **optional,
+    )
+    builder = _builder(lengths, config, weight, curriculum, dataset, dataset_hash)
+    plan = builder.build(epochs)
+    lines = [_comparison(builder, plan), *_counted(plan)]
+    if dry_run:
+        lines.append("nothing written (--dry-run)")
+        caches = " ".join(f"-l {path}" for path in lengths)
+        lines.append(f"next: batchwright data batchplan build {caches} ... -o batch_plan/")
+    else:
+        assert output is not None
+        plan.save(output)
+        lines.append(f"saved {output}, plan {plan.fingerprint[:16]}")
+        lines.append(f"next: batchwright data batchplan verify -p {output} -l {lengths[0]}")
+    show({**_facts(plan), "output": None if dry_run else str(output)}, "\n".join(lines), format)
+
+
+@batchplan.command
+def info(
+    *,
+    plan: PlanPath,
+    show_batches: Annotated[
+        int, Parameter(name=["--show-batches", "-n"], help="First microbatches to list.")
+    ] = 0,
+    rank: Annotated[int | None, Parameter(name=["--rank", "-r"])] = None,
+    world_size: Annotated[int | None, Parameter(name=["--world-size", "-w"])] = None,
+    format: Format = "text",
+) -> None:
+    """Say what a plan holds, whole or as one rank sees it."""
+    from itertools import islice
+
+    from batchwright.batching import BatchPlan
+    from batchwright.cli.flags import at_least, sharded, whole_plan
+    from batchwright.report.text import number, percent, table
+
+    at_least(0, show_batches=show_batches)
+    opened = whole_plan(plan) if show_batches else BatchPlan.load(plan)
+    opened = sharded(opened, rank, world_size)
+    facts = _facts(opened)
+    listed: list[dict[str, Any]] = [
+        {
+            "index": batch.index,
+            "bucket": batch.bucket_id,
+            "rows": batch.batch_size,
+            "width": batch.max_len,
+            "samples": list(batch.samples),
+            "useful": batch.efficiency,
+            "weight": batch.weight,
+        }
+        for batch in islice(opened.iter_epoch(0), show_batches)
+    ]
+    shown = ("fingerprint", "layout", "kind", "epochs", "microbatches", "steps", "shard")
+    rows = [[name, str(facts[name])] for name in shown if facts[name] is not None]
+    rows += [[name, number(facts[name])] for name in ("padded_tokens", "useful_tokens")]
+    rows += [["useful", percent(facts["efficiency"])], ["ullage", percent(facts["ullage"])]]
+    rows += [[name, number(value)] for name, value in facts["counts"].items()]
+    lines = [table(["plan", str(plan)], rows)]
+    for batch in listed:
+        ids = ", ".join(batch["samples"][:6]) + (", ..." if len(batch["samples"]) > 6 else "")
+        lines.append(
+            f"{batch['index']:>6}  {batch['rows']:>4} x {batch['width']:<6} "
+            f"{percent(batch['useful']):>6}  {ids}{'' if batch['weight'] else '  (filler)'}"
+        )
+    show({**facts, "batches": listed}, "\n".join(lines), format)
+
+
+@batchplan.command
+def draw(
+    *,
+    plan: PlanPath,
+    epoch: Annotated[int, Parameter(help="Epoch to draw.")] = 0,
+    rows: Annotated[int, Parameter(help="Matrix rows to draw.")] = 20,
+    width: Annotated[int, Parameter(help="Characters of a row.")] = 64,
+    png: Annotated[Path | None, Parameter(help="Draw into this file as well.")] = None,
+    format: Format = "text",
+) -> None:
+    """Draw the first matrix rows of a plan: which sample fills what, and what is padding."""
+    from itertools import pairwise
+
+    from batchwright.batching import BatchPlan
+    from batchwright.cli.flags import at_least
+    from batchwright.report import text as pictures
+
+    at_least(1, rows=rows, width=width)
+    opened = BatchPlan.load(plan)
+    drawn: list[list[int]] = []
+    widest = 0
+    for batch in opened.iter_epoch(epoch):
+        if len(drawn) >= rows:
+            break
+        lengths = batch.lengths.tolist()
+        drawn += [lengths[a:b] for a, b in pairwise(batch.row_offsets.tolist())]
+        widest = max(widest, batch.max_len)
+    drawn = drawn[:rows]
+    text = pictures.packing_strip(drawn, widest, width, rows)
+    if png is not None:
+        from batchwright.report.figures import packing_png
+
+        title = f"{opened.config.layout} plan {opened.fingerprint[:8]}, epoch {epoch}"
+        packing_png(png, drawn, widest, title)
+        text += f"\ndrawn into {png}"
+    show({"epoch": epoch, "width": widest, "rows": drawn}, text, format)
+
+
+@batchplan.command
+def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> None:
+    """Check every byte of a plan, and that it follows from these lengths."""
+    from batchwright.batching import BatchPlan
+    from batchwright.batching.plan.files import check_files
+    from batchwright.cli.flags import load_lengths, load_sources
+    from batchwright.errors import ConfigError
+    from batchwright.report.text import bytes_
+
+    size = check_files(plan)
+    opened = BatchPlan.load(plan)
+    if not opened.sources and len(lengths) > 1:
+        raise ConfigError(
+            f"{plan} was built from one length cache, {len(lengths)} are given; "
+            f"give the one it was built from"
+        )
+    opened.verify(load_sources(lengths) if opened.sources else load_lengths(lengths[0]))
+    text = (
+        f"{plan} is whole ({bytes_(size)}) and follows from {', '.join(map(str, lengths))}: "
+        f"plan {opened.fingerprint[:16]}"
+    )
+    show({"verified": True, "fingerprint": opened.fingerprint, "bytes": size}, text, format)
+
+
+@batchplan.command
+def shard(
+    *,
+    plan: PlanPath,
+    world_size: Annotated[int, Parameter(name=["--world-size", "-w"], help="Ranks.")],
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    balance: Annotated[
+        Literal["cost", "round_robin"],
+        Parameter(help="Even out predicted work in a step, or deal in turn."),
+    ] = "cost",
+    dry_run: DryRun = False,
+    format: Format = "text",
+) -> None:
+    """Write one plan for each rank, `rank_0` and so on, with equal numbers of microbatches."""
+    from batchwright.batching.plan.files import save_shards
+    from batchwright.cli.flags import whole_plan
+    from batchwright.report.text import number, percent, table
+
+    opened = whole_plan(plan)
+    ranks = []
+    for rank in range(world_size) if world_size > 0 else [0]:
+        part = opened.shard(rank, world_size, balance=balance)
+        batches = list(part.iter_epoch(0))
+        ranks.append(
+            {
+                "rank": rank,
+                "microbatches": len(batches),
+                "fillers": sum(not b.weight for b in batches),
+                "useful_tokens": sum(b.token_count for b in batches if b.weight),
+                "padded_tokens": sum(b.padded_tokens for b in batches),
+            }
+        )
+    mean = sum(r["useful_tokens"] for r in ranks) / len(ranks)
+    rows = [
+        [
+            str(r["rank"]),
+            number(r["microbatches"]),
+            number(r["fillers"]),
+            number(r["useful_tokens"]),
+            percent(r["useful_tokens"] / mean - 1),
+        ]
+        for r in ranks
+    ]
+    lines = [table(["rank", "microbatches", "fillers", "useful tokens", "off the mean"], rows)]
+    if dry_run:
+        lines.append("nothing written (--dry-run)")
+    else:
+        save_shards(opened, world_size, output, balance)
+        lines.append(f"saved {output}/rank_0 to rank_{world_size - 1}")
+    result = {"epoch": 0, "ranks": ranks, "output": None if dry_run else str(output)}
+    show(result, "\n".join(lines), format)
+
+
+@batchplan.command
+def diff(left: Path, right: Path, *, format: Format = "text") -> None:
+    """Say where two plans differ: settings, first microbatch, samples that moved."""
+    from dataclasses import asdict
+
+    from batchwright.batching import BatchPlan
+
+    found = BatchPlan.load(left).diff(BatchPlan.load(right))
+    lines = [f"{left} and {right} {'are the same plan' if found.same else 'differ'}"]
+    lines += [f"  {name}: {a} -> {b}" for name, (a, b) in found.config.items()]
+    if found.first is not None:
+        lines.append(f"  first difference: epoch {found.first[0]}, microbatch {found.first[1]}")
+    if not found.same:
+        lines.append(
+            f"  samples only left {found.only_left:,}, only right {found.only_right:,}, "
+            f"in another microbatch of epoch 0 {found.moved:,}"
+        )
+    result = {
+        **asdict(found),
+        "config": {k: [str(a), str(b)] for k, (a, b) in found.config.items()},
+    }
+    show(result, "\n".join(lines), format)
+
+
+@batchplan.command
+def explain(
+    sample_id: str,
+    *,
+    plan: PlanPath,
+    rank: Annotated[int | None, Parameter(name=["--rank", "-r"])] = None,
+    world_size: Annotated[int | None, Parameter(name=["--world-size", "-w"])] = None,
+    format: Format = "text",
+) -> None:
+    """Say where a sample stands in every epoch, and why, or why it was left out."""
+    from dataclasses import asdict
+
+    from batchwright.cli.flags import sharded, whole_plan
+
+    opened = sharded(whole_plan(plan), rank, world_size)
+    places = opened.explain(sample_id)
+    lines = [f"{sample_id} in {plan} ({opened.config.layout})"]
+    for place in places:
+        batch = opened.batch(place.epoch, place.microbatch)
+        piece = f"tokens {place.start:,} to {place.start + place.length - 1:,}"
+        on_rank = "" if place.rank is None else f", rank {place.rank}"
+        lines.append(
+            f"  epoch {place.epoch}: microbatch {place.microbatch:,}{on_rank}, row {place.row} of "
+            f"{batch.batch_size}, segment {place.segment}, {piece}: {_why(opened, batch.bucket_id)}"
+        )
+    left_out = not places
+    if left_out:
+        lines.append(f"  in no batch: {_why_not(opened, sample_id)}")
+    result = {"sample_id": sample_id, "left_out": left_out, "places": [asdict(p) for p in places]}
+    show(result, "\n".join(lines), format)
+
+
+@batchplan.command
+def export(
+    *,
+    plan: PlanPath,
+    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    dry_run: DryRun = False,
+    format: Format = "text",
+) -> None:
+    """Write a plan as text: meta.json, and one JSON line for each microbatch of each epoch."""
+    from batchwright.batching.plan.files import export_plan
+    from batchwright.cli.flags import whole_plan
+
+    opened = whole_plan(plan)
+    count = sum(opened.num_microbatches(epoch) for epoch in range(opened.num_epochs))
+    text = f"{count:,} microbatches of {opened.num_epochs} epochs"
+    if not dry_run:
+        export_plan(opened, output)
+    text += "\nnothing written (--dry-run)" if dry_run else f" -> {output}"
+    show({"microbatches": count, "output": None if dry_run else str(output)}, text, format)
+
+
+def _builder(
+    paths: list[Path],
+    config: Any,
+    weights: list[float] | None,
+    curriculum: str | None,
+    dataset: list[str] | None,
+    dataset_hash: str | None,
+) -> "BatchPlanBuilder":
+    import dataclasses
+
+    from batchwright.batching import BatchPlanBuilder
+    from batchwright.cli.flags import load_lengths, load_sources
+    from batchwright.errors import ConfigError
+
+    if len(paths) > 1 or weights:
+        sources = load_sources(paths)
+        shares = weights or [1.0] * len(paths)
+        if len(shares) != len(paths):
+            raise ConfigError(
+                f"{len(shares)} weights for {len(paths)} sources; give one --weight for each"
+            )
+        parts = dict(zip(sources, shares, strict=True))
+        mixture = BatchPlanBuilder(sources, config, weights=parts)
+        if curriculum is None:
+            return mixture
+        difficulty = _difficulty(dataset, curriculum, mixture.lengths.ids, list(sources))
+        return BatchPlanBuilder(sources, config, weights=parts, difficulty=difficulty)
+    loaded = load_lengths(paths[0])
+    if dataset_hash is not None:
+        loaded = dataclasses.replace(loaded, dataset_hash=dataset_hash)
+    if curriculum is None:
+        return BatchPlanBuilder(loaded, config)
+    difficulty = _difficulty(dataset, curriculum, loaded.ids, [])
+    return BatchPlanBuilder(loaded, config, difficulty=difficulty)
+
+
+def _difficulty(dataset: list[str] | None, column: str, ids: Any, names: list[str]) -> list[float]:
+    from batchwright.data.reader import find_rows
+    from batchwright.data.rows.source import open_source
+    from batchwright.errors import BadRow, ConfigError
+
+    if not dataset:
+        raise ConfigError("--curriculum reads a column of the rows; give --dataset as well")
+    sources = [open_source(spec) for spec in dataset]
+    place = find_rows(sources, ids, names)
+    found = []
+    for item in range(len(ids)):
+        part, row = place(item)
+        value = sources[part][row].get(column)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise BadRow(
+                f"{sources[part].where(row)}: {column} is {value!r}; "
+                f"a curriculum needs a number in every row"
+            )
+        found.append(float(value))
+    return found
+
+
+def _comparison(builder: "BatchPlanBuilder", plan: "BatchPlan") -> str:
+    from batchwright.batching.compare import compare_layouts, layout_row
+    from batchwright.report.text import number, percent, table
+
+    rows = compare_layouts(builder.lengths, builder.config)
+    if plan.order.kind == "materialised":
+        rows.append(layout_row(plan))
+    first = rows[0]
+    cells = []
+    for row in rows:
+        chosen = row.layout == plan.config.layout and (
+            plan.order.kind == "virtual" or row is rows[-1]
+        )
+        cells.append(
+            [
+                row.layout,
+                number(row.microbatches),
+                number(row.bound),
+                number(row.padded_tokens),
+                percent(row.efficiency),
+                f"{row.cost / first.cost:.2f}",
+                "<- this plan" if chosen else "",
+            ]
+        )
+    headers = ["layout", "microbatches", "at least", "padded tokens", "useful", "cost", ""]
+    return table(headers, cells)
+
+
+def _counted(plan: "BatchPlan") -> list[str]:
+    """One line for every policy that touched something."""
+    counts = plan.counts
+    lines = []
+    if counts.skipped_long:
+        lines.append(f"skipped {counts.skipped_long:,} samples over {plan.config.limit:,} tokens")
+    if counts.skipped_short:
+        lines.append(
+            f"skipped {counts.skipped_short:,} samples under {plan.config.min_length:,} tokens"
+        )
+    if counts.truncated:
+        lines.append(f"truncated {counts.truncated:,} samples to {plan.config.limit:,} tokens")
+    if counts.split:
+        lines.append(f"split {counts.split:,} samples into pieces of {plan.config.limit:,} tokens")
+    if counts.tokens_left_out:
+        lines.append(f"left out {counts.tokens_left_out:,} of {counts.tokens:,} tokens")
+    if plan.note:
+        lines.append(f"packing: {plan.note}")
+    if plan.config.drop_last:
+        dropped = counts.planned_tokens - plan.useful_tokens(0)
+        lines.append(f"drop_last leaves out {dropped:,} tokens of epoch 0")
+    return lines
+
+
+def _facts(plan: "BatchPlan") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    useful, padded = plan.useful_tokens(0), plan.padded_tokens(0)
+    return {
+        "fingerprint": plan.fingerprint,
+        "layout": plan.config.layout,
+        "kind": plan.order.kind,
+        "epochs": plan.num_epochs,
+        "microbatches": plan.num_microbatches(0),
+        "steps": plan.num_steps(0),
+        "padded_tokens": padded,
+        "useful_tokens": useful,
+        "efficiency": useful / padded,
+        "ullage": 1 - useful / padded,
+        "counts": asdict(plan.counts),
+        "config": plan.config.model_dump(mode="json"),
+        "dataset_hash": plan.dataset_hash,
+        "tokenizer_hash": plan.tokenizer_hash,
+        "sources": [list(source) for source in plan.sources],
+        "note": plan.note,
+        "shard": asdict(plan.shard_of) if plan.shard_of else None,
+    }
+
+
+def _why(plan: "BatchPlan", bucket: int) -> str:
+    if plan.config.layout == "bucketed":
+        low, high = plan.config.bucket_spec.get_bucket_range(bucket)
+        return f"bucket {bucket} takes {low:,} to {high:,} tokens"
+    if plan.config.layout == "sorted":
+        return "beside samples of nearly its length"
+    return f"packed into a row of {plan.config.pack_max_length:,} tokens"
+
+
+def _why_not(plan: "BatchPlan", sample_id: str) -> str:
+    if plan.ids.find(sample_id) in plan.skipped:
+        return (
+            f"its length is not within {plan.config.min_length:,} to {plan.config.limit:,} "
+            f"(overflow {plan.config.overflow})"
+        )
+    return "drop_last or the weight of its source left it out of these epochs"
+
+
+def _edges(text: str) -> tuple[int, ...]:
+    from batchwright.cli.flags import edges_of
+
+    return edges_of(text)
+
+
+def _step_size(text: str) -> int | str:
+    from batchwright.errors import ConfigError
+
+    if text == "world":
+        return text
+    if not text.isdecimal():
+        raise ConfigError(f"--step-size {text!r} is neither a number nor 'world'")
+    return int(text)

@@ -1,0 +1,132 @@
+"""`batchwright data kg`: knowledge graphs, rules from them, leaks between their parts."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+
+__all__ = ["kg"]
+
+kg = App(name="kg", help="Knowledge graphs: what is in them, rules from them, leaks between parts.")
+
+GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")]
+
+
+@kg.command
+def info(folder: GraphFolder, /, *, format: Format = "text") -> None:
+    """Count facts, entities and relations; find inverse relations and unseen entities."""
+    from batchwright.logic.info import graph_info
+    from batchwright.logic.loaders import load_graph
+    from batchwright.report.text import number, percent, table
+
+    found = graph_info(load_graph(folder))
+    counts = [
+        ["entities", number(found["entities"])],
+        ["relations", number(len(found["relations"]))],
+        ["train, valid, test", ", ".join(number(found[part]) for part in _PARTS)],
+        ["repeated lines in train", number(found["repeated"])],
+        ["facts an entity, mean and most", f"{found['degree']:.1f}, {number(found['most'])}"],
+        ["entities not in train", number(found["unseen_entities"])],
+        ["valid and test triples with one", number(found["unseen_triples"])],
+    ]
+    rows = [
+        [
+            name,
+            *(number(each[part]) for part in _PARTS),
+            number(each["heads"]),
+            number(each["tails"]),
+        ]
+        for name, each in found["relations"].items()
+    ]
+    text = table(["graph", found["name"]], counts)
+    text += "\n\n" + table(["relation", "train", "valid", "test", "heads", "tails"], rows)
+    if found["inverses"]:
+        pairs = [[a, b, percent(share)] for a, b, share in found["inverses"]]
+        text += "\n\n" + table(["relation", "turned, it is", "of its facts"], pairs)
+    show(found, text, format)
+
+
+_PARTS = ("train", "valid", "test")
+
+
+@kg.command
+def mine(
+    folder: GraphFolder,
+    /,
+    *,
+    out: Annotated[Path, Parameter(name=["--out", "-o"], help="Where to write the rules.")],
+    length: Annotated[int, Parameter(help="Edges of the longest body, 1 to 3.")] = 2,
+    min_support: Annotated[int, Parameter(help="Facts a rule must foretell.")] = 2,
+    min_confidence: Annotated[float, Parameter(help="Least confidence of a rule.")] = 0.02,
+    most: Annotated[int, Parameter(help="Rules to keep for each relation, the best.")] = 300,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Mine chain rules from train.txt; written one a line as `name:weight:body -> head`."""
+    from batchwright.logic.loaders import load_graph
+    from batchwright.logic.mine.mining import mine as mine_rules
+    from batchwright.logic.mine.mining import write_rules
+    from batchwright.report.text import number, table
+
+    graph = load_graph(folder)
+    with progress_bar("counting bodies", quiet) as progress:
+        mined = mine_rules(
+            graph.facts,
+            graph.vocab,
+            length=length,
+            min_support=min_support,
+            min_confidence=min_confidence,
+            most=most,
+            progress=progress,
+        )
+    rules = mined.rules
+    write_rules(out, rules, graph.vocab, f"{len(rules)} rules mined from {graph.name}")
+    order = sorted(range(len(rules)), key=lambda r: -float(rules.weight[r]))
+    best = [
+        [
+            rules.text(r, graph.vocab).split(":", 2)[2],
+            f"{rules.weight[r]:.3f}",
+            number(int(mined.support[r])),
+            number(int(mined.pairs[r])),
+        ]
+        for r in order[:10]
+    ]
+    text = table(["best rules", "confidence", "support", "pairs"], best) + "\n" if best else ""
+    text += f"{number(len(rules))} rules of {number(mined.bodies)} bodies: {out}"
+    if mined.dropped:
+        text += f"\n{number(mined.dropped)} more were good enough; keep them with a larger --most"
+    facts = {
+        "out": str(out),
+        "rules": len(rules),
+        "bodies": mined.bodies,
+        "dropped": mined.dropped,
+        "by_relation": {
+            name: int(rules.head_ptr[p + 1] - rules.head_ptr[p])
+            for p, name in enumerate(graph.vocab.predicates)
+        },
+    }
+    show(facts, text, format)
+
+
+@kg.command
+def check(folder: GraphFolder, /, *, format: Format = "text") -> None:
+    """Look for questions of valid.txt and test.txt that train.txt gives away; exit 1 if any."""
+    from batchwright.logic.info import graph_leaks
+    from batchwright.logic.loaders import load_graph
+    from batchwright.report.text import number, table
+
+    found = graph_leaks(load_graph(folder))
+    leaks = found["leaks"]
+    rows = [
+        [part, number(count), number(found["turned"][part])]
+        for part, count in found["questions"].items()
+    ]
+    text = table([found["name"], "questions", "known from the other end"], rows)
+    for leak in leaks[:10]:
+        text += f"\nleak: {leak['triple']}, number {leak['row']} of {leak['part']}"
+    text += f"\n{number(len(leaks))} leaks" if leaks else "\nno leaks"
+    show(found, text, format)
+    if leaks:
+        raise SystemExit(1)

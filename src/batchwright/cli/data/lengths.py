@@ -1,0 +1,117 @@
+"""`batchwright data lengths`: measure every sample once."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+
+__all__ = ["lengths"]
+
+lengths = App(name="lengths", help="Measure how many tokens each sample has.")
+
+Dataset = Annotated[
+    list[str],
+    Parameter(
+        name=["--dataset", "-d"],
+        negative="",
+        help="JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or "
+        "hf:NAME[:SPLIT]; several are read one after another.",
+    ),
+]
+TokenizerName = Annotated[
+    str,
+    Parameter(
+        name=["--tokenizer", "-t"],
+        help="bytes, a tokenizer.json or its folder, or a hub id such as gpt2.",
+    ),
+]
+OnBadRow = Annotated[
+    Literal["fail", "skip"],
+    Parameter(name="--on-bad-row", help="Stop at a row that cannot be read, or skip and count it."),
+]
+
+
+@lengths.command
+def build(
+    *,
+    dataset: Dataset,
+    tokenizer: TokenizerName,
+    output: Annotated[
+        Path,
+        Parameter(name=["--output", "-o"], help=".jsonl to read, .safetensors to load fast."),
+    ],
+    on_bad_row: OnBadRow = "fail",
+    workers: Annotated[int | None, Parameter(help="Processes; default: all cores.")] = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Measure nothing, write nothing.")
+    ] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Measure all rows and write the length cache. Run it again to resume or to add new rows."""
+    from batchwright.data.lengths import build_lengths
+    from batchwright.data.rows.source import open_source
+    from batchwright.data.tokenizers import load_tokenizer
+    from batchwright.report.text import seconds
+
+    source = open_source(dataset[0] if len(dataset) == 1 else dataset)
+    loaded = load_tokenizer(tokenizer)
+    if dry_run:
+        result = {"rows": len(source), "tokenizer": loaded.name, "output": str(output)}
+        text = f"{len(source):,} rows would be measured with {loaded.name} into {output}"
+        show(result, f"{text}\nnothing written (--dry-run)", format)
+        return
+    with progress_bar("measuring", quiet) as progress:
+        report = build_lengths(
+            source, loaded, output, workers=workers, on_bad_row=on_bad_row, progress=progress
+        )
+    result = {
+        "output": str(output),
+        "samples": report.entries,
+        "tokens": report.tokens,
+        "measured": report.measured,
+        "reused": report.reused,
+        "skipped": report.skipped.count,
+        "skipped_reasons": list(report.skipped.reasons),
+        "seconds": report.seconds,
+        "tokenizer_hash": report.cache.lengths.tokenizer_hash,
+        "dataset_hash": report.cache.lengths.dataset_hash,
+    }
+    lines = [
+        f"{report.entries:,} samples, {report.tokens:,} tokens -> {output}",
+        f"measured {report.measured:,}, reused {report.reused:,}, "
+        f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
+        *(f"  skipped {reason}" for reason in report.skipped.reasons),
+        f"next: batchwright data batching suggest -c {output}",
+    ]
+    show(result, "\n".join(lines), format)
+
+
+@lengths.command
+def stats(
+    *,
+    cache: Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")],
+    format: Format = "text",
+) -> None:
+    """Say what a length cache holds."""
+    from batchwright.batching.analyze.report import compute_length_histogram
+    from batchwright.cli.flags import load_lengths
+    from batchwright.report.text import number, table
+
+    loaded = load_lengths(cache)
+    histogram = compute_length_histogram(loaded)
+    facts = {
+        "samples": histogram.total_samples,
+        "tokens": histogram.total_tokens,
+        "shortest": histogram.min_length,
+        "longest": histogram.max_length,
+        "mean": histogram.mean_length,
+        "std": histogram.std_length,
+        **{name: getattr(histogram, name) for name in ("p25", "p50", "p75", "p90", "p95", "p99")},
+    }
+    hashes = {"tokenizer_hash": loaded.tokenizer_hash, "dataset_hash": loaded.dataset_hash}
+    text = table(["", "value"], [[name, number(value)] for name, value in facts.items()])
+    text += f"\ntokenizer {loaded.tokenizer_hash}, data {loaded.dataset_hash}"
+    show({**facts, **hashes}, text, format)

@@ -1,0 +1,12 @@
+"""`batchwright evaluate`: measure what was trained."""
+
+from cyclopts import App
+
+from batchwright.cli.evaluate.prover import evaluate_prover
+from batchwright.cli.evaluate.query_mutator import evaluate_query_mutator
+
+__all__ = ["evaluate"]
+
+evaluate = App(name="evaluate", help="Measure what was trained.")
+evaluate.command(evaluate_query_mutator, name="query-mutator")
+evaluate.command(evaluate_prover, name="prover")

@@ -1,0 +1,219 @@
+"""`batchwright evaluate prover`: full filtered ranking of rules, embeddings and both."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.logic.loaders import Graph
+    from batchwright.logic.rank.ranking import Scorer
+    from batchwright.logic.rank.scorers import RuleScorer
+
+__all__ = ["evaluate_prover"]
+
+Mode = Literal["rules", "kge", "hybrid", "rl"]
+
+
+def evaluate_prover(
+    *,
+    data: Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")],
+    mode: Annotated[Mode, Parameter(help="What ranks the entities.")] = "rules",
+    rules: Annotated[
+        Path | None, Parameter(help="Rules to use; without it they are mined from train.txt.")
+    ] = None,
+    length: Annotated[int, Parameter(help="Edges of the longest mined body, 1 to 3.")] = 2,
+    min_confidence: Annotated[float, Parameter(help="Least confidence of a mined rule.")] = 0.01,
+    most: Annotated[int, Parameter(help="Mined rules to keep for each relation.")] = 300,
+    learn: Annotated[
+        int, Parameter(help="Passes over train in which rules learn their evidence, at most.")
+    ] = 4,
+    kge: Annotated[
+        Path | None, Parameter(help="The run or model folder of `batchwright train kge`.")
+    ] = None,
+    accept: Annotated[
+        float | None,
+        Parameter(help="Least chance at which --kge answers p_kge in rules; default: by valid."),
+    ] = None,
+    prover: Annotated[
+        Path | None, Parameter(help="A run of `batchwright train prover`, for rl and hybrid.")
+    ] = None,
+    beta: Annotated[
+        float | None, Parameter(help="Weight of the proofs in hybrid; default: chosen on valid.")
+    ] = None,
+    part: Annotated[Literal["test", "valid"], Parameter(help="What to ask for.")] = "test",
+    limit: Annotated[int, Parameter(help="Triples to ask for, spread over all; 0: all.")] = 0,
+    sampled: Annotated[int, Parameter(help="Wrong candidates of the easy column.")] = 100,
+    candidates: Annotated[
+        str, Parameter(help="Tails for an area under precision and recall: africa,asia,...")
+    ] = "",
+    seed: Annotated[int, Parameter(help="Of the drawn candidates and of learning.")] = 0,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Rank the answers of p(h, ?) and p(?, t) among all entities, other true answers left out."""
+    from batchwright.logic.loaders import load_graph
+    from batchwright.logic.rank.ranking import average_precision, rank, summary
+
+    if min(limit, sampled, learn) < 0:
+        raise ConfigError("--limit, --sampled and --learn are 0 or more; give another number")
+    graph = load_graph(data)
+    triples = graph.test if part == "test" else graph.valid
+    if not len(triples):
+        raise ConfigError(f"{data} has no {part} triples; there is nothing to ask for")
+    if limit and limit < len(triples):
+        import numpy as np
+
+        triples = triples[np.linspace(0, len(triples) - 1, limit).astype(np.int64)]
+
+    if mode == "rl" and prover is None:
+        raise ConfigError(
+            "no trained prover is given; --mode rl needs --prover RUN of `batchwright train prover`"
+        )
+    if mode in ("rules", "kge") and prover is not None:
+        raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
+
+    if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
+        raise ConfigError("--accept is for rules that ask for p_kge; give --rules FILE, --kge RUN")
+
+    def proofs() -> "tuple[Scorer, dict[str, Any]]":
+        if prover is not None:
+            from batchwright.train.prover.loop import load_prover
+
+            return load_prover(prover, graph), {"prover": str(prover)}
+        mined = {"length": length, "min_confidence": min_confidence, "most": most}
+        return _rules(graph, rules, mined, learn, seed, quiet, kge, accept)
+
+    scorer, how = _scorer(graph, mode, proofs, kge, beta)
+    with progress_bar("ranking", quiet) as progress:
+        ranks = rank(scorer, triples, graph.known, sampled=sampled, seed=seed, progress=progress)
+    found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
+    found.update(summary(ranks, graph.vocab.predicates))
+    if candidates:
+        import numpy as np
+
+        ids = np.array([graph.vocab.entity(name) for name in candidates.split(",")], np.int32)
+        found["average_precision"] = average_precision(scorer, triples, ids)
+        found["average_precision_as_chances"] = average_precision(
+            scorer, triples, ids, as_chances=True
+        )
+    show(found, _table(found, sampled), format)
+
+
+def _scorer(
+    graph: "Graph",
+    mode: Mode,
+    make_proofs: "Callable[[], tuple[Scorer, dict[str, Any]]]",
+    kge: Path | None,
+    beta: float | None,
+) -> "tuple[Scorer, dict[str, Any]]":
+    """What ranks, and how it came to be; everything that is chosen is chosen on valid."""
+    if mode in ("rules", "rl"):
+        return make_proofs()
+    if kge is None:
+        raise ConfigError(f"--mode {mode} needs --kge RUN; train one with `batchwright train kge`")
+    from batchwright.train.kge.loop import load_scorer
+
+    embedding = load_scorer(kge, graph)
+    if mode == "kge":
+        return embedding, {}
+    from batchwright.logic.rank.scorers import Hybrid, choose_beta
+
+    proofs, how = make_proofs()
+    if beta is not None:
+        return Hybrid(embedding, proofs, beta), {**how, "beta": beta}
+    if not len(graph.valid):
+        raise ConfigError("there is no valid.txt to choose a weight on; give --beta")
+    choice = choose_beta(embedding, proofs, graph.valid, graph.known)
+    how |= {"beta": choice.beta, "beta_by_relation": choice.own, "valid_mrr": choice.mrr}
+    return Hybrid(embedding, proofs, choice.table), how
+
+
+def _rules(
+    graph: "Graph",
+    path: Path | None,
+    mined: dict[str, Any],
+    learn: int,
+    seed: int,
+    quiet: bool,
+    kge: Path | None,
+    least: float | None,
+) -> "tuple[RuleScorer, dict[str, Any]]":
+    from batchwright.logic.mine.mining import mine
+    from batchwright.logic.rank.scorers import RuleScorer, choose_rules
+    from batchwright.logic.rules import parse_rules
+
+    accepted = None
+    if path is None:
+        with progress_bar("mining", quiet) as progress:
+            rules = mine(graph.facts, graph.vocab, progress=progress, **mined).rules
+    elif kge is None:
+        rules = parse_rules(path, graph.vocab)
+    else:
+        from batchwright.train.kge.loop import read_rules
+
+        rules, accepted = read_rules(path, graph, kge, least)
+    how: dict[str, Any] = {"rules": len(rules), "mined": path is None}
+    facts = graph.facts
+    if accepted:
+        facts = accepted.graph.facts
+        how |= {"accepted": accepted.atoms, "accepted_from_chance": accepted.least}
+    if len(graph.valid):
+        with progress_bar("choosing how to join rules", quiet) as progress:
+            scorer, tried = choose_rules(
+                facts,
+                rules,
+                graph.train,
+                graph.valid,
+                graph.known,
+                epochs=learn,
+                seed=seed,
+                progress=progress,
+            )
+        how["joined"] = max(tried, key=lambda name: tried[name])
+    else:
+        scorer = RuleScorer(facts, rules)
+        how["joined"] = "power 1, share 0"
+    return scorer, {**how, "rules_that_are_no_chains": list(scorer.skipped)}
+
+
+def _table(found: dict[str, Any], sampled: int) -> str:
+    from batchwright.report.text import number, table
+
+    names = {"both": "both ends", "tail": "tails", "head": "heads"}
+    names |= {"sampled": f"among {sampled} drawn (easy)"}
+
+    def row(name: str, metrics: dict[str, Any]) -> list[str]:
+        keys = ("mrr", "expected_mrr", "hits_1", "hits_3", "hits_10")
+        return [name, number(metrics["queries"]), *(f"{metrics[key]:.4f}" for key in keys)]
+
+    columns = ["", "questions", "MRR", "expected", "hits@1", "hits@3", "hits@10"]
+    rows = [row(title, found[key]) for key, title in names.items() if key in found]
+    text = table([f"{found['graph']} {found['part']}, {found['mode']}", *columns[1:]], rows)
+    by = sorted(found["by_relation"].items(), key=lambda item: -int(item[1]["queries"]))
+    text += "\n\n" + table(["relation", *columns[1:]], [row(name, each) for name, each in by[:20]])
+    if len(by) > 20:
+        text += f"\n{len(by) - 20} relations more with --format json"
+    for key, words in (
+        ("joined", "rules joined by"),
+        ("accepted", "atoms accepted from the embedding"),
+        ("beta", "weight of the proofs"),
+        ("average_precision", "area under precision and recall"),
+        ("average_precision_as_chances", "the same, scores as chances over the candidates"),
+    ):
+        if key in found:
+            value = found[key]
+            text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
+    if skipped := found.get("rules_that_are_no_chains"):
+        text += f"\n{len(skipped)} rules are no chains of up to 3 and took no part: {skipped[0]}..."
+    if found["tied"]:
+        both = found["both"]
+        text += (
+            f"\nties matter here: the MRR would be from {both['pessimistic_mrr']:.4f} to "
+            f"{both['optimistic_mrr']:.4f} by their order"
+        )
+    return text

@@ -1,0 +1,67 @@
+"""What several commands need: reading lengths, plans, lists of numbers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from batchwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.batching import BatchPlan
+    from batchwright.data.lengths import Lengths
+
+__all__ = ["at_least", "edges_of", "load_lengths", "load_sources", "sharded", "whole_plan"]
+
+
+def load_lengths(path: Path) -> "Lengths":
+    """A finished length cache."""
+    from batchwright.data.lengths import LengthCache
+
+    return LengthCache.load(path).lengths
+
+
+def load_sources(paths: list[Path]) -> "dict[str, Lengths]":
+    """Several length caches by the names of their files."""
+    names = [path.name.partition(".")[0] for path in paths]
+    if len(set(names)) != len(names):
+        raise ConfigError(f"two sources have one name among {names}; rename one of the files")
+    return {name: load_lengths(path) for name, path in zip(names, paths, strict=True)}
+
+
+def edges_of(text: str) -> tuple[int, ...]:
+    """The numbers of `128,256,512`.
+
+    >>> edges_of("128, 256")
+    (128, 256)
+    """
+    try:
+        return tuple(int(part) for part in text.replace(" ", "").split(","))
+    except ValueError:
+        raise ConfigError(
+            f"bucket edges {text!r} are not numbers with commas between; write 128,256,512"
+        ) from None
+
+
+def at_least(least: int, **given: int | None) -> None:
+    """Refuse a number that is too small, by the name of its flag."""
+    for name, value in given.items():
+        if value is not None and value < least:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value} is not possible; give {least} or more")
+
+
+def whole_plan(path: Path) -> "BatchPlan":
+    """A plan of which every byte was checked, so that nothing made from it spreads damage."""
+    from batchwright.batching import BatchPlan
+    from batchwright.batching.plan.files import check_files
+
+    check_files(path)
+    return BatchPlan.load(path)
+
+
+def sharded(plan: "BatchPlan", rank: int | None, world_size: int | None) -> "BatchPlan":
+    """The plan as the named rank sees it; both numbers or neither."""
+    if (rank is None) != (world_size is None):
+        raise ConfigError("--rank and --world-size go together; give both or neither")
+    if rank is None or world_size is None:
+        return plan
+    return plan.shard(rank, world_size)

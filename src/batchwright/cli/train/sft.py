@@ -1,0 +1,155 @@
+"""`batchwright train sft`: fine-tune a model on rows, over a batch plan."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
+from batchwright.errors import ConfigError
+from batchwright.train.sft.config import SftConfig
+
+if TYPE_CHECKING:
+    from batchwright.train.sft.loop import SftResult
+
+__all__ = ["sft"]
+
+CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
+"""What a resumed run may change; everything else would make it another run."""
+
+
+def sft(
+    *,
+    config: Annotated[SftConfig | None, Parameter(name="*")] = None,
+    resume: Annotated[
+        Path | None, Parameter(help="Go on with the run in this folder, as it was configured.")
+    ] = None,
+    dry_run: Annotated[
+        bool, Parameter(negative="", help="Predict steps, tokens and memory; train nothing.")
+    ] = False,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Fine-tune a model on rows, over a batch plan, with exact resume."""
+    if resume is not None:
+        config = _resumed(resume, config)
+    config = (config or SftConfig()).named()
+    if dry_run:
+        _predict(config, format)
+        return
+    from batchwright.integrations.trackers import open_trackers
+    from batchwright.train.sft.loop import train_sft
+
+    trackers = open_trackers(config.track, config.run_dir)
+    with _bars(quiet) as (preparing, progress):
+        result = train_sft(
+            config,
+            resume=resume is not None,
+            trackers=trackers,
+            progress=progress,
+            preparing=preparing,
+        )
+    from batchwright.world import World
+
+    if World.detect().rank == 0:
+        show(_facts(result), _table(result), format)
+
+
+def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
+    """The run's own settings, with those that a resumed run may change."""
+    # To stop after some steps was meant for the call that said so.
+    loaded = SftConfig.load(run / "config.toml")
+    saved = dataclasses.replace(loaded, run_dir=run, stop_after=0)
+    if given is None:
+        return saved
+    # By the words that were typed: a flag given at its default value is given as well.
+    typed = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv}
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(SftConfig):
+        value = getattr(given, field.name)
+        said = {field.name, f"no_{field.name}", f"empty_{field.name}"} & typed
+        if said and value != getattr(saved, field.name):
+            changed[field.name] = value
+    fixed = sorted(changed.keys() - set(CHANGEABLE))
+    if fixed:
+        raise ConfigError(
+            f"a resumed run keeps its {', '.join(fixed)}; what may change is "
+            f"{', '.join(CHANGEABLE)}"
+        )
+    return dataclasses.replace(saved, **changed)
+
+
+@contextmanager
+def _bars(
+    quiet: bool,
+) -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int, float], None] | None]]:
+    """Progress of tokenising, and from the first step on that of training in its place."""
+    with ExitStack() as bars:
+        tokenising = bars.enter_context(progress_bar("tokenising", quiet))
+        steps: Progress | None = None
+
+        def training(done: int, total: int, loss: float) -> None:
+            nonlocal steps
+            if steps is None:
+                # Two bars at once would write over each other.
+                bars.close()
+                steps = bars.enter_context(progress_bar("training", quiet))
+            if steps is not None:
+                steps(done, total, f"loss {loss:.4f}")
+
+        yield tokenising, None if quiet else training
+
+
+def _predict(config: SftConfig, format: str) -> None:
+    from batchwright.report.text import bytes_, number, percent, table
+    from batchwright.train.sft.predict import predict
+
+    found = predict(config)
+    rows = [
+        ["steps", number(found.steps)],
+        ["microbatches an epoch", number(found.microbatches)],
+        ["useful tokens", number(found.useful_tokens)],
+        ["padded tokens", number(found.padded_tokens)],
+        ["ullage", percent(found.ullage)],
+        ["parameters", number(found.parameters)],
+        ["trained", number(found.trained)],
+        ["memory, about", bytes_(found.memory_bytes)],
+    ]
+    text = table(["predicted", ""], rows) + "\nnothing trained, nothing written (--dry-run)"
+    show(dataclasses.asdict(found), text, format)
+
+
+def _facts(result: "SftResult") -> dict[str, Any]:
+    facts = dataclasses.asdict(result)
+    return {**facts, "run_dir": str(result.run_dir), "ullage": result.ullage}
+
+
+def _table(result: "SftResult") -> str:
+    from batchwright.report.text import number, percent, seconds, table
+
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    rate = result.useful_tokens / result.seconds if result.seconds else None
+    rows = [
+        ["steps", number(result.step)],
+        ["first loss", loss(result.first_loss)],
+        ["last loss", loss(result.last_loss)],
+        ["held-out loss", loss(result.eval_loss)],
+        ["useful tokens", number(result.useful_tokens)],
+        ["ullage", percent(result.ullage)],
+        ["useful tokens a second", number(None if rate is None else round(rate))],
+        ["waited for data", seconds(result.data_wait_s)],
+        ["time", seconds(result.seconds)],
+        ["attention", result.backend],
+    ]
+    end = (
+        f"done: {result.run_dir}/model"
+        if result.finished
+        else f"stopped and saved; go on with: batchwright train sft --resume {result.run_dir}"
+    )
+    return table(["run", str(result.run_dir)], rows) + "\n" + end

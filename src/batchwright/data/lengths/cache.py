@@ -1,0 +1,345 @@
+"""How many tokens each sample has, in memory and kept on disk."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.ids import Ids
+from batchwright.data.lengths.files import (
+    LONGEST,
+    Entries,
+    bad_length,
+    check_path,
+    checked_lengths,
+    partial_path,
+    read_entries,
+    write_entries,
+)
+from batchwright.data.lengths.journal import Journal
+from batchwright.errors import ConfigError, DuplicateId, Mismatch, UnknownSample
+
+__all__ = ["LONGEST", "LengthCache", "LengthEntry", "Lengths"]
+
+FLUSH_EVERY = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Lengths:
+    """The length of every sample, with its id and the hashes of what was measured.
+
+    `rows` tells which row of the data each sample is; None means that sample i is row i, which
+    holds unless bad rows were skipped.
+
+    >>> Lengths.of({"a": 3, "b": 5})
+    Lengths(2 samples, 8 tokens, 3 to 5)
+    """
+
+    values: NDArray[np.int32]
+    ids: Ids
+    dataset_hash: str = "unknown"
+    tokenizer_hash: str = "unknown"
+    rows: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, source: "Mapping[str, int] | Lengths | LengthCache | NDArray[Any]") -> "Lengths":
+        """Lengths from whatever holds them, checked once.
+
+        An array numbers its samples "0", "1", ...; a mapping names them. A length below 1 or
+        above 2**31 - 1 is refused with the sample's id.
+        """
+        if isinstance(source, Lengths):
+            return source
+        if isinstance(source, LengthCache):
+            return source.lengths
+        if isinstance(source, Mapping):
+            return cls(*_from_mapping(source))
+        array = np.asarray(source)
+        if array.ndim != 1:
+            raise ConfigError(f"lengths are one row of numbers, got an array of {array.ndim} axes")
+        ids = Ids.numbered(len(array))
+        return cls(checked_lengths(array, ids), ids)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Lengths):
+            return NotImplemented
+        return (
+            self.dataset_hash == other.dataset_hash
+            and self.tokenizer_hash == other.tokenizer_hash
+            and np.array_equal(self.values, other.values)
+            and self.ids == other.ids
+            and np.array_equal(_rows(self), _rows(other))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        if not len(self):
+            return "Lengths(0 samples)"
+        tokens = int(self.values.sum(dtype=np.int64))
+        return (
+            f"Lengths({len(self):,} samples, {tokens:,} tokens, "
+            f"{self.values.min():,} to {self.values.max():,})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LengthEntry:
+    """One line of a cache; `content` is the row's hash in 16 hexadecimal digits, or empty."""
+
+    sample_id: str
+    length: int
+    content: str = ""
+
+
+class LengthCache:
+    """Lengths with a file behind them: `.jsonl` or `.safetensors`, by its suffix.
+
+    Entries are added inside a `with` block. They go to a journal beside the file as they come;
+    the file itself appears, whole, when the block ends well. After a crash `load_or_create`
+    picks up what the journal holds.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "lengths.jsonl"
+    >>> with LengthCache.create(path, tokenizer_hash="t1") as cache:
+    ...     cache.add("a", 12)
+    >>> LengthCache.load(path).get_all()
+    {'a': 12}
+    """
+
+    def __init__(self, path: Path, entries: Entries, *, complete: bool, resume: bool) -> None:
+        self.path = path
+        self._entries = entries
+        self._complete = complete
+        self._resume = resume
+        self._added: dict[str, tuple[int, int]] = {}
+        self._unwritten: list[str] = []
+        self._journal: Journal | None = None
+
+    @classmethod
+    def create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
+        """An empty cache, which replaces what stood at `path` once it is finished."""
+        check_path(Path(path))
+        return cls(Path(path), _empty(tokenizer_hash), complete=False, resume=False)
+
+    @classmethod
+    def load(cls, path: str | Path, expected_tokenizer_hash: str | None = None) -> "LengthCache":
+        """A finished cache; one that is cut, damaged or of another tokenizer is refused."""
+        entries = read_entries(Path(path))
+        if expected_tokenizer_hash not in (None, entries.tokenizer_hash):
+            raise Mismatch(
+                f"{path} was measured with the tokenizer {entries.tokenizer_hash}, not with "
+                f"{expected_tokenizer_hash}; measure again or name the tokenizer it was made with"
+            )
+        return cls(Path(path), entries, complete=True, resume=True)
+
+    @classmethod
+    def load_or_create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
+        """The cache at `path` with all that is known so far; entries can be added to it."""
+        path = Path(path)
+        check_path(path)
+        if path.exists():
+            cache = cls.load(path, tokenizer_hash)
+        else:
+            cache = cls(path, _empty(tokenizer_hash), complete=False, resume=True)
+        if partial_path(path).exists():
+            journal = Journal(partial_path(path), tokenizer_hash)
+            cache._take(journal)
+            journal.close()
+        return cache
+
+    @property
+    def tokenizer_hash(self) -> str:
+        return self._entries.tokenizer_hash
+
+    @property
+    def dataset_hash(self) -> str:
+        return self._all().dataset_hash
+
+    @property
+    def lengths(self) -> Lengths:
+        """All entries as arrays."""
+        entries = self._all()
+        return Lengths(
+            entries.lengths,
+            entries.ids,
+            entries.dataset_hash,
+            entries.tokenizer_hash,
+            entries.rows,
+        )
+
+    def add(self, sample_id: str, length: int, content: str = "") -> None:
+        """One more entry. To add the same one twice is allowed, another length for it is not."""
+        if self._journal is None:
+            raise ConfigError("a length cache takes entries inside `with cache:` only")
+        if isinstance(length, bool) or not isinstance(length, int | np.integer):
+            raise bad_length(sample_id, repr(length))
+        if not 1 <= length <= LONGEST:
+            raise bad_length(sample_id, length)
+        entry = int(length), _content(content)
+        known = self._find(sample_id)
+        if known is not None and known != entry:
+            raise DuplicateId(
+                f"sample id {sample_id!r} stands twice, with lengths {known[0]} and {length}; "
+                f"every id must be there once"
+            )
+        if known is None:
+            self._added[sample_id] = entry
+            self._unwritten.append(sample_id)
+            if len(self._unwritten) == FLUSH_EVERY:
+                self._flush()
+
+    def extend(
+        self,
+        sample_ids: Iterable[str],
+        lengths: Iterable[int],
+        contents: Iterable[str] | None = None,
+    ) -> None:
+        """Many entries, as columns of one length."""
+        if contents is None:
+            for sample_id, length in zip(sample_ids, lengths, strict=True):
+                self.add(sample_id, length)
+        else:
+            for sample_id, length, content in zip(sample_ids, lengths, contents, strict=True):
+                self.add(sample_id, length, content)
+
+    def get(self, sample_id: str) -> int | None:
+        """The length of a sample, or None."""
+        known = self._find(sample_id)
+        return None if known is None else known[0]
+
+    def get_all(self) -> dict[str, int]:
+        """Every id with its length, as a dictionary."""
+        return dict(self.items())
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Every id with its length, in order."""
+        entries = self._all()
+        return zip(entries.ids, entries.lengths.tolist(), strict=True)
+
+    def validate(self, ids: Iterable[str]) -> tuple[set[str], set[str]]:
+        """The ids that are missing here, and those that are here but not asked for."""
+        wanted, here = set(ids), set(self._all().ids)
+        return wanted - here, here - wanted
+
+    def is_complete(self, ids: Iterable[str] | None = None) -> bool:
+        """Whether the file is finished, and holds each of `ids` if they are given."""
+        done = self._complete and not self._added
+        return done and (ids is None or not self.validate(ids)[0])
+
+    def __len__(self) -> int:
+        return len(self._entries.ids) + len(self._added)
+
+    def __iter__(self) -> Iterator[LengthEntry]:
+        entries = self._all()
+        columns = zip(entries.ids, entries.lengths.tolist(), entries.content.tolist(), strict=True)
+        for sample_id, length, content in columns:
+            yield LengthEntry(sample_id, length, f"{content:016x}" if content else "")
+
+    def __enter__(self) -> "LengthCache":
+        self._journal = Journal(partial_path(self.path), self.tokenizer_hash)
+        if self._resume:
+            self._take(self._journal)
+        else:
+            self._journal.restart()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        journal, self._journal = self._journal, None
+        assert journal is not None
+        if kind is not None:
+            self._flush(journal)
+            journal.close()
+            return
+        self._entries = self._all()
+        self._added, self._unwritten = {}, []
+        write_entries(self.path, self._entries)
+        self._complete = True
+        journal.remove()
+
+    def __repr__(self) -> str:
+        state = "finished" if self.is_complete() else "unfinished"
+        return f"LengthCache({self.path.name}, {len(self):,} entries, {state})"
+
+    def _find(self, sample_id: str) -> tuple[int, int] | None:
+        if sample_id in self._added:
+            return self._added[sample_id]
+        try:
+            item = self._entries.ids.find(sample_id)
+        except UnknownSample:
+            return None
+        return int(self._entries.lengths[item]), int(self._entries.content[item])
+
+    def _take(self, journal: Journal) -> None:
+        for chunk in journal.replay():
+            for sample_id, length, content in zip(*chunk, strict=True):
+                if self._find(sample_id) is None:
+                    self._added[sample_id] = (length, content)
+
+    def _flush(self, journal: Journal | None = None) -> None:
+        journal = journal or self._journal
+        assert journal is not None
+        entries = [self._added[sample_id] for sample_id in self._unwritten]
+        lengths, contents = [e[0] for e in entries], [e[1] for e in entries]
+        journal.append(self._unwritten, lengths, contents)
+        self._unwritten = []
+
+    def _all(self) -> Entries:
+        if not self._added:
+            return self._entries
+        old, new = self._entries, list(self._added.values())
+        rows = old.rows
+        if rows is not None:
+            after = int(rows[-1]) + 1
+            rows = np.concatenate([rows, np.arange(after, after + len(new))])
+        return Entries(
+            Ids.of([*old.ids, *self._added]),
+            np.concatenate([old.lengths, np.array([e[0] for e in new], np.int32)]),
+            np.concatenate([old.content, np.array([e[1] for e in new], np.uint64)]),
+            rows,
+            old.tokenizer_hash,
+        )
+
+
+def _empty(tokenizer_hash: str) -> Entries:
+    return Entries(
+        Ids.numbered(0), np.empty(0, np.int32), np.empty(0, np.uint64), None, tokenizer_hash
+    )
+
+
+def _content(text: str) -> int:
+    try:
+        value = int(text, 16) if text else 0
+    except ValueError:
+        value = -1
+    if not 0 <= value < 2**64 or len(text) not in (0, 16):
+        raise ConfigError(f"a content hash is 16 hexadecimal digits or empty, got {text!r}")
+    return value
+
+
+def _rows(lengths: Lengths) -> NDArray[np.int64]:
+    return np.arange(len(lengths)) if lengths.rows is None else lengths.rows
+
+
+def _from_mapping(source: Mapping[str, int]) -> tuple[NDArray[np.int32], Ids]:
+    # Through Python's integers, so that 2**70 is named instead of overflowing.
+    for id, value in source.items():
+        if not isinstance(id, str):
+            raise ConfigError(f"sample ids are strings, got {id!r}")
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise bad_length(id, repr(value))
+        if not 1 <= value <= LONGEST:
+            raise bad_length(id, value)
+    return np.fromiter(source.values(), np.int32, len(source)), Ids.of(source)

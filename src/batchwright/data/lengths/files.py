@@ -1,0 +1,338 @@
+"""Length caches on disk: `.jsonl` to read, `.safetensors` to load fast.
+
+A `.jsonl` cache is a header line, a line for each entry, and an end record:
+
+    {"format":"batchwright.lengths","version":1,"tokenizer_hash":"..."}
+    {"sample_id":"a","length":12,"content":"0123456789abcdef"}
+    {"end":true,"entries":1,"dataset_hash":"...","sha256":"..."}
+
+`content` is a hash of the row that was measured. `row` is added to entries that do not stand at
+their row's number, which happens after a row that was skipped. The last line is a function of
+all others, and a reader compares it whole, so no byte of the file can change unseen.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.ids import Ids
+from batchwright.data.rows.chat import one_line
+from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId
+from batchwright.files import existing, writing
+from batchwright.fingerprint import digest, digest_array
+
+__all__ = [
+    "LONGEST",
+    "Entries",
+    "bad_length",
+    "check_path",
+    "checked_lengths",
+    "dataset_hash",
+    "partial_path",
+    "read_entries",
+    "write_entries",
+]
+
+LONGEST = 2**31 - 1
+"""Lengths are int32 everywhere, so this is the longest a sample may be."""
+
+FORMAT = "batchwright.lengths"
+VERSION = 1
+START = b'{"format":"batchwright.lengths"'
+END = b'{"end":true'
+AGAIN = "run `batchwright data lengths build` again with the same output"
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Everything a cache holds: ids, lengths, content hashes (0 unknown) and row numbers.
+
+    `rows` is None when entry i is row i of the data.
+    """
+
+    ids: Ids
+    lengths: NDArray[np.int32]
+    content: NDArray[np.uint64]
+    rows: NDArray[np.int64] | None
+    tokenizer_hash: str
+
+    @cached_property
+    def dataset_hash(self) -> str:
+        """One digest over the ids and the content of all rows, whatever order they stand in."""
+        return dataset_hash(self.ids, self.content)
+
+
+def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
+    """Identity of a data set: which rows it has, by id and content, not in which order."""
+    keys = ids.keys()
+    order = np.lexsort((content, keys))
+    return digest("dataset", digest_array(keys[order]), digest_array(content[order]))[:16]
+
+
+def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:
+    """The values as int32, or `BadLength` with the first id whose value is out of range."""
+    if values.dtype.kind not in "iu":
+        raise BadLength(f"lengths are whole numbers, got an array of {values.dtype}")
+    wrong = (values < 1) | (values > LONGEST)
+    if wrong.any():
+        item = int(wrong.argmax())
+        raise bad_length(ids[item], values[item])
+    return np.ascontiguousarray(values, np.int32)
+
+
+def bad_length(id: str, value: object) -> BadLength:
+    return BadLength(
+        f"sample {id!r} has length {value}; "
+        f"a length is a whole number, at least 1 and at most {LONGEST:,}"
+    )
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path whose suffix names no format, or where somebody else's file stands."""
+    if path.suffix not in (".jsonl", ".safetensors"):
+        raise ConfigError(f"{path} names no format; a length cache ends in .jsonl or .safetensors")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file for the lengths")
+    if path.exists():
+        with path.open("rb") as file:
+            head = file.read(1 << 16)
+        ours = head.startswith(START) if path.suffix == ".jsonl" else FORMAT.encode() in head
+        if head and not ours:
+            raise ConfigError(f"{path} is not a length cache, so it stays; name another file")
+
+
+def write_entries(path: Path, entries: Entries) -> None:
+    """Write a finished cache, whole or not at all, the same bytes for the same entries.
+
+    No id stands twice in what is written; readers rely on that and on the checksum.
+    """
+    check_path(path)
+    if (pair := entries.ids.first_duplicate()) is not None:
+        raise DuplicateId(
+            f"sample id {entries.ids[pair[0]]!r} stands twice, as entries {pair[0]} and {pair[1]} "
+            f"(from 0); every id must be there once"
+        )
+    with writing(path) as temporary:
+        if path.suffix == ".jsonl":
+            _write_jsonl(temporary, entries)
+        else:
+            _write_safetensors(temporary, entries)
+
+
+def read_entries(path: Path) -> Entries:
+    """Read a finished cache; `BadFile` says what is wrong with any other."""
+    if path.suffix not in (".jsonl", ".safetensors"):
+        raise BadFile(f"{path} is not a length cache; one ends in .jsonl or .safetensors")
+    partial = partial_path(path)
+    if not path.exists() and partial.exists():
+        raise BadFile(f"{path} is not finished, only {partial.name} is there; {AGAIN}: it resumes")
+    try:
+        raw = existing(path, "length cache").read_bytes()
+    except IsADirectoryError:
+        raise BadFile(f"{path} is a folder, not a length cache; name the file") from None
+    entries = _read_jsonl(path, raw) if path.suffix == ".jsonl" else _read_safetensors(path, raw)
+    checked_lengths(entries.lengths, entries.ids)
+    return entries
+
+
+def partial_path(path: Path) -> Path:
+    """Where the journal of an unfinished cache stands."""
+    return path.with_name(f"{path.name}.partial")
+
+
+def _write_jsonl(path: Path, entries: Entries) -> None:
+    header = {"format": FORMAT, "version": VERSION, "tokenizer_hash": entries.tokenizer_hash}
+    hasher = hashlib.sha256()
+    with path.open("wb") as file:
+
+        def write(text: str) -> None:
+            file.write(raw := text.encode())
+            hasher.update(raw)
+
+        write(json.dumps(header, separators=(",", ":")) + "\n")
+        lines: list[str] = []
+        for line in _lines(entries):
+            lines.append(line)
+            if len(lines) == 8192:
+                write("".join(lines))
+                lines.clear()
+        write("".join(lines))
+        file.write(_end(len(entries.ids), entries.dataset_hash, hasher.hexdigest()))
+
+
+def _lines(entries: Entries) -> Iterator[str]:
+    rows = np.arange(len(entries.ids)) if entries.rows is None else entries.rows
+    columns = zip(
+        entries.ids, entries.lengths.tolist(), entries.content.tolist(), rows.tolist(), strict=True
+    )
+    for number, (id, length, content, row) in enumerate(columns):
+        known = f',"content":"{content:016x}"' if content else ""
+        moved = f',"row":{row}' if row != number else ""
+        yield f'{{"sample_id":{json.dumps(id)},"length":{length}{known}{moved}}}\n'
+
+
+def _end(entries: int, dataset_hash: str, sha256: str) -> bytes:
+    end = {"end": True, "entries": entries, "dataset_hash": dataset_hash, "sha256": sha256}
+    return json.dumps(end, separators=(",", ":")).encode() + b"\n"
+
+
+def _read_jsonl(path: Path, raw: bytes) -> Entries:
+    if not raw.startswith(START):
+        raise BadFile(f"{path} is not a length cache: its first line is not the header of one")
+    last = raw.rfind(b"\n", 0, len(raw) - 1) + 1
+    if not raw.startswith(END, last) or not raw.endswith(b"\n"):
+        raise BadFile(f"{path} was cut off: it has no end record; {AGAIN}: it resumes")
+    sha256 = hashlib.sha256(memoryview(raw)[:last]).hexdigest()
+    if sha256.encode() not in raw[last:]:
+        raise _damaged(path, "its bytes do not match its checksum")
+    first = raw.find(b"\n") + 1
+    header = json.loads(raw[:first])
+    if header.get("version") != VERSION:
+        raise BadFile(f"{path} is of version {header.get('version')}, this reads {VERSION}")
+    entries = _parse_lines(path, memoryview(raw)[first:last], header["tokenizer_hash"])
+    if raw[last:] != _end(len(entries.ids), entries.dataset_hash, sha256):
+        raise _damaged(path, "its end record does not match its entries")
+    return entries
+
+
+def _parse_lines(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
+    import pyarrow as pa
+    import pyarrow.json as pa_json
+
+    text, number = pa.large_string(), pa.int64()
+    schema = pa.schema(
+        [("sample_id", text), ("length", number), ("content", text), ("row", number)]
+    )
+    if not lines:
+        table = schema.empty_table()
+    else:
+        try:
+            table = pa_json.read_json(
+                pa.BufferReader(lines),
+                pa_json.ReadOptions(block_size=1 << 22),
+                pa_json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="error"),
+            )
+        except (pa.ArrowException, ValueError) as error:
+            raise _damaged(path, one_line(error)[:200]) from None
+    if table["sample_id"].null_count or table["length"].null_count:
+        raise _damaged(path, "an entry lacks its sample_id or its length")
+    ids = Ids.from_arrays(*_strings(table["sample_id"]))
+    lengths = checked_lengths(table["length"].to_numpy(), ids)
+    rows = None
+    if table["row"].null_count < len(ids):
+        index = pa.array(np.arange(len(ids)))
+        rows = pa.compute.coalesce(table["row"], pa.chunked_array([index])).to_numpy()
+    return Entries(ids, lengths, _hex(path, table["content"]), rows, tokenizer_hash)
+
+
+def _strings(column: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Offsets and bytes of a large_string column, copied out of Arrow's buffers."""
+    joined = column.combine_chunks()
+    if not len(joined):
+        return np.zeros(1, np.int64), np.empty(0, np.uint8)
+    _, ends, data = joined.buffers()
+    offsets = np.frombuffer(ends, np.int64)[joined.offset : joined.offset + len(joined) + 1]
+    content = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return offsets - offsets[0], content[offsets[0] : offsets[-1]].copy()
+
+
+_NIBBLES = np.full(256, 255, np.uint8)
+_NIBBLES[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
+
+
+def _hex(path: Path, column: Any) -> NDArray[np.uint64]:
+    """Sixteen hexadecimal digits each, nulls as 0."""
+    import pyarrow.compute
+
+    offsets, data = _strings(pyarrow.compute.fill_null(column, "0" * 16))
+    nibbles = _NIBBLES[data]
+    if (np.diff(offsets) != 16).any() or (nibbles == 255).any():
+        raise _damaged(path, "a content hash is not 16 hexadecimal digits")
+    values = np.zeros(len(offsets) - 1, np.uint64)
+    for digit in nibbles.reshape(-1, 16).T:
+        values = (values << np.uint64(4)) | digit
+    return values
+
+
+def _write_safetensors(path: Path, entries: Entries) -> None:
+    from safetensors.numpy import save
+
+    arrays: dict[str, NDArray[Any]] = {"lengths": entries.lengths, "content": entries.content}
+    if entries.ids.arrays is not None:
+        arrays["id_offsets"], arrays["id_bytes"] = entries.ids.arrays
+    if entries.rows is not None:
+        arrays["rows"] = entries.rows
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "entries": len(entries.ids),
+        "tokenizer_hash": entries.tokenizer_hash,
+        "dataset_hash": entries.dataset_hash,
+        "sha256": _sum(entries),
+    }
+    # One key, because the order of several is not the same in every run.
+    # To bytes first: a full disk must be an OSError, and the library has an error of its own.
+    path.write_bytes(save(arrays, {FORMAT: json.dumps(header, separators=(",", ":"))}))
+
+
+def _read_safetensors(path: Path, raw: bytes) -> Entries:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    size = int.from_bytes(raw[:8], "little")
+    head = raw[8 : 8 + size]
+    if size > len(raw) or FORMAT.encode() not in head:
+        raise BadFile(f"{path} is not a length cache, or its first bytes are damaged")
+    try:
+        # Only spaces may follow the header; readers take other white space as well.
+        metadata = json.loads(head.rstrip(b" "))["__metadata__"]
+        header = json.loads(metadata[FORMAT])
+        arrays = load(raw)
+        if header["version"] != VERSION:
+            raise BadFile(f"{path} is of version {header['version']}, this reads {VERSION}")
+        entries = _from_tensors(arrays, header)
+        entries.ids.keys()  # damaged offsets show here
+    except (SafetensorError, ValueError, LookupError, TypeError) as error:
+        if isinstance(error, BadFile) and "version" in str(error):
+            raise
+        raise _damaged(path, one_line(error)[:200]) from None
+    again = {
+        **header,
+        "format": FORMAT,
+        "entries": len(entries.ids),
+        "dataset_hash": entries.dataset_hash,
+        "sha256": _sum(entries),
+    }
+    if again != header or not head.rstrip(b" ").endswith(b"}"):
+        raise _damaged(path, "its bytes do not match its checksum")
+    return entries
+
+
+def _from_tensors(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> Entries:
+    lengths, content, rows = arrays["lengths"], arrays["content"], arrays.get("rows")
+    if "id_offsets" in arrays:
+        ids = Ids.from_arrays(arrays["id_offsets"], arrays["id_bytes"])
+    else:
+        ids = Ids.numbered(len(lengths))
+    columns = [lengths, content] if rows is None else [lengths, content, rows]
+    if any(column.shape != (len(ids),) for column in columns):
+        raise ValueError("its arrays are not of one length")
+    return Entries(ids, lengths, content, rows, str(header["tokenizer_hash"]))
+
+
+def _sum(entries: Entries) -> str:
+    # Ids and content are in the data set's hash already, so each byte is hashed once.
+    rows = None if entries.rows is None else digest_array(entries.rows)
+    lengths = digest_array(entries.lengths)
+    return digest(FORMAT, VERSION, lengths, rows, entries.tokenizer_hash, entries.dataset_hash)
+
+
+def _damaged(path: Path, reason: str) -> BadFile:
+    return BadFile(f"{path} is damaged: {reason}; {AGAIN}")

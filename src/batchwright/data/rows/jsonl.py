@@ -1,0 +1,182 @@
+"""JSON lines, plain or compressed, with the place of every row kept as one integer."""
+
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.rows.chat import one_line
+from batchwright.data.rows.sample import Row
+from batchwright.errors import BadFile, BadRow, CannotWrite
+from batchwright.fingerprint import digest
+
+__all__ = ["JsonlSource"]
+
+BLOCK = 1 << 24
+BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
+
+
+class JsonlSource:
+    """One JSON object a line; `packing` is None, "gzip" or "zstd".
+
+    Blank lines are no rows, but they count as lines. A compressed file is unpacked into a
+    temporary file that has no name, so it is gone with the process.
+    """
+
+    def __init__(self, path: Path, packing: str | None) -> None:
+        self.path = path
+        self.name = path.name
+        # Rows are read by position instead of mapped: a file that shrinks meanwhile must be an
+        # error, and a mapped one would kill the process.
+        self._packing = packing
+        self._handle = os.open(path, os.O_RDONLY) if packing is None else _unpacked(path, packing)
+        # A source is a view that nobody closes, so its file closes with it.
+        weakref.finalize(self, os.close, self._handle)
+        self._starts, self._lines = _index(self._handle, path)
+        if len(self) == 0:
+            raise BadFile(f"{path} holds no rows")
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, item: int) -> Row:
+        if not 0 <= item < len(self):
+            raise IndexError(f"{self.name} has no row {item}, it has {len(self):,}")
+        ((_, row),) = self.chunk(item, item + 1).rows()
+        if isinstance(row, BadRow):
+            raise BadRow(f"{self.where(item)}: {row}")
+        return row
+
+    def where(self, item: int) -> str:
+        return f"{self.name}:{item + 1 if self._lines is None else self._lines[item]}"
+
+    def chunk(self, start: int, stop: int) -> "_Lines":
+        ends = self._starts[start : stop + 1]
+        raw = os.pread(self._handle, int(ends[-1] - ends[0]), int(ends[0]))
+        if len(raw) != ends[-1] - ends[0]:
+            raise BadFile(f"{self.path} became shorter while it was read; run again")
+        return _Lines(start, raw, (ends - ends[0]).tolist())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return digest("jsonl", _file_digest(self._handle))[:16]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # By place, not by content: the file without a name cannot be handed on.
+        return (JsonlSource, (self.path, self._packing))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    first: int
+    raw: bytes
+    ends: list[int]
+
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
+        for number, (start, end) in enumerate(itertools.pairwise(self.ends), self.first):
+            yield number, _parse(self.raw[start:end])
+
+
+def _parse(line: bytes) -> Row | BadRow:
+    try:
+        row = json.loads(line.rstrip().decode())
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
+    except json.JSONDecodeError as error:
+        return BadRow(f"not JSON: {one_line(error.msg)} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"not JSON: {one_line(error)}")
+    if not isinstance(row, dict):
+        return BadRow(f"is a JSON {type(row).__name__}, not an object in braces")
+    return row
+
+
+def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Where each row begins, the end of the file last, and its line if blank lines intervene."""
+    size = os.fstat(handle).st_size
+    head = os.pread(handle, 4096, 0)
+    _refuse_foreign(head, path)
+    newlines = []
+    for start in range(0, size, BLOCK):
+        block = np.frombuffer(os.pread(handle, BLOCK, start), np.uint8)
+        newlines.append(np.flatnonzero(block == 10) + start)
+    byte_order_mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
+    starts = np.concatenate([[byte_order_mark], *(n + 1 for n in newlines), [size]])
+    if starts[-2] == size:  # the file ends with a newline, so no line begins there
+        starts = starts[:-1]
+    # A row begins with a brace; only lines that begin with white space may be blank.
+    sizes, firsts = np.diff(starts), _first_bytes(handle, starts[:-1], size)
+    blank = (firsts == 10) & (sizes == 1)
+    for line in np.flatnonzero(np.isin(firsts, BLANK) & ~blank):
+        blank[line] = not os.pread(handle, int(sizes[line]), int(starts[line])).strip()
+    if not blank.any():
+        return starts, None
+    lines = np.flatnonzero(~blank) + 1
+    # Blank lines stay behind the row before them: JSON allows white space at the end. Those
+    # before the first row belong to nobody.
+    return np.append(starts[:-1][~blank], size), lines
+
+
+def _first_bytes(handle: int, starts: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
+    firsts = np.empty(len(starts), np.uint8)
+    for at in range(0, size, BLOCK):
+        a, b = np.searchsorted(starts, [at, at + BLOCK])
+        if a < b:
+            block = np.frombuffer(os.pread(handle, BLOCK, at), np.uint8)
+            firsts[a:b] = block[starts[a:b] - at]
+    return firsts
+
+
+def _refuse_foreign(head: bytes, path: Path) -> None:
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise BadFile(f"{path} is UTF-16; save it as UTF-8")
+    if b"\0" in head:
+        raise BadFile(f"{path} is a binary file; give JSONL, gzip or zstd JSONL, or Parquet")
+    if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        raise BadFile(f"{path} is one JSON array; write one object a line, as in: jq -c '.[]'")
+
+
+def _unpacked(path: Path, packing: str) -> int:
+    """The content of an archive as an open file without a name."""
+    import pyarrow
+
+    try:
+        with tempfile.TemporaryFile() as file, pyarrow.OSFile(str(path)) as packed:
+            stream = pyarrow.CompressedInputStream(packed, packing)
+            while block := _read(stream, path, packing):
+                file.write(block)
+            file.flush()
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot unpack {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
+            f"free space or set TMPDIR to a larger place"
+        ) from None
+
+
+def _read(stream: Any, path: Path, packing: str) -> bytes:
+    try:
+        return bytes(stream.read(BLOCK))
+    except (OSError, ValueError) as error:
+        raise BadFile(
+            f"{path} is cut or damaged {packing}: {one_line(error)}; fetch or make it again"
+        ) from None
+
+
+def _file_digest(handle: int) -> str:
+    hasher = hashlib.sha256()
+    at = 0
+    while block := os.pread(handle, BLOCK, at):
+        hasher.update(block)
+        at += len(block)
+    return hasher.hexdigest()

@@ -1,0 +1,191 @@
+"""Rows of every known shape become token ids and a loss mask.
+
+The first of these that a row has decides its shape; a key whose value is null counts as absent:
+
+    input_ids (+ loss_mask)                      already tokens; taken as they are
+    messages (+ tools)                           a conversation, by the chat template
+    prompt + completion | response               text, or lists of messages
+    instruction (+ input) + output | response    under Alpaca's headings
+    question + answer                            the question, a newline, the answer
+    text | content | input                       plain text
+
+The loss covers the response, every assistant turn, or all of a plain text. A prompt and its
+response are tokenised apart and joined, so the mask is exact. The end-of-text token, where the
+tokenizer has one, follows plain texts and responses and counts for the loss; conversations end
+as their template ends them.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.rows.shapes import (
+    Chat,
+    Pair,
+    Ready,
+    Row,
+    Shape,
+    Text,
+    checked_unicode,
+    shape_or_reason,
+)
+from batchwright.errors import BadRow
+
+if TYPE_CHECKING:
+    from batchwright.data.tokenizers import Tokenizer
+
+__all__ = [
+    "ENCODING_VERSION",
+    "Row",
+    "Sample",
+    "content_hash",
+    "encode_row",
+    "encode_rows",
+    "row_id",
+]
+
+# Made once: `json.dumps` would make one for every row.
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
+
+ENCODING_VERSION = 1
+"""Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
+
+Name = TypeVar("Name", int, str)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One row as tokens: `loss_mask` is 1 where the model is to learn the token."""
+
+    input_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.uint8]
+    sample_id: str
+    dataset_id: str | None = None
+    difficulty: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+def encode_row(row: Row, tokenizer: "Tokenizer", sample_id: str) -> Sample:
+    """One row as a sample, called `sample_id` unless it has an id of its own.
+
+    >>> from batchwright.data.tokenizers import load_tokenizer
+    >>> sample = encode_row({"prompt": "2+2=", "completion": "4"}, load_tokenizer("bytes"), "0")
+    >>> sample.input_ids.tolist(), sample.loss_mask.tolist()
+    ([50, 43, 50, 61, 52, 257], [0, 0, 0, 0, 1, 1])
+    """
+    ((_, outcome),) = encode_rows([(sample_id, row)], tokenizer)
+    if isinstance(outcome, BadRow):
+        raise outcome
+    return outcome
+
+
+def encode_rows(
+    rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: "Tokenizer"
+) -> list[tuple[Name, Sample | BadRow]]:
+    """Many rows at once, in order; each becomes a sample or the reason why it cannot.
+
+    All texts go to the tokenizer together, which is several times faster than one by one. Rows
+    are named by their number or an id; rows that are already bad pass through.
+    """
+    read = [(name, row, shape_or_reason(row, tokenizer)) for name, row in rows]
+    tokens = _Tokens([shape for _, _, shape in read if not isinstance(shape, BadRow)], tokenizer)
+    outcomes: list[tuple[Name, Sample | BadRow]] = []
+    for name, row, shape in read:
+        if isinstance(row, BadRow):
+            outcomes.append((name, row))
+            continue
+        if isinstance(shape, BadRow):
+            outcomes.append((name, shape))
+            continue
+        ids, mask = tokens.of(shape)
+        try:
+            outcomes.append((name, _sample(row, str(name), ids, mask)))
+        except BadRow as error:
+            outcomes.append((name, error))
+    return outcomes
+
+
+def content_hash(row: Row) -> int:
+    """64 bits of a row's content, the same whatever file it is read from.
+
+    Nulls at the top count as absent, because Parquet gives every row every key.
+
+    >>> content_hash({"text": "a", "id": None}) == content_hash({"text": "a"})
+    True
+    """
+    present = {key: value for key, value in row.items() if value is not None}
+    return int.from_bytes(hashlib.sha256(_canonical(present).encode()).digest()[:8], "big")
+
+
+class _Tokens:
+    """The tokens of many shapes, encoded in as few calls as there are kinds of text."""
+
+    def __init__(self, shapes: Sequence[Shape], tokenizer: "Tokenizer") -> None:
+        self._prefix = tokenizer.prefix
+        self._eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        texts = [shape.text for shape in shapes if isinstance(shape, Text)]
+        parts = [p for s in shapes if isinstance(s, Pair) for p in (s.prompt, s.response)]
+        chats = [shape.text for shape in shapes if isinstance(shape, Chat)]
+        # Shapes are asked for in the order they were given, so iterators are enough.
+        self._texts = iter(tokenizer.encode_batch(texts, special=True) if texts else ())
+        self._parts = iter(tokenizer.encode_batch(parts, special=False) if parts else ())
+        self._chats = iter(tokenizer.encode_with_offsets(chats) if chats else ())
+
+    def of(self, shape: Shape) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+        if isinstance(shape, Ready):
+            return shape.ids, shape.mask
+        if isinstance(shape, Chat):
+            found, offsets = next(self._chats)
+            mask = np.zeros(len(found), np.uint8)
+            for start, end in shape.spans:
+                mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+            return np.asarray(found, np.int32), mask
+        if isinstance(shape, Text):
+            ids = self._ended(next(self._texts))
+            return ids, np.ones(len(ids), np.uint8)
+        prompt = next(self._parts)
+        response = self._ended(next(self._parts))
+        before = np.concatenate([self._prefix, prompt]).astype(np.int32)
+        mask = np.zeros(len(before) + len(response), np.uint8)
+        mask[len(before) :] = 1
+        return np.concatenate([before, response]), mask
+
+    def _ended(self, ids: Sequence[int]) -> NDArray[np.int32]:
+        """The ids with the end-of-text token behind, unless it is there already."""
+        done = len(ids) and self._eos and ids[-1] == self._eos[0]
+        return np.asarray(ids if done else [*ids, *self._eos], np.int32)
+
+
+def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
+    if not len(ids):
+        raise BadRow("has no tokens")
+    difficulty, dataset = row.get("difficulty"), row.get("dataset_id")
+    if isinstance(difficulty, bool | str) or difficulty is None or not math.isfinite(difficulty):
+        difficulty = None
+    return Sample(
+        input_ids=ids,
+        loss_mask=mask,
+        sample_id=row_id(row, name),
+        dataset_id=None if dataset is None else str(dataset),
+        difficulty=None if difficulty is None else float(difficulty),
+    )
+
+
+def row_id(row: Row, name: str) -> str:
+    """The row's own id from `id` or `sample_id`, in this order, else `name`."""
+    for key in ("id", "sample_id"):
+        given = row.get(key)
+        if given is None:
+            continue
+        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+            raise BadRow(f"its {key} is {given!r}; an id is a string or a whole number")
+        return checked_unicode(str(given), key)
+    return name

@@ -1,0 +1,183 @@
+"""Rows of JSONL, Parquet or a Hugging Face data set behind one indexable view.
+
+What a file is, its first bytes say, not its name: JSONL may be compressed with gzip or zstd.
+"""
+
+import bisect
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from batchwright.data.rows.jsonl import JsonlSource
+from batchwright.data.rows.sample import Row
+from batchwright.data.rows.tables import dataset, hugging_face, parquet
+from batchwright.errors import BadRow, ConfigError, MissingFile
+from batchwright.fingerprint import digest
+
+__all__ = ["Chunk", "OnBadRow", "Skipped", "Source", "good_rows", "open_source"]
+
+OnBadRow = Literal["fail", "skip"]
+T = TypeVar("T")
+
+FILES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+class Chunk(Protocol):
+    """Some rows in a form that travels cheaply to another process, to be parsed there."""
+
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
+        """Each row's number in the whole source, with the row or why it cannot be read."""
+        ...
+
+
+class Source(Protocol):
+    """A data set as a list of rows; row `i` of the source is item `i` everywhere else."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the content, made on first use."""
+        ...
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, item: int) -> Row:
+        """The row, or `BadRow` with its place and the reason."""
+        ...
+
+    def where(self, item: int) -> str:
+        """The place of a row as `train.jsonl:17`, lines and rows counted from 1."""
+        ...
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """The rows from `start` up to but not including `stop`."""
+        ...
+
+
+@dataclass(slots=True)
+class Skipped:
+    """How many bad rows were left out, and why the first few were."""
+
+    count: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def add(self, reason: str) -> None:
+        self.count += 1
+        if len(self.reasons) < 5:
+            self.reasons.append(reason)
+
+
+def open_source(spec: Any) -> Source:
+    """Open a file, a folder, several files as one, or a Hugging Face data set.
+
+    `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
+    or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
+    a folder); or a `datasets.Dataset` itself. Nothing but the places of the rows is held in
+    memory.
+    """
+    if isinstance(spec, str) and spec.startswith("hf:"):
+        return hugging_face(spec.removeprefix("hf:"))
+    if isinstance(spec, str | Path):
+        return _open_path(Path(spec))
+    if isinstance(spec, Sequence):
+        if not spec:
+            raise ConfigError("an empty list names no data; give at least one path")
+        parts = [open_source(part) for part in spec]
+        return parts[0] if len(parts) == 1 else _JoinedSource(parts)
+    if type(spec).__module__.partition(".")[0] == "datasets":
+        return dataset(spec, "the data set")
+    raise ConfigError(
+        f"data is named by a path, a list of paths or a Dataset, not by a {type(spec).__name__}"
+    )
+
+
+def good_rows(
+    source: Source,
+    rows: Iterable[tuple[int, T | BadRow]],
+    on_bad_row: OnBadRow,
+    skipped: Skipped,
+) -> Iterator[tuple[int, T]]:
+    """The rows that are no `BadRow`; a bad one is raised with its place, or counted.
+
+    The rows may have been worked on since they were read: whatever carries the row's number
+    and is no `BadRow` passes.
+    """
+    for item, row in rows:
+        if not isinstance(row, BadRow):
+            yield item, row
+            continue
+        reason = f"{source.where(item)}: {row}"
+        if on_bad_row == "fail":
+            raise BadRow(reason)
+        skipped.add(reason)
+
+
+def _open_path(path: Path) -> Source:
+    if not path.exists():
+        raise MissingFile(f"no data at {path}; check the path")
+    if path.is_dir():
+        if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+            return hugging_face(str(path))
+        files = sorted(file for pattern in FILES for file in path.glob(pattern))
+        if not files:
+            raise MissingFile(f"{path} is a folder without {' or '.join(FILES)} in it")
+        return open_source(files)
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise MissingFile(f"cannot read {path}: {error.strerror}") from None
+    if head.startswith(b"PAR1"):
+        return parquet(path)
+    return JsonlSource(path, next((MAGIC[m] for m in MAGIC if head.startswith(m)), None))
+
+
+class _JoinedSource:
+    """Several sources one after the other."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self._parts = parts
+        self._starts = [0, *itertools.accumulate(len(part) for part in parts)]
+        self.name = f"{parts[0].name} and {len(parts) - 1} more"
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("joined", [part.fingerprint for part in self._parts])[:16]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, item: int) -> Row:
+        part, inner = self._place(item)
+        return part[inner]
+
+    def where(self, item: int) -> str:
+        part, inner = self._place(item)
+        return part.where(inner)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        chunks = []
+        for part, (first, end) in zip(self._parts, itertools.pairwise(self._starts), strict=True):
+            a, b = max(start, first), min(stop, end)
+            if a < b:
+                chunks.append((first, part.chunk(a - first, b - first)))
+        return _JoinedChunk(chunks)
+
+    def _place(self, item: int) -> tuple[Source, int]:
+        if not 0 <= item < len(self):
+            raise IndexError(f"{self.name} have no row {item}, they have {len(self):,}")
+        part = bisect.bisect_right(self._starts, item) - 1
+        return self._parts[part], item - self._starts[part]
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedChunk:
+    chunks: list[tuple[int, Chunk]]
+
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
+        for first, chunk in self.chunks:
+            for item, row in chunk.rows():
+                yield first + item, row

@@ -1,0 +1,184 @@
+"""Parquet files and Hugging Face data sets: rows cut out of Arrow tables."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchwright.data.rows.chat import one_line
+from batchwright.data.rows.sample import Row
+from batchwright.errors import BadFile, ConfigError, MissingFile, need
+from batchwright.fingerprint import digest
+
+__all__ = ["TableSource", "dataset", "hugging_face", "parquet"]
+
+
+class TableSource:
+    """Rows of whatever can give a range of itself as an Arrow table."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        table: Callable[[int, int], Any],
+        fingerprint: Callable[[], str],
+    ) -> None:
+        if size == 0:
+            raise BadFile(f"{name} holds no rows")
+        self.name = name
+        self._size = size
+        self._table = table
+        self._fingerprint = fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, item: int) -> Row:
+        if not 0 <= item < self._size:
+            raise IndexError(f"{self.name} has no row {item}, it has {self._size:,}")
+        row: Row = self._table(item, item + 1).to_pylist()[0]
+        return row
+
+    def where(self, item: int) -> str:
+        return f"{self.name}:{item + 1}"
+
+    def chunk(self, start: int, stop: int) -> "_TableChunk":
+        import pyarrow
+
+        table = self._table(start, stop)
+        sink = pyarrow.BufferOutputStream()
+        # Arrow's own format takes only the cut; pickling a slice may take the whole table.
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        return _TableChunk(start, sink.getvalue().to_pybytes())
+
+
+@dataclass(frozen=True, slots=True)
+class _TableChunk:
+    first: int
+    raw: bytes
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        import pyarrow
+
+        with pyarrow.ipc.open_stream(self.raw) as reader:
+            yield from enumerate(reader.read_all().to_pylist(), self.first)
+
+
+def parquet(path: Path) -> TableSource:
+    """A Parquet file, read a row group at a time; nested columns become lists and objects."""
+    reader = _Parquet(path)
+    return TableSource(path.name, len(reader), reader.table, reader.fingerprint)
+
+
+class _Parquet:
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet
+
+        self._path = path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+        except (OSError, ValueError) as error:
+            raise _damaged(path, error) from None
+        metadata = self._file.metadata
+        groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
+        self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
+        self._group: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def table(self, start: int, stop: int) -> Any:
+        import pyarrow
+
+        first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
+        cuts = []
+        for group in range(int(first), int(last) + 1):
+            begin, end = int(self._starts[group]), int(self._starts[group + 1])
+            a, b = max(start, begin), min(stop, end)
+            if a < b:
+                cuts.append(self._read(group).slice(a - begin, b - a))
+        return pyarrow.concat_tables(cuts)
+
+    def fingerprint(self) -> str:
+        with self._path.open("rb") as file:
+            return digest("parquet", hashlib.file_digest(file, "sha256").hexdigest())[:16]
+
+    def _read(self, group: int) -> Any:
+        # Neighbouring rows are asked for together, so the last group is kept.
+        if self._group[0] != group:
+            try:
+                self._group = (group, self._file.read_row_group(group))
+            except (OSError, ValueError) as error:
+                raise _damaged(self._path, error) from None
+        return self._group[1]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Parquet, (self._path,))
+
+
+def _damaged(path: Path, error: Exception) -> BadFile:
+    reason = one_line(error)[:200]
+    return BadFile(f"{path} is cut or damaged Parquet: {reason}; fetch or make it again")
+
+
+def hugging_face(spec: str) -> TableSource:
+    """The data set NAME or NAME:SPLIT; a NAME that is a folder was written by `save_to_disk`."""
+    datasets = need("datasets", extra="hf")
+    name, _, split = spec.partition(":")
+    try:
+        if Path(name).is_dir():
+            loaded = datasets.load_from_disk(name)
+        else:
+            loaded = datasets.load_dataset(name, split=split or None)
+    except (OSError, ValueError) as error:
+        raise MissingFile(
+            f"cannot load the data set {name}: {one_line(error)[:200]}; check its name, "
+            f"or give a local file"
+        ) from None
+    if isinstance(loaded, dict):
+        loaded = _split(loaded, name, split)
+    return dataset(loaded, Path(name).name)
+
+
+def dataset(loaded: Any, name: str) -> TableSource:
+    """A `datasets.Dataset` that is already open."""
+    datasets = need("datasets", extra="hf")
+    if isinstance(loaded, dict):
+        loaded = _split(loaded, name, "")
+    if not isinstance(loaded, datasets.Dataset):
+        raise ConfigError(
+            f"{name} is a {type(loaded).__name__}, whose rows have no numbers; "
+            f"give a datasets.Dataset, as load_dataset without streaming does"
+        )
+    reader = _Dataset(loaded.with_format("arrow"))
+    return TableSource(name, len(loaded), reader.table, reader.fingerprint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Dataset:
+    inner: Any
+
+    def table(self, start: int, stop: int) -> Any:
+        return self.inner[start:stop]
+
+    def fingerprint(self) -> str:
+        return digest("dataset", str(self.inner._fingerprint))[:16]
+
+
+def _split(splits: Any, name: str, wanted: str) -> Any:
+    if not wanted:
+        wanted = "train" if "train" in splits or len(splits) > 1 else next(iter(splits))
+    if wanted not in splits:
+        raise ConfigError(
+            f"{name} has no split {wanted!r}, it has {', '.join(splits)}; "
+            f"name one as hf:{name}:{next(iter(splits))}"
+        )
+    return splits[wanted]

@@ -1,0 +1,1 @@
+"""The compiled step of the prover environment, one file a stage."""

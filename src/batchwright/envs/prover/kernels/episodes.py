@@ -1,0 +1,274 @@
+"""The two ends of an episode: what it asks, and what its end is worth."""
+
+# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.envs.prover.kernels.order import permute_row
+from batchwright.envs.prover.slots import (
+    ACTIVE,
+    ANSWER,
+    ASK_BOTH,
+    ASK_HEAD,
+    ASK_TAIL,
+    BEGUN,
+    C_ASK,
+    C_DEPTH,
+    C_ENTITIES,
+    C_KEY,
+    C_ONCE,
+    C_RATIO,
+    COUNT,
+    DEPTH,
+    E_ANSWER,
+    E_INVALID,
+    E_PROVEN,
+    ENDING,
+    EPISODE,
+    FILLED,
+    FINAL,
+    FINISHED,
+    FIRST,
+    GAVE_UP,
+    GOES_ON,
+    HEAD,
+    INDEX,
+    INVALID,
+    LABEL,
+    MORE,
+    NEXT,
+    PAGE,
+    PREDICATE,
+    PROVEN,
+    SEEN,
+    SIDE,
+    STEPS,
+    TAIL,
+    TRACES,
+    TRUNCATED,
+    TRUTH,
+    TURN,
+    Bools,
+    Ints,
+    Longs,
+    episode_key,
+    erase,
+    mark,
+    option,
+    trace,
+)
+from batchwright.jit import kernel
+from batchwright.logic.lookup import found
+from batchwright.logic.prove.unify import Program
+from batchwright.permutation import below, mix
+
+__all__ = ["begin", "finish"]
+
+DRAWS = 32
+"""Random corruptions tried before the entities are gone through one by one."""
+
+
+@kernel
+def finish(
+    prog: Program,
+    listed: NDArray[np.uint32],
+    total: int,
+    slots: Longs,
+    goals: Ints,
+    candidates: Ints,
+    mask: Bools,
+    n_valid: Longs,
+    query: Ints,
+    rewards: NDArray[np.float32],
+    config: Longs,
+    counters: Longs,
+    reward: NDArray[np.float32],
+    terminated: Bools,
+    truncated: Bools,
+    ended: Longs,
+    final_goals: Ints,
+    final_candidates: Ints,
+    final_mask: Bools,
+    final_n_valid: Longs,
+    final_query: Ints,
+) -> None:
+    """Reward the listed slots whose episode is over, and keep what they showed last."""
+    entities = config[C_ENTITIES]
+    ps_ptr, ps_obj = prog.ps_ptr, prog.ps_obj
+    room = goals.shape[1]
+    for i in range(total):
+        b = listed[i]
+        stopped = truncated[b]
+        if not (stopped or terminated[b]):
+            continue
+        proven = ended[b, E_PROVEN] != 0
+        if not stopped:
+            right = slots[b, LABEL] != 0
+            if proven and slots[b, SIDE] != 0:
+                right = _correct(slots, b, ps_ptr, ps_obj, entities)
+            if proven:
+                reward[b] = rewards[0] if right else rewards[2]
+            elif right:
+                reward[b] = rewards[1]
+            else:
+                reward[b] = rewards[3]
+                if slots[b, ENDING] == GAVE_UP:
+                    reward[b] += rewards[4]
+        counters[PROVEN] += proven
+        counters[TRUNCATED] += stopped
+        counters[FINISHED] += 1
+        counters[INVALID] += ended[b, E_INVALID]
+        ended[b, E_ANSWER] = slots[b, ANSWER] if slots[b, ANSWER] < entities else -1
+        for k in range(room):
+            for c in range(3):
+                final_goals[b, k, c] = goals[b, k, c]
+        for c in range(3):
+            final_query[b, c] = query[b, c]
+        # Only a truncated state has a future: of others no candidate is shown but END.
+        kept = slots[b, FILLED] if stopped else FIRST
+        if kept > FIRST or slots[b, FINAL] > FIRST:
+            for k in range(FIRST, kept):
+                for c in range(4):
+                    final_candidates[b, k, c] = candidates[b, k, c]
+                final_mask[b, k] = True
+            for k in range(kept, slots[b, FINAL]):
+                erase(final_candidates, final_mask, b, k)
+            slots[b, FINAL] = kept
+            option(final_candidates, final_mask, b, TURN, NEXT, stopped and slots[b, MORE] != 0)
+        final_n_valid[b] = n_valid[b] if stopped else 0
+
+
+@kernel
+def begin(
+    listed: NDArray[np.uint32],
+    count: int,
+    slots: Longs,
+    goals: Ints,
+    history: Ints,
+    counters: Longs,
+    config: Longs,
+    queries: Ints,
+    labels: Bools,
+    known_ptr: Ints,
+    known_obj: Ints,
+    query: Ints,
+    order: NDArray[np.uint32],
+) -> None:
+    """Put the next episodes of the stream into the listed slots, in the order of the slots.
+
+    What an episode is depends on its number only.
+    """
+    entities, ratio, ask = config[C_ENTITIES], config[C_RATIO], config[C_ASK]
+    total = queries.shape[0]
+    once = config[C_ONCE] != 0
+    # Queries come in another order in every epoch; `order` holds as much of it as is wanted.
+    held = np.int64(0)
+    upto = np.int64(0)
+    for i in range(count):
+        b = listed[i]
+        number = counters[BEGUN]
+        index = np.int64(-1)
+        if not once or number < total:
+            counters[BEGUN] += 1
+            index = number
+            if not once:
+                positive = number // (1 + ratio) if ratio else number
+                if positive >= upto:
+                    epoch = positive // total
+                    held = positive
+                    last = (number + count - i - 1) // (1 + ratio)
+                    upto = min(last + 1, (epoch + 1) * total)
+                    permute_row(
+                        *(positive - epoch * total, upto - held, total),
+                        *(mix(config[C_KEY], epoch), order[0], order[1]),
+                    )
+                index = np.int64(order[0, positive - held])
+        slots[b, EPISODE], slots[b, INDEX] = number if index >= 0 else np.int64(-1), index
+        if index >= 0:
+            # Nothing waits for these reads while the next episode's place is worked out.
+            slots[b, HEAD], slots[b, TAIL] = queries[index, 0], queries[index, 2]
+            slots[b, PREDICATE], slots[b, LABEL] = queries[index, 1], labels[index]
+    for i in range(count):
+        b = listed[i]
+        for k in range(slots[b, COUNT]):
+            goals[b, k, 0] = goals[b, k, 1] = goals[b, k, 2] = -1
+        slots[b, DEPTH] = slots[b, PAGE] = slots[b, STEPS] = slots[b, SIDE] = 0
+        slots[b, ENDING] = GOES_ON
+        number, index = slots[b, EPISODE], slots[b, INDEX]
+        if index < 0:
+            slots[b, ACTIVE] = slots[b, COUNT] = slots[b, LABEL] = 0
+            slots[b, ANSWER] = slots[b, HEAD] = slots[b, PREDICATE] = slots[b, TAIL] = -1
+            query[b, 0] = query[b, 1] = query[b, 2] = -1
+            continue
+        h, p, t = slots[b, HEAD], slots[b, PREDICATE], slots[b, TAIL]
+        label = slots[b, LABEL] != 0
+        if ratio:
+            positive = number // (1 + ratio)
+            wrong = number - positive * (1 + ratio)
+            if wrong:
+                turn = (positive * ratio + wrong - 1) & 1
+                key = episode_key(config[C_KEY], number)
+                ok, h, t = _corrupted(h, p, t, turn, entities, known_ptr, known_obj, key)
+                # Where every entity is a right answer nothing can be corrupted: the truth is asked.
+                label = label and not ok
+        side = ask
+        if ask == ASK_BOTH:
+            side = 1 + (number & 1)
+        x = entities if side == ASK_HEAD else h
+        y = entities if side == ASK_TAIL else t
+        slots[b, ACTIVE] = slots[b, COUNT] = 1
+        slots[b, LABEL], slots[b, SIDE] = label, side
+        slots[b, HEAD], slots[b, TAIL] = h, t
+        slots[b, ANSWER] = t if side == TRUTH else entities
+        slots[b, TRACES] = trace(1, p, x, y)
+        slots[b, SEEN] = mark(slots[b, TRACES])
+        goals[b, 0, 0], goals[b, 0, 1], goals[b, 0, 2] = p, x, y
+        query[b, 0] = -1 if side == ASK_HEAD else h
+        query[b, 1] = p
+        query[b, 2] = -1 if side == ASK_TAIL else t
+        row = np.int64(b) * (config[C_DEPTH] + 1)
+        history[row, 0, 0], history[row, 0, 1] = 1, slots[b, ANSWER]
+        history[row, 1, 0], history[row, 1, 1], history[row, 1, 2] = p, x, y
+
+
+@kernel
+def _corrupted(
+    h: int, p: int, t: int, side: int, entities: int, ptr: Ints, obj: Ints, key: int
+) -> tuple[bool, int, int]:
+    """The triple with another head (side 0) or tail that is not known to be true.
+
+    Where the wanted side has none, the other one is tried; False if neither has.
+    """
+    for turn in range(2):
+        a, c = h, t
+        other = np.int64(0)
+        for draw in range(DRAWS + entities):
+            if draw < DRAWS:
+                other = below(key, 2 * draw + turn, entities)
+            else:
+                other = (other + 1) % entities
+            if side == 0:
+                a = other
+            else:
+                c = other
+            if not found(ptr, obj, entities, a, p, c):
+                return True, a, c
+        side = 1 - side
+    return False, h, t
+
+
+@kernel
+def _correct(slots: Longs, b: int, ps_ptr: Ints, ps_obj: Ints, entities: int) -> bool:
+    """Whether the answer of an open query is the one looked for, or another fact."""
+    answer, h, t = slots[b, ANSWER], slots[b, HEAD], slots[b, TAIL]
+    if answer >= entities:
+        return False
+    if answer == (h if slots[b, SIDE] == ASK_HEAD else t):
+        return bool(slots[b, LABEL] != 0)
+    if slots[b, SIDE] == ASK_HEAD:
+        h = answer
+    else:
+        t = answer
+    return found(ps_ptr, ps_obj, entities, h, slots[b, PREDICATE], t)

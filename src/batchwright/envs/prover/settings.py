@@ -1,0 +1,111 @@
+"""What the prover environment may be asked for: reward schemes, kinds of questions, sizes."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from batchwright.envs.prover import slots as core
+from batchwright.errors import BadProgram, ConfigError, Mismatch
+from batchwright.logic.facts import Facts, as_triples
+from batchwright.logic.rules import Rules
+
+__all__ = ["ASKS", "REWARDS", "Ask", "auto_batch", "check_settings", "checked", "scheme"]
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Ask = Literal["truth", "head", "tail", "both"]
+
+REWARDS = {
+    "proved": (1.0, 0.0, 0.0, 0.0, 0.0),
+    "proved_signed": (1.0, 0.0, -1.0, 0.0, 0.0),
+    "correct": (1.0, 0.0, 0.0, 1.0, 0.0),
+    "cautious": (1.0, -0.5, -1.5, 1.0, 0.0),
+    "balanced": (1.0, -1.0, -1.0, 1.0, 0.0),
+    "balanced_end": (1.0, -1.0, -1.0, 1.0, 0.3),
+}
+"""Rewards of an episode's end, numbers 0 to 5 in this order: a true query proved, a true one
+given up, a false one proved, a false one given up, and more for the last if it was by END. In the
+last two, giving up a false one is worth 1 / negatives, so that a cycle of episodes is balanced."""
+
+ASKS: dict[str, int] = {
+    "truth": core.TRUTH,
+    "head": core.ASK_HEAD,
+    "tail": core.ASK_TAIL,
+    "both": core.ASK_BOTH,
+}
+
+AUTO_MOST = 16_384
+"""Environments that `batch_size="auto"` takes at most: beyond, steps only wait longer."""
+
+
+def checked(queries: ArrayLike, facts: Facts, rules: Rules) -> Ints:
+    asked = as_triples(queries)
+    if not len(asked):
+        raise BadProgram("there is no query to prove; give at least one triple")
+    if (facts.num_entities, facts.num_predicates) != (rules.num_entities, rules.num_predicates):
+        raise Mismatch("facts and rules have different vocabularies; make both with one")
+    high = np.array([facts.num_entities, facts.num_predicates, facts.num_entities])
+    bad = np.flatnonzero(((asked < 0) | (asked >= high)).any(axis=1))
+    if bad.size:
+        raise BadProgram(
+            f"query {bad[0]:,} is {asked[bad[0]].tolist()}, and ids are allowed up to "
+            f"{(high - 1).tolist()}; use the vocabulary of the facts"
+        )
+    return asked
+
+
+def check_settings(
+    total: int,
+    labels: Bools,
+    depth: int,
+    width: int,
+    goals: int,
+    negatives: int,
+    ask: str,
+    once: bool,
+) -> None:
+    for name, value, least in (
+        ("depth", depth, 1),
+        ("max_candidates", width, 3),
+        ("goals", goals, 1),
+        ("negatives", negatives, 0),
+    ):
+        if value < least:
+            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+    if ask not in ASKS:
+        raise ConfigError(f"ask is {ask!r}; it is one of {', '.join(ASKS)}")
+    if negatives and (once or ask != "truth"):
+        raise ConfigError(
+            "negatives go with endless queries that ask for truth; "
+            "leave negatives at 0 with once or an open ask"
+        )
+    if labels.shape != (total,):
+        raise Mismatch(f"{total:,} queries need as many labels, not {labels.size:,}")
+
+
+def scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
+    names = list(REWARDS)
+    if isinstance(reward, int) and 0 <= reward < len(names):
+        reward = names[reward]
+    if not isinstance(reward, str) or reward not in REWARDS:
+        raise ConfigError(f"reward is {reward!r}; it is 0 to 5 or one of {', '.join(names)}")
+    scheme = np.array(REWARDS[reward], np.float32)
+    if reward.startswith("balanced"):
+        scheme[3] /= max(negatives, 1)
+    return scheme
+
+
+def auto_batch(goals: int, width: int, depth: int) -> int:
+    """As many slots as an eighth of the free memory holds, a power of two."""
+    slot_bytes = 2 * (goals * 12 + width * 17 + 32) + (depth + 1) * (goals + 1) * 12 + 256
+    free = 1 << 30
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                free = int(line.split()[1]) * 1024
+    except OSError:
+        pass  # Not Linux: a gigabyte is a safe guess.
+    count = min(max(1, free // 8 // slot_bytes), AUTO_MOST)
+    return int(1 << (int(count).bit_length() - 1))

@@ -1,0 +1,1 @@
+"""Filtered ranking of link predictions, and what scores them."""

@@ -1,0 +1,29 @@
+"""Training of knowledge graph embeddings."""
+
+from typing import TYPE_CHECKING
+
+from batchwright.lazy import lazy_names
+
+__all__ = [
+    "KgeResult",
+    "KgeTrainer",
+    "fit_kge",
+    "load_scorer",
+    "read_rules",
+    "train_kge",
+    "vocab_digest",
+]
+
+if TYPE_CHECKING:
+    from batchwright.train.kge.loop import (
+        KgeResult,
+        KgeTrainer,
+        fit_kge,
+        load_scorer,
+        read_rules,
+        train_kge,
+        vocab_digest,
+    )
+else:
+    # The loop needs torch; the settings beside it, which a command's help is made from, do not.
+    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "batchwright.train.kge.loop"))

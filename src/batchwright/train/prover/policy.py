@@ -1,0 +1,73 @@
+"""The prover's policy: what to draw is learned for rules, and facts are drawn evenly.
+
+A rule's logit is one number, so what is learned in one question holds for every entity, seen
+before or not. A question can be given up at its beginning; a rule once begun is followed.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from batchwright import rng
+from batchwright.envs.prover.env import END, RULE
+from batchwright.rl.policy import Encoder, Policy, Tensors
+from batchwright.train.prover.program import Asked
+
+__all__ = ["GIVEN_UP_LATE", "RuleActor", "RuleCritic", "rule_policy"]
+
+GIVEN_UP_LATE = -30.0
+"""The logit of giving up in the middle of a rule: next to nothing, and finite for the sums."""
+
+
+class RuleActor(Encoder):
+    """Logits from two tables, of rules and of giving up a kind of question."""
+
+    width = 1
+
+    def __init__(self, num_rules: int, first_question: int, num_questions: int) -> None:
+        super().__init__()
+        self.rules = nn.Parameter(torch.zeros(num_rules))
+        self.end = nn.Parameter(torch.zeros(num_questions))
+        self._first = first_question
+
+    def state(self, obs: Tensors) -> Tensor:
+        """The number of the question at its beginning, -1 behind it, [N, 1]."""
+        question = obs["goals"][:, :1, 0].long() - self._first
+        return question.clamp(min=-1)
+
+    def point(self, obs: Tensors, state: Tensor) -> Tensor:
+        candidates = obs["candidates"]
+        kind, number = candidates[..., 0], candidates[..., 1].long().clamp(min=0)
+        rules = self.rules[number.clamp(max=len(self.rules) - 1)]
+        end = torch.where(state >= 0, self.end[state.clamp(min=0)], GIVEN_UP_LATE)
+        return torch.where(kind == RULE, rules, torch.where(kind == END, end, 0.0))
+
+
+class RuleCritic(Encoder):
+    """What is to be expected of a kind of question with so many goals left."""
+
+    def __init__(
+        self, first_question: int, num_questions: int, num_goals: int, width: int = 8
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.table = nn.Embedding(num_questions * (num_goals + 1), width)
+        nn.init.normal_(self.table.weight, 0.0, 0.1)
+        self._first, self._sizes = first_question, num_goals + 1
+
+    def state(self, obs: Tensors) -> Tensor:
+        question = (obs["query"][:, 1].long() - self._first).clamp(min=0)
+        left = (obs["goals"][:, :, 0] >= 0).sum(1)
+        found: Tensor = self.table(question * self._sizes + left)
+        return found
+
+    def point(self, obs: Tensors, state: Tensor) -> Tensor:
+        raise NotImplementedError("a critic does not choose")
+
+
+def rule_policy(asked: Asked, seed: int = 0) -> Policy:
+    """A policy to which all rules of a question, and giving it up, are alike."""
+    first, questions = asked.first_question, 2 * asked.steps.num_predicates
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.key(seed, "policy"))
+        actor = RuleActor(len(asked.rules), first, questions)
+        return Policy(actor, RuleCritic(first, questions, asked.depth - 1))

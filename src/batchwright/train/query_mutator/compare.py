@@ -1,0 +1,321 @@
+"""Ways to rewrite held-out questions, side by side: what they gain, how surely, at what price.
+
+Everything is chosen on train and valid questions; the test questions are asked once by each way,
+the same ones, so differences are paired.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright import rng
+from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.operators import NOOP, STOP, Operator
+from batchwright.envs.questions import Question
+from batchwright.train.query_mutator.models import Phrasing
+
+__all__ = ["Choose", "Comparison", "Robustness", "Way", "compare_ways", "paired_interval"]
+
+RESAMPLES = 5000
+Floats = NDArray[np.float64]
+MakeEnv = Callable[..., BatchedQueryMutationEnv]
+
+
+class Choose(Protocol):
+    """Operators for all questions at one step: features [N, d] and the step's number in."""
+
+    def __call__(self, features: NDArray[np.float32], step: int) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to rewrite, and how it did on the test questions."""
+
+    name: str
+    plan: str
+    """What it does, in operators, where that is fixed."""
+    accuracy: float
+    gain: float
+    """Over asking the questions as they stand."""
+    low: float
+    high: float
+    """Of the gain: 95 % by resampling questions."""
+    questions: int
+    invalid: int
+    """Questions left out because a call failed."""
+    calls: int
+    tokens: int
+    calls_per_point: float | None
+    """Calls of one question for each percentage point gained; None where nothing is gained."""
+    tokens_per_point: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Robustness:
+    """How far the target's accuracy depends on the wording."""
+
+    original: float
+    mean: float
+    """Over all rewritings that kept the meaning."""
+    worst: float
+    """Share of questions answered right in every wording."""
+    best: float
+    """Share of questions answered right in at least one."""
+    drop: float | None
+    """1 - mean / original."""
+    by_operator: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All ways, the target's robustness, and every turn that was taken."""
+
+    ways: tuple[Way, ...]
+    robustness: Robustness
+    turns: dict[str, list[Turn]] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Played:
+    scores: Floats
+    """Final score of each question; NaN where a call failed."""
+    turns: list[Turn]
+    calls: int
+    tokens: int
+
+
+def compare_ways(
+    models: Phrasing,
+    make_env: MakeEnv,
+    parts: dict[str, Sequence[Question]],
+    policy: Choose | None,
+    *,
+    seed: int,
+    bandit_episodes: int = 500,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Compare identity, random, best single operator, greedy plan, bandit and the policy.
+
+    `parts` holds train, valid and test questions; `make_env(questions, num_envs, order=...)`
+    builds environments on them.
+    """
+    test = make_env(parts["test"])
+    operators = test.operators
+    total = 3 * len(operators) + 5
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(min(done, total), total)
+
+    def play(env: BatchedQueryMutationEnv, choose: Choose) -> _Played:
+        played = _play(models, env, choose)
+        tick()
+        return played
+
+    stop, noop = operators.index(STOP), operators.index(NOOP)
+    asking = [n for n, operator in enumerate(operators) if operator.asks]
+    plans = _plans_on_valid(make_env, parts["valid"], play, operators, stop)
+    chosen: dict[str, tuple[str, Choose]] = {
+        "identity": ("asked as it stands", _fixed([], stop)),
+        "random": ("any operator", _random(seed, asking, stop)),
+    }
+    best, greedy = plans
+    chosen["best single"] = (_named(best, operators), _fixed(best, stop))
+    chosen["greedy plan"] = (_named(greedy, operators), _fixed(greedy, stop))
+    arm = _thompson(make_env, parts["train"], models, seed, bandit_episodes, noop, stop)
+    tick()
+    chosen["bandit"] = (operators[arm].name, _fixed([arm], stop))
+    if policy is not None:
+        chosen["ppo"] = ("by the question", policy)
+    played = {name: play(make_env(parts["test"]), choose) for name, (_, choose) in chosen.items()}
+    identity = played["identity"].scores
+    ways = tuple(
+        _way(name, chosen[name][0], found, identity, seed) for name, found in played.items()
+    )
+    single = {operators[n].name: play(make_env(parts["test"]), _fixed([n], stop)) for n in asking}
+    turns = {name: found.turns for name, found in played.items()}
+    turns |= {f"only {name}": found.turns for name, found in single.items()}
+    return Comparison(ways, _robustness(identity, single), turns)
+
+
+def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
+    """95 % of the means of resampled differences.
+
+    >>> low, high = paired_interval(np.array([1.0, 0.0, 1.0, 1.0]), seed=0)
+    >>> 0.0 <= low <= 0.75 <= high <= 1.0
+    True
+    """
+    if not len(differences):
+        return float("nan"), float("nan")
+    drawn = rng.stream(seed, "bootstrap", len(differences))
+    means = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        means[number] = differences[drawn.integers(0, len(differences), len(differences))].mean()
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _play(models: Phrasing, env: BatchedQueryMutationEnv, choose: Choose) -> _Played:
+    """One episode of every question under one way."""
+    before = Counter(models.asked)
+    stop = env.operators.index(STOP)
+    features = env.reset()["features"]
+    going = np.ones(env.num_envs, np.bool_)
+    scores = np.full(env.num_envs, np.nan)
+    clean = np.ones(env.num_envs, np.bool_)
+    turns: list[Turn] = []
+    for step in range(env.max_steps):
+        actions = np.where(going, choose(features, step), stop)
+        taken = env.step(actions)
+        clean &= ~going | taken.valid
+        scores = np.where(going, taken.info["score"], scores)
+        names = ("question", "operator", "wording", "answer", "why")
+        for b in np.flatnonzero(going).tolist():
+            texts = {name: str(taken.info[name][b]) for name in names}
+            score, gain = float(taken.info["score"][b]), float(taken.reward[b])
+            turns.append(Turn(env=b, episode=0, step=step + 1, score=score, gain=gain, **texts))
+        going &= ~taken.done
+        features = taken.obs["features"]
+        if not going.any():
+            break
+    spent = Counter(models.asked)
+    spent.subtract(before)
+    calls = spent["mutator_calls"] + spent["target_calls"]
+    return _Played(np.where(clean, scores, np.nan), turns, calls, spent["tokens"])
+
+
+def _plans_on_valid(
+    make_env: MakeEnv,
+    questions: Sequence[Question],
+    play: Callable[[BatchedQueryMutationEnv, Choose], _Played],
+    operators: Sequence[Operator],
+    stop: int,
+) -> tuple[list[int], list[int]]:
+    """The best single operator, and a plan that grows by the best operator while that helps."""
+    asking = [n for n, operator in enumerate(operators) if operator.asks]
+
+    def worth(plan: list[int]) -> float:
+        scores = play(make_env(questions), _fixed(plan, stop)).scores
+        return float(np.nanmean(scores)) if np.isfinite(scores).any() else -1.0
+
+    plan: list[int] = []
+    reached = worth(plan)
+    best: list[int] = []
+    longest = make_env(questions).max_steps
+    for _ in range(longest):
+        found = [(worth([*plan, n]), -n) for n in asking]
+        value, number = max(found)
+        if not best:
+            best = [-number]
+        if value <= reached:
+            break
+        plan, reached = [*plan, -number], value
+    return best, plan
+
+
+def _thompson(
+    make_env: MakeEnv,
+    questions: Sequence[Question],
+    models: Phrasing,
+    seed: int,
+    episodes: int,
+    noop: int,
+    stop: int,
+) -> int:
+    """The operator that Thompson sampling on train questions ends with."""
+    width = min(32, len(questions))
+    env = make_env(questions, width, order="drawn")
+    operators = [n for n, operator in enumerate(env.operators) if operator.asks] + [noop]
+    right, wrong = np.ones(len(operators)), np.ones(len(operators))
+    env.reset()
+    for round_ in range(max(1, episodes // width)):
+        drawn = rng.stream(seed, "bandit", round_)
+        arms = drawn.beta(right, wrong, (width, len(operators))).argmax(1)
+        taken = env.step(np.array(operators)[arms])
+        score = taken.info["score"].astype(float)
+        for arm, value, valid in zip(arms, score, taken.valid, strict=True):
+            if valid and np.isfinite(value):
+                right[arm] += value
+                wrong[arm] += 1 - value
+        # One rewriting a question: the next round begins with new ones.
+        env.step(np.full(width, stop))
+    return operators[int((right / (right + wrong)).argmax())]
+
+
+def _fixed(plan: Sequence[int], stop: int) -> Choose:
+    def choose(features: NDArray[np.float32], step: int) -> NDArray[np.int64]:
+        return np.full(len(features), plan[step] if step < len(plan) else stop, np.int64)
+
+    return choose
+
+
+def _random(seed: int, asking: Sequence[int], stop: int) -> Choose:
+    def choose(features: NDArray[np.float32], step: int) -> NDArray[np.int64]:
+        if step:
+            return np.full(len(features), stop, np.int64)
+        drawn = rng.stream(seed, "random way", step).integers(0, len(asking), len(features))
+        return np.asarray(asking)[drawn]
+
+    return choose
+
+
+def _named(plan: Sequence[int], operators: Sequence[Operator]) -> str:
+    return " then ".join(operators[n].name for n in plan) or "asked as it stands"
+
+
+def _way(name: str, plan: str, found: _Played, identity: Floats, seed: int) -> Way:
+    both = np.isfinite(found.scores) & np.isfinite(identity)
+    differences = (found.scores - identity)[both]
+    low, high = paired_interval(differences, seed)
+    gain = float(differences.mean()) if len(differences) else float("nan")
+    count = len(found.scores)
+    points = 100 * gain
+    return Way(
+        name=name,
+        plan=plan,
+        accuracy=float(found.scores[both].mean()) if both.any() else float("nan"),
+        gain=gain,
+        low=low,
+        high=high,
+        questions=int(both.sum()),
+        invalid=int((~both).sum()),
+        calls=found.calls,
+        tokens=found.tokens,
+        calls_per_point=found.calls / count / points if points > 0 else None,
+        tokens_per_point=found.tokens / count / points if points > 0 else None,
+    )
+
+
+def _robustness(identity: Floats, single: dict[str, _Played]) -> Robustness:
+    """Over the original and every rewriting that the guard let through."""
+    table = [identity]
+    by_operator = {}
+    for name, found in single.items():
+        kept = np.array([turn.why != "guard" for turn in found.turns if turn.step == 1])
+        scores = np.where(kept, found.scores, np.nan)
+        if np.isfinite(scores).any():
+            by_operator[name] = float(np.nanmean(scores))
+            table.append(scores)
+    everything = np.stack(table)
+    there = np.isfinite(everything)
+    asked = there.any(0)
+    lowest = np.where(there, everything, np.inf).min(0)[asked]
+    highest = np.where(there, everything, -np.inf).max(0)[asked]
+    original = float(np.nanmean(identity)) if np.isfinite(identity).any() else float("nan")
+    rewritten = everything[1:]
+    mean = float(np.nanmean(rewritten)) if np.isfinite(rewritten).any() else float("nan")
+    return Robustness(
+        original=original,
+        mean=mean,
+        worst=float((lowest >= 0.5).mean()),
+        best=float((highest >= 0.5).mean()),
+        drop=1 - mean / original if original > 0 else None,
+        by_operator=by_operator,
+    )

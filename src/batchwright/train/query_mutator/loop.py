@@ -1,0 +1,215 @@
+"""Learning which rewriting of a question makes a target model answer it, top to bottom.
+
+    questions -> environments -> rollout -> PPO -> checkpoint, transcripts, events
+
+Everything random is named by the seed and a counter, and every answer of a model is kept. So a
+run that was killed goes on from its last checkpoint with the same answers, and a finished one
+can be done again without any server.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
+from batchwright.envs.questions import load_questions
+from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
+from batchwright.events import EventLog, finite
+from batchwright.files import write_atomic
+from batchwright.rl import PPO, PPOConfig, policy_for
+from batchwright.rl.checkpoint import latest
+from batchwright.train.query_mutator.config import QueryMutatorConfig
+from batchwright.train.query_mutator.models import Phrasing, open_phrasing
+from batchwright.train.query_mutator.rollout import OverlappingRunner
+from batchwright.train.settings import from_toml, to_toml
+from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
+from batchwright.world import World
+
+__all__ = ["MutatorResult", "build_env", "load_policy", "train_query_mutator"]
+
+
+@dataclass(frozen=True, slots=True)
+class MutatorResult:
+    """What a run did, in this call."""
+
+    run_dir: Path
+    finished: bool
+    updates: int
+    steps: int
+    invalid_steps: int
+    counts: dict[str, int]
+    """Failures and turned-down rewritings by kind."""
+    first_gain: float | None
+    """Mean gain of an episode in the first update, and in the last tenth of them."""
+    last_gain: float | None
+    calls: dict[str, float]
+    seconds: float
+
+
+def train_query_mutator(
+    config: QueryMutatorConfig,
+    *,
+    resume: bool = False,
+    replay: Path | None = None,
+    progress: Callable[[int, int, float | None], None] | None = None,
+) -> MutatorResult:
+    """Train, go on with the run in `config.save_dir`, or do the run in `replay` again.
+
+    Ctrl-C once ends the update and saves; a second one stops at once.
+    """
+    run = config.save_dir
+    _check(config, resume)
+    run.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    with (
+        EventLog(run / "events.jsonl") as log,
+        open_phrasing(config, replay or run, replay=replay is not None, events=log) as models,
+        interrupts() as interrupted,
+    ):
+        transcript = _Transcript(run / "rollouts")
+        env = build_env(config, models, on_turn=transcript.add)
+        ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
+        if config.overlap:
+            ppo.runner = OverlappingRunner(env, config.num_steps, seed=config.seed)
+        checkpoints = run / "checkpoints"
+        if resume and latest(checkpoints) is not None:
+            ppo.resume(checkpoints)
+        if not resume:
+            # Last of all: what was refused up to here can be started anew in the same place.
+            write_stamp(run, seed=config.seed, world=World.detect())
+            write_atomic(run / "config.toml", to_toml(config).encode())
+        log.write("resume" if resume else "start", update=ppo.updates, updates=ppo.total_updates)
+        gains: list[float] = []
+
+        def after(learner: PPO, metrics: dict[str, float]) -> None:
+            gain = metrics.get("charts/episodic_return")
+            if gain is not None:
+                gains.append(gain)
+            transcript.write(learner.updates)
+            if learner.updates % config.log_interval == 0:
+                log.write("update", update=learner.updates, **metrics)
+            if progress:
+                progress(learner.updates, learner.total_updates, gain)
+
+        try:
+            ppo.learn(
+                on_update=after,
+                save_to=checkpoints,
+                save_every=config.save_interval,
+                stop=interrupted,
+            )
+        except BudgetExceeded as error:
+            log.write("stop", update=ppo.updates, why="error budget", error=str(error))
+            raise
+        finished = ppo.updates >= ppo.total_updates
+        if finished:
+            write_atomic(
+                run / "operators.json", json.dumps([o.name for o in env.operators]).encode()
+            )
+        last = gains[-max(1, len(gains) // 10) :]
+        result = MutatorResult(
+            run_dir=run,
+            finished=finished,
+            updates=ppo.updates,
+            steps=ppo.steps,
+            invalid_steps=env.counts["invalid"],
+            counts={k: v for k, v in sorted(env.counts.items()) if k not in ("steps", "invalid")},
+            first_gain=gains[0] if gains else None,
+            last_gain=float(np.mean(last)) if last else None,
+            calls=models.stats(),
+            seconds=time.perf_counter() - began,
+        )
+        log.write("stop", update=ppo.updates, why="done" if finished else "stopped")
+        return result
+
+
+def build_env(
+    config: QueryMutatorConfig,
+    models: Phrasing,
+    *,
+    on_turn: Callable[[Turn], object] | None = None,
+) -> BatchedQueryMutationEnv:
+    """The environments of a run, on the train part of its questions."""
+    operators = load_operators(config.operators) if config.operators else OPERATORS
+    return BatchedQueryMutationEnv(
+        load_questions(config.dataset, "train"),
+        models.mutator,
+        models.target,
+        models.rate,
+        config.num_processes,
+        run=models.run,
+        embed=models.embed,
+        dim=models.dim,
+        operators=operators,
+        max_steps=config.per_episode_max_steps,
+        least_similarity=config.least_similarity,
+        cost=config.cost,
+        seed=config.seed,
+        failures=models.failures,
+        on_turn=on_turn,
+    )
+
+
+def load_policy(run: Path, env: BatchedQueryMutationEnv, config: QueryMutatorConfig) -> Any:
+    """The policy of a run's newest checkpoint."""
+    ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
+    ppo.resume(run / "checkpoints")
+    return ppo.policy.eval()
+
+
+def _ppo(config: QueryMutatorConfig) -> PPOConfig:
+    return PPOConfig(
+        total_steps=config.num_env_steps,
+        num_steps=config.num_steps,
+        epochs=config.ppo_epoch,
+        minibatches=config.num_mini_batch,
+        lr=config.lr,
+        gamma=config.gamma,
+        clip=config.clip_param,
+        value_coef=config.value_loss_coef,
+        entropy_coef=config.entropy_coef,
+        max_grad_norm=config.max_grad_norm,
+        seed=config.seed,
+    )
+
+
+def _check(config: QueryMutatorConfig, resume: bool) -> None:
+    place = config.save_dir / "config.toml"
+    if resume:
+        saved = from_toml(QueryMutatorConfig, place)
+        for name, value in asdict(replace(saved, save_dir=config.save_dir)).items():
+            if getattr(config, name) != value:
+                raise Mismatch(
+                    f"{config.save_dir} is a run with {name} = {value!r}, not "
+                    f"{getattr(config, name)!r}; resume it as it was, or start anew elsewhere"
+                )
+    elif place.exists():
+        raise ConfigError(
+            f"{config.save_dir} holds a run already; go on with --resume {config.save_dir} or "
+            f"give another --save-dir"
+        )
+
+
+class _Transcript:
+    """Turns of an update, written as one file when it is done."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._turns: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        self._turns.append(turn)
+
+    def write(self, update: int) -> None:
+        rows = sorted(self._turns, key=lambda t: (t.env, t.episode, t.step))
+        lines = (json.dumps(finite(asdict(turn)), ensure_ascii=False) for turn in rows)
+        path = self._folder / f"{update:06d}.jsonl"
+        write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace"))
+        self._turns.clear()

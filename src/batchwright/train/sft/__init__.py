@@ -1,0 +1,19 @@
+"""Supervised fine-tuning on a batch plan."""
+
+from typing import TYPE_CHECKING
+
+from batchwright.lazy import lazy_names
+
+__all__ = ["SftResult", "Tracker", "learning_rate", "microbatch_loss", "train_sft"]
+
+if TYPE_CHECKING:
+    from batchwright.train.sft.loop import (
+        SftResult,
+        Tracker,
+        learning_rate,
+        microbatch_loss,
+        train_sft,
+    )
+else:
+    # The loop needs torch; the settings beside it, which a command's help is made from, do not.
+    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "batchwright.train.sft.loop"))

@@ -1,0 +1,507 @@
+"""Supervised fine-tuning on a batch plan, top to bottom.
+
+    rows -> tokens -> plan -> steps of microbatches -> loss -> step -> run directory
+
+The loss of a step is the sum over all tokens that carry loss, over all its microbatches on
+all ranks, divided by their number. So neither the shape of the batches, nor accumulation, nor
+the number of ranks changes the gradient. Dropout is seeded by the step, so a resumed run
+repeats what an uninterrupted one does.
+"""
+
+import inspect
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from batchwright import rng
+from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
+from batchwright.batching.collate import IGNORE, CollatedBatch
+from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need
+from batchwright.events import EventLog
+from batchwright.files import atomic_folder, write_atomic
+from batchwright.models.transformers import context_length, load_model, write_tokenizer
+from batchwright.train import checkpoint as checkpoints
+from batchwright.train import ranks
+from batchwright.train.attention import choose_backend, packed_inputs, use_backend
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.isolation import refuse_leaks
+from batchwright.train.sft.prepare import Prepared, open_prepared, prepare
+from batchwright.train.stamp import write_stamp
+from batchwright.train.stopping import interrupts
+from batchwright.world import World
+
+__all__ = ["SftResult", "Tracker", "learning_rate", "microbatch_loss", "train_sft"]
+
+
+class Tracker(Protocol):
+    """Where numbers go beside the run log."""
+
+    def start(self, config: Mapping[str, Any]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """What a run did, in this call."""
+
+    run_dir: Path
+    finished: bool
+    """False if it was stopped and can be resumed."""
+    step: int
+    first_loss: float | None
+    last_loss: float | None
+    eval_loss: float | None
+    useful_tokens: int
+    padded_tokens: int
+    seconds: float
+    data_wait_s: float
+    backend: str
+
+    @property
+    def ullage(self) -> float | None:
+        """The part of the capacity that held no sample: 1 - useful / capacity."""
+        return 1 - self.useful_tokens / self.padded_tokens if self.padded_tokens else None
+
+
+def train_sft(
+    config: SftConfig,
+    *,
+    resume: bool = False,
+    trackers: Sequence[Tracker] = (),
+    progress: Callable[[int, int, float], None] | None = None,
+    preparing: Callable[[int, int], None] | None = None,
+) -> SftResult:
+    """Train, or go on with the run in `config.run_dir`.
+
+    Ctrl-C once ends the step and saves; a second one stops at once. `progress` is told steps
+    done, steps in all and the loss.
+    """
+    config = config.named()
+    world = World.detect()
+    device = ranks.device_of(config.device, world)
+    backend = choose_backend(config.attention, device)
+    with ranks.joined(world, device), ExitStack() as open_things:
+        main = world.rank == 0
+        model, tokenizer, _ = load_model(config.model, device=device, dtype=torch.float32)
+        if config.tokenizer is not None:
+            from batchwright.data.tokenizers import load_tokenizer
+
+            tokenizer = load_tokenizer(config.tokenizer)
+        if main and not resume:
+            _is_new(config)
+            prepare(config, tokenizer, world.size, preparing)
+        ranks.wait(world)
+
+        train = _opened(config.run_dir)
+        held_out = open_prepared(config.run_dir, "eval_")
+        plan = train.plan.shard(world.rank, world.size)
+        for data in (train, held_out) if held_out else (train,):
+            _fits_model(data, model, tokenizer.vocab_size)
+        dtype = _dtype(config, device)
+        attention = "causal rows"
+        if plan.config.layout == "packed":
+            attention = backend
+            use_backend(model, backend)
+            with _autocast(device, dtype):
+                refuse_leaks(model.eval(), backend, device)
+        keeps = _takes_logits_to_keep(model)
+        if config.lora_rank:
+            model = _with_adapters(model, config)
+        if config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        bare = model
+        model = ranks.spread(model, world, device, fsdp=config.fsdp)
+        optimizer = _optimizer(model, config)
+        if main and not resume:
+            # Last of all: what was refused up to here can be started anew in the same place.
+            write_stamp(config.run_dir, seed=config.seed, world=world)
+            write_atomic(config.run_dir / "config.toml", config.to_toml().encode())
+
+        at = CheckpointPosition(plan=plan.whole_fingerprint)
+        # A run that was killed before its first checkpoint begins again, and comes to the same.
+        found = checkpoints.latest(config.run_dir / "checkpoints") if resume else None
+        if found:
+            if found.position.plan != plan.whole_fingerprint:
+                raise Mismatch(
+                    f"the checkpoint belongs to plan {found.position.plan[:16]}, the run has "
+                    f"{plan.whole_fingerprint[:16]}; restore the plan of the run"
+                )
+            checkpoints.load_into(found, bare, optimizer)
+            at = found.position
+        epochs = config.epochs or plan.num_epochs
+        total = at.global_step + _steps_left(plan, at, epochs)
+        total = min(total, config.max_steps) if config.max_steps else total
+
+        log = EventLog(config.run_dir / "events.jsonl") if main else None
+        if log:
+            open_things.callback(log.close)
+            log.write(
+                "resume" if resume else "start",
+                step=at.global_step,
+                steps=total,
+                plan=plan.whole_fingerprint,
+                world=world.size,
+                device=str(device),
+                attention=attention,
+                skipped_rows=train.skipped,
+                passed_over=list(found.passed_over) if found else [],
+            )
+        for tracker in trackers if main else ():
+            tracker.start({k: str(v) for k, v in vars(config).items()})
+            open_things.callback(tracker.finish)
+
+        step = began_at = at.global_step
+        first_loss = loss = None
+        useful = padded = 0
+        waited = 0.0
+        began = time.perf_counter()
+
+        def save(position: CheckpointPosition) -> None:
+            folder = config.run_dir / "checkpoints"
+            checkpoints.save(folder, bare, optimizer, position, keep=config.keep, write=main)
+
+        def evaluate() -> float | None:
+            if held_out is None:
+                return None
+            model.eval()
+            value = _evaluate(model, held_out, world, device, keeps, dtype)
+            model.train()
+            if log:
+                log.write("eval", step=step, loss=value)
+            for tracker in trackers if main else ():
+                tracker.log(step, {"eval/loss": value})
+            return value
+
+        model.train()
+        interrupted = open_things.enter_context(interrupts())
+        steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=epochs - at.epoch)
+        for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
+            if step == total:
+                break
+            start = time.perf_counter()
+            ready = batches.result()
+            wait = time.perf_counter() - start
+
+            count = sum(batch.num_loss_tokens for batch in ready)
+            (counted,) = ranks.summed([float(count)], world, device)
+            if not counted:
+                save(at)
+                if log:
+                    log.write("stop", step=step, why="no loss tokens", samples=_names(ready))
+                raise BadLoss(
+                    f"step {step + 1}: none of its tokens carries loss, samples "
+                    f"{_names(ready)}; the state before it is saved, check the loss masks of "
+                    f"these rows"
+                )
+            _set_rate(optimizer, learning_rate(config, step, total))
+            _seed(config.seed, step, world.rank)
+            loss_sum = torch.zeros((), device=device, dtype=torch.float64)
+            for number, batch in enumerate(ready, start=1):
+                with ranks.syncing(model, number == len(ready)), _autocast(device, dtype):
+                    part = microbatch_loss(model, batch, device, keeps)
+                    # Gradients are averaged over the ranks, and the sum is what is wanted.
+                    torch.autograd.backward(part * (world.size / counted))
+                loss_sum += part.detach()
+            norm = ranks.clip(model, config.clip)
+            totals = [
+                float(loss_sum),
+                float(sum(b.token_count for b in ready if b.weight)),
+                float(sum(b.batch_size * b.max_len for b in ready)),
+                float(interrupted()),
+            ]
+            summed, tokens, capacity, pressed = ranks.summed(totals, world, device)
+            loss = summed / counted
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                # The weights are still those of the last good step: worth keeping.
+                save(at)
+                if log:
+                    log.write("stop", step=step, why="loss is not finite", samples=_names(ready))
+                raise BadLoss(
+                    f"step {step + 1}: the loss is {loss} and the gradient norm {norm} on samples "
+                    f"{_names(ready)}; the state before it is saved, start anew with a lower --lr "
+                    f"or without these samples"
+                )
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+            step += 1
+            at = plan.position_after(planned, step)
+            seconds = time.perf_counter() - start
+            first_loss = loss if first_loss is None else first_loss
+            useful, padded, waited = useful + int(tokens), padded + int(capacity), waited + wait
+            metrics = {
+                "loss": loss,
+                "lr": optimizer.param_groups[0]["lr"],
+                "grad_norm": norm,
+                "tokens": int(tokens),
+                "padded": int(capacity),
+                "loss_tokens": int(counted),
+                "useful": tokens / capacity,
+                "seconds": seconds,
+                "tokens_per_s": tokens / seconds,
+                "data_wait_s": wait,
+            }
+            if log:
+                log.write("step", step=step, epoch=planned.epoch, first=planned.first, **metrics)
+            for tracker in trackers if main else ():
+                tracker.log(step, {f"train/{name}": float(v) for name, v in metrics.items()})
+            if progress and main:
+                progress(step, total, loss)
+            if config.eval_every and step % config.eval_every == 0 and step < total:
+                evaluate()
+            enough = config.stop_after and step - began_at >= config.stop_after
+            stopping = bool(pressed or enough) and step < total
+            if stopping or (config.save_every and step % config.save_every == 0):
+                save(at)
+            if stopping:
+                break
+
+        finished = step >= total
+        eval_loss = evaluate() if finished else None
+        if finished:
+            save(at)
+            _export(bare, config, main)
+        result = SftResult(
+            run_dir=config.run_dir,
+            finished=finished,
+            step=step,
+            first_loss=first_loss,
+            last_loss=loss,
+            eval_loss=eval_loss,
+            useful_tokens=useful,
+            padded_tokens=padded,
+            seconds=time.perf_counter() - began,
+            data_wait_s=waited,
+            backend=attention,
+        )
+        if log:
+            why = "done" if finished else "stopped"
+            log.write("stop", step=step, why=why, loss=loss, ullage=result.ullage)
+        return result
+
+
+def microbatch_loss(
+    model: Any,
+    batch: CollatedBatch,
+    device: torch.device,
+    keeps: bool = True,
+) -> torch.Tensor:
+    """The sum of the loss over the tokens of `batch` that carry it.
+
+    Packed samples go through the model end to end in one row, kept apart by the backend that
+    `use_backend` gave it. Padded rows need no mask: padding stands behind its sample, where
+    causal attention never looks. Logits are made only where some label asks for them (`keeps`),
+    which is most of the memory.
+    """
+    ids, labels = _tensor(batch.input_ids, device), _tensor(batch.labels, device)
+    inputs: dict[str, Any] = {"use_cache": False}
+    if _is_packed(batch):
+        real = _tensor(batch.segment_ids, device) >= 0
+        ids, labels = ids[real][None], labels[real][None]
+        bounds = torch.from_numpy(batch.cu_seqlens).to(device)
+        positions = _tensor(batch.position_ids, device)[real][None]
+        inputs = packed_inputs(bounds, positions)
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    wanted = (targets != IGNORE).any(0).nonzero()[:, 0]
+    if not len(wanted):
+        # A filler has no targets, but every rank must run the same backward pass.
+        wanted = torch.zeros(1, dtype=torch.long, device=device)
+    if keeps:
+        logits = model(input_ids=ids, logits_to_keep=wanted, **inputs).logits
+    else:
+        logits = model(input_ids=ids, **inputs).logits[:, wanted]
+    flat = logits.float().reshape(-1, logits.shape[-1])
+    aims = targets[:, wanted].reshape(-1)
+    return F.cross_entropy(flat, aims, ignore_index=IGNORE, reduction="sum")
+
+
+def learning_rate(config: SftConfig, step: int, total: int) -> float:
+    """The rate of step `step` (from 0) of `total`.
+
+    >>> config = SftConfig(model="tiny", data="x", lr=1.0, warmup_steps=2, schedule="linear")
+    >>> [round(learning_rate(config, step, 6), 2) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    share = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    if config.schedule == "cosine":
+        return config.lr * 0.5 * (1 + math.cos(math.pi * share))
+    return config.lr * (1 - share) if config.schedule == "linear" else config.lr
+
+
+def _batches(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
+    return [collate(batch, data.read, pad_id=pad_id) for batch in step.microbatches]
+
+
+def _ahead(
+    steps: Iterator[Step], make: Callable[[Step], list[CollatedBatch]]
+) -> Iterator[tuple[Step, "Future[list[CollatedBatch]]"]]:
+    """Steps with their batches, the next one being made while this one trains."""
+    with ThreadPoolExecutor(1) as worker:
+        waiting: deque[tuple[Step, Future[list[CollatedBatch]]]] = deque()
+        for step in steps:
+            waiting.append((step, worker.submit(make, step)))
+            if len(waiting) > 1:
+                yield waiting.popleft()
+        yield from waiting
+
+
+def _evaluate(
+    model: Any,
+    data: Prepared,
+    world: World,
+    device: torch.device,
+    keeps: bool,
+    dtype: torch.dtype,
+) -> float:
+    """Mean loss over the held-out tokens that carry it."""
+    ready = data.plan
+    if world.size <= ready.num_microbatches():
+        ready = ready.shard(world.rank, world.size)
+    # Fewer microbatches than ranks: every rank takes them all, and the mean is the same.
+    loss = count = 0.0
+    with torch.no_grad():
+        for step in ready.iter_steps(epochs=1):
+            for batch in _batches(step, data, 0):
+                with _autocast(device, dtype):
+                    loss += float(microbatch_loss(model, batch, device, keeps))
+                count += batch.num_loss_tokens
+    loss, count = ranks.summed([loss, count], world, device)
+    if not count:
+        raise BadLoss("no token of the evaluation data carries loss; check its loss masks")
+    return loss / count
+
+
+def _is_new(config: SftConfig) -> None:
+    if (config.run_dir / "config.toml").exists():
+        raise ConfigError(
+            f"{config.run_dir} holds a run already; go on with --resume {config.run_dir} "
+            f"or give another --run-dir"
+        )
+
+
+def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
+    """Steps from a position on; with another number of ranks, a step may take more or fewer."""
+    if at.epoch >= epochs:
+        return 0
+    this = -(-(plan.num_microbatches(at.epoch) - at.microbatch_idx) // plan.step_microbatches)
+    return this + sum(plan.num_steps(epoch) for epoch in range(at.epoch + 1, epochs))
+
+
+def _opened(run: Path) -> Prepared:
+    train = open_prepared(run)
+    if train is None:
+        raise MissingFile(f"{run} has no plan; start the run anew in another --run-dir")
+    return train
+
+
+def _fits_model(data: Prepared, model: Any, vocabulary: int) -> None:
+    context = context_length(model)
+    longest = data.plan.longest
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"the longest sample has {longest:,} tokens, the model takes {context:,}; "
+            f"choose --overflow truncate, split or skip with a --pack-max-len or "
+            f"--token-budget of at most {context:,}"
+        )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if vocabulary > rows:
+        raise ConfigError(
+            f"the tokenizer has {vocabulary:,} tokens, the model {rows:,}; "
+            f"use the model's own tokenizer"
+        )
+
+
+def _takes_logits_to_keep(model: Any) -> bool:
+    return "logits_to_keep" in inspect.signature(model.forward).parameters
+
+
+def _with_adapters(model: Any, config: SftConfig) -> Any:
+    peft = need("peft", extra="train")
+    _seed(config.seed, -1, 0)
+    adapters = peft.LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, adapters)
+
+
+def _optimizer(model: torch.nn.Module, config: SftConfig) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr)
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _seed(seed: int, step: int, rank: int) -> None:
+    torch.manual_seed(rng.key(seed, "sft/dropout", step, rank))
+
+
+def _dtype(config: SftConfig, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        made_for = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if made_for else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    if dtype is torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype)
+
+
+def _is_packed(batch: CollatedBatch) -> bool:
+    return len(batch.cu_seqlens) - 1 != batch.batch_size
+
+
+def _tensor(array: "NDArray[np.int32]", device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, torch.long)
+
+
+def _names(batches: Sequence[CollatedBatch]) -> str:
+    ids = [name for batch in batches if batch.weight for name in batch.sample_ids]
+    return ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+
+
+def _export(model: Any, config: SftConfig, main: bool) -> None:
+    """The trained model as transformers saves it, for everything that reads such folders."""
+    # All ranks: sharded weights are gathered, tied ones once.
+    parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    gathered: dict[int | str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        same = parameters.get(name, name)
+        if same not in gathered:
+            gathered[same] = checkpoints.whole(value)
+        weights[name] = gathered[same]
+    if not main:
+        return
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    marker = "adapter_config.json" if config.lora_rank else "config.json"
+    with atomic_folder(config.run_dir / "model", marker) as folder:
+        model.save_pretrained(folder, state_dict=weights)
+        write_tokenizer(folder, config.model, config.tokenizer)

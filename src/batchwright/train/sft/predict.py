@@ -1,0 +1,82 @@
+"""What a run will take, before it takes it."""
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from batchwright.models.transformers import load_model
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.prepare import open_prepared, prepare
+from batchwright.world import World
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Counts are exact; memory is an estimate from the usual arithmetic."""
+
+    steps: int
+    microbatches: int
+    useful_tokens: int
+    padded_tokens: int
+    ullage: float
+    parameters: int
+    trained: int
+    memory_bytes: int
+
+
+def predict(config: SftConfig) -> Prediction:
+    """Tokenise and plan in a temporary folder, and read off what training would do."""
+    world = World.detect()
+    model, tokenizer, info = load_model(config.model, device="cpu", dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)
+        data = open_prepared(Path(folder))
+        assert data is not None
+        plan = data.plan.shard(0, world.size)
+        epochs = range(config.epochs or plan.num_epochs)
+        steps = sum(plan.num_steps(epoch) for epoch in epochs)
+        useful = sum(plan.useful_tokens(epoch) for epoch in epochs)
+        padded = sum(plan.padded_tokens(epoch) for epoch in epochs)
+        if config.max_steps and config.max_steps < steps:
+            steps = config.max_steps
+            taken = list(islice(data.plan.iter_steps(epochs=len(epochs)), steps))
+            batches = [batch for step in taken for batch in step.microbatches]
+            useful = sum(batch.token_count for batch in batches)
+            padded = sum(batch.padded_tokens for batch in batches)
+        microbatches = plan.num_microbatches()
+    trained = _trained(model, config)
+    return Prediction(
+        steps=steps,
+        microbatches=microbatches,
+        useful_tokens=useful,
+        padded_tokens=padded,
+        ullage=1 - useful / padded,
+        parameters=info.parameters,
+        trained=trained,
+        memory_bytes=_memory(model, config, info.parameters, trained),
+    )
+
+
+def _trained(model: torch.nn.Module, config: SftConfig) -> int:
+    if not config.lora_rank:
+        return sum(p.numel() for p in model.parameters())
+    linear = (m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear))
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return sum(config.lora_rank * (m.in_features + m.out_features) for m in linear if m is not head)
+
+
+def _memory(model: torch.nn.Module, config: SftConfig, parameters: int, trained: int) -> int:
+    """Weights, gradients, two moments, activations, logits and their gradient, in float32."""
+    shape = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    hidden, layers = int(shape.hidden_size), int(shape.num_hidden_layers)
+    # About 34 numbers of hidden size are kept in each layer for the backward pass; with
+    # checkpointing, one, and those of the layer being computed again.
+    kept = hidden * (layers + 34 if config.activation_checkpointing else layers * 34)
+    logits = 2 * int(shape.vocab_size)
+    return 4 * (parameters + 3 * trained + config.token_budget * (kept + logits))

@@ -1,0 +1,161 @@
+"""Rows to a plan and tokens in the run directory, once; every rank then maps the same files."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
+from batchwright.batching.collate import SampleReader
+from batchwright.data.ids import Ids
+from batchwright.data.lengths import Lengths
+from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.source import open_source
+from batchwright.data.tokenizers import Tokenizer
+from batchwright.data.tokens import TokenStore
+from batchwright.errors import ConfigError, Mismatch
+from batchwright.train.sft.config import SftConfig
+
+__all__ = ["Prepared", "batching_config", "open_prepared", "prepare"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan and how to read its samples."""
+
+    plan: BatchPlan
+    read: SampleReader
+    skipped: int
+    """Bad rows that were left out."""
+
+
+def prepare(
+    config: SftConfig,
+    tokenizer: Tokenizer,
+    world_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run."""
+    run = config.run_dir
+    for left in ("eval_plan", "eval_tokens"):
+        # Of an attempt that was refused; this one may hold out nothing.
+        shutil.rmtree(run / left, ignore_errors=True)
+    store = _store(config, config.data, run / "tokens", tokenizer, progress)
+    if config.batchplan is not None:
+        plan = BatchPlan.load(config.batchplan)
+        _fits(plan, store.lengths)
+        plan.save(run / "plan")
+    else:
+        held_out = _held_out(store.lengths, config)
+        train = _subset(store.lengths, ~held_out) if held_out.any() else store.lengths
+        plan = BatchPlanBuilder(train, batching_config(config, world_size)).build(
+            config.epochs or 1
+        )
+        plan.save(run / "plan")
+        if held_out.any():
+            _eval_plan(config, _subset(store.lengths, held_out)).save(run / "eval_plan")
+    if config.eval_data:
+        held = _store(config, config.eval_data, run / "eval_tokens", tokenizer, progress)
+        _eval_plan(config, held.lengths).save(run / "eval_plan")
+
+
+def open_prepared(run: Path, part: str = "") -> Prepared | None:
+    """The training part of a run, or its `eval_` part; None if there is none."""
+    if part and not (run / f"{part}plan").is_dir():
+        return None
+    plan = BatchPlan.load(run / f"{part}plan")
+    tokens = run / f"{part}tokens"
+    store = TokenStore(tokens if tokens.is_dir() else run / "tokens")
+    return Prepared(plan, _reader(plan, store), store.skipped)
+
+
+def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
+    """The plan's settings that follow from the run's."""
+    layout = config.chosen_layout
+    fields: dict[str, object] = {}
+    if config.bucket_edges:
+        try:
+            fields["bucket_edges"] = tuple(int(e) for e in config.bucket_edges.split(","))
+        except ValueError:
+            raise ConfigError(
+                f"--bucket-edges {config.bucket_edges!r} are not numbers with commas between"
+            ) from None
+    return BatchingConfig(
+        layout=layout,
+        token_budget=config.token_budget,
+        # Only the budget limits a padded row: it is what memory is sized by.
+        overflow_max=2**31 - 1,
+        overflow=config.overflow,
+        pack_max_length=config.pack_max_len,
+        pack_mode=config.pack_mode,
+        step_size=config.step_size or config.grad_accum * world_size,
+        seed=config.seed,
+        **fields,
+    )
+
+
+def _store(
+    config: SftConfig,
+    data: str,
+    path: Path,
+    tokenizer: Tokenizer,
+    progress: Callable[[int, int], None] | None,
+) -> TokenStore:
+    source = open_source(data)
+    return TokenStore.build(
+        source, tokenizer, path, on_bad_row=config.on_bad_row, progress=progress
+    )
+
+
+def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:
+    longest = int(lengths.values.max())
+    budget = max(config.token_budget, longest)
+    evaluation = BatchingConfig(layout="sorted", token_budget=budget, overflow_max=budget)
+    return BatchPlanBuilder(lengths, evaluation).build()
+
+
+def _held_out(lengths: Lengths, config: SftConfig) -> NDArray[np.bool_]:
+    """Which samples are for evaluation: the same ones wherever their rows stand."""
+    held = lengths.ids.keys() < np.uint64(config.eval_fraction * 2**64)
+    if config.eval_fraction and (held.all() or not held.any()):
+        raise ConfigError(
+            f"--eval-fraction {config.eval_fraction} of {len(lengths):,} samples leaves "
+            f"{'nothing to train on' if held.all() else 'nothing to evaluate on'}; change it"
+        )
+    return held
+
+
+def _subset(lengths: Lengths, wanted: NDArray[np.bool_]) -> Lengths:
+    items = np.flatnonzero(wanted)
+    return Lengths(
+        values=lengths.values[items],
+        ids=Ids.of(lengths.ids.take(items.tolist())),
+        dataset_hash=lengths.dataset_hash,
+        tokenizer_hash=lengths.tokenizer_hash,
+    )
+
+
+def _fits(plan: BatchPlan, lengths: Lengths) -> None:
+    for what in ("tokenizer_hash", "dataset_hash"):
+        planned, given = getattr(plan, what), getattr(lengths, what)
+        if planned not in ("unknown", given):
+            thing = "tokenizer" if what == "tokenizer_hash" else "data"
+            raise Mismatch(
+                f"the plan was built for {thing} {planned}, this run has {given}; "
+                f"give what it was built with, or build a plan for this"
+            )
+
+
+def _reader(plan: BatchPlan, store: TokenStore) -> SampleReader:
+    """Plan items to samples: by number where the ids agree, else by id."""
+    if plan.ids == store.lengths.ids:
+        return store
+    find = store.lengths.ids.find
+
+    def read(item: int) -> Sample:
+        return store(find(plan.ids[item]))
+
+    return read
