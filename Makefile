@@ -2,48 +2,74 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+BENCH := .venv-bench
+INSTALL := $(PYTHON) tools/install.py
+CODE := src tests benchmarks examples tools
+# Two workers, or as many as JOBS says.
+PYTEST = $(BIN)/pytest -n $(or $(JOBS),2) --durations=25
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Small models on a shared machine: one thread each is faster than threads that wait for others.
 export OMP_NUM_THREADS ?= 1
-BENCH := .venv-bench
 
-.PHONY: setup demo test test-all lint bench docs clean
+.PHONY: setup demo quick lint test guides training test-all bench docs release-check lock clean
 
-setup: $(STAMP)
+setup: $(VENV)/.installed
 
-$(STAMP): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[dev]'
+	touch $@ $(VENV)/.demo
 
-demo: $(STAMP)
+demo: $(VENV)/.demo
 	$(BIN)/batchwright demo --out demo
 
-lint: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks examples
-	$(BIN)/ruff format --check src tests benchmarks examples
+# Only what the demo runs: no trackers, no trainers of others.
+$(VENV)/.demo: pyproject.toml constraints.txt
+	$(INSTALL) $(VENV) --constraints constraints.txt --editable . torch transformers matplotlib
+	touch $@
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The inner loop: no process, no server, no training; under a minute.
+quick: $(VENV)/.installed
+	$(BIN)/ruff check $(CODE)
+	$(PYTEST) -m 'not slow and not guides and not training and not process'
+
 test: lint
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(PYTEST) -m 'not slow and not guides and not training'
+
+# Every page of docs/ and the README, typed as they stand.
+guides: $(VENV)/.installed
+	$(PYTEST) -m 'guides and not slow'
+
+# Whole training runs: resumed, killed, on several ranks.
+training: $(VENV)/.installed
+	$(PYTEST) -m 'training and not slow'
 
 test-all: lint
-	$(BIN)/pytest -n 2
+	$(PYTEST)
 
 bench: $(BENCH)/.installed
 	for script in benchmarks/bench_*.py; do $(BENCH)/bin/python $$script || exit 1; done
 
 # The peers stand in a venv of their own; one that does not build here is left out and said so.
 $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
-	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/pip install --quiet --editable '.[train,hf,plot,lp,gpt2,local,rl]'
+	$(INSTALL) $(BENCH) --editable '.[train,hf,plot,lp,gpt2,local,rl]'
 	$(BENCH)/bin/python benchmarks/install_peers.py
 	touch $@
 
-docs: $(STAMP)
+docs: $(VENV)/.installed
 	$(BIN)/pytest -q tests/test_docs.py
 
+# Take the newest versions that pyproject.toml allows; commit what the tests pass with.
+lock:
+	rm -rf .venv-lock
+	$(INSTALL) .venv-lock --editable '.[dev]'
+	$(PYTHON) tools/lock.py .venv-lock constraints.txt
+	rm -rf .venv-lock
+
 clean:
-	rm -rf $(VENV) $(BENCH) .venv-verl demo dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) .venv-verl demo dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
