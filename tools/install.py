@@ -17,6 +17,8 @@ from pathlib import Path
 
 TORCH = "torch>=2.8,<2.14"
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
+QUIETLY = ("--quiet", "--no-compile")
+"""Compiling every module of every package takes longer than what is ever imported of them."""
 ACCELERATORS = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
@@ -36,7 +38,7 @@ def main() -> None:
     if uv := shutil.which("uv"):
         run([uv, "pip", "install", "--quiet", "--python", str(python), *limits, *wanted])
     else:
-        run([*pip(python), "install", "--quiet", *limits, *wanted])
+        run([*pip(python), "install", *QUIETLY, *limits, *wanted])
 
 
 def install_torch(python: Path, limits: list[str]) -> None:
@@ -50,12 +52,21 @@ def install_torch(python: Path, limits: list[str]) -> None:
     if not any(Path(device).exists() for device in ACCELERATORS) and wants_cuda(python, limits):
         source = ["--index-url", CPU_BUILDS]
         print(f"no accelerator here: torch is taken from {CPU_BUILDS}", flush=True)
-    run([*pip(python), "install", "--quiet", *source, *limits, TORCH])
+    run([*pip(python), "install", *QUIETLY, *source, *limits, TORCH])
 
 
 def wants_cuda(python: Path, limits: list[str]) -> bool:
     """Whether the configured package index would install a CUDA build."""
-    asked = ["install", "--quiet", "--dry-run", "--report", "-", *limits, TORCH]
+    asked = [
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--ignore-installed",
+        "--report",
+        "-",
+        *limits,
+        TORCH,
+    ]
     done = subprocess.run([*pip(python), *asked], check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"pip cannot find {TORCH}: {done.stderr.strip()}")
