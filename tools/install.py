@@ -70,7 +70,10 @@ def wants_cuda(python: Path, limits: list[str]) -> bool:
     done = subprocess.run([*pip(python), *asked], check=False, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"pip cannot find {TORCH}: {done.stderr.strip()}")
-    found = [one["metadata"]["name"].lower() for one in json.loads(done.stdout)["install"]]
+    found = [
+        one["metadata"]["name"].lower().replace("_", "-")
+        for one in json.loads(done.stdout)["install"]
+    ]
     return any(name.startswith(("nvidia-", "cuda-")) or name == "triton" for name in found)
 
 
