@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def _digest(text: str) -> str:
     return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
+def installed(python: Path) -> str:
+    listed = [python, "-m", "pip", "list", "--format", "freeze"]
+    return subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of wheels that is all there is to install from."""
@@ -61,6 +67,20 @@ def test_a_cuda_build_is_seen_before_it_is_installed(index: Path) -> None:
     assert install.wants_cuda(Path(sys.executable), [])
 
 
+def test_where_there_is_no_cpu_build_nothing_is_installed(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel(index, "torch", "2.13.0", "nvidia-cublas")
+    wheel(index, "nvidia_cublas", "13.0")
+    monkeypatch.setattr(install, "ACCELERATORS", ())
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+
+    with pytest.raises(SystemExit, match="no accelerator and .* gives no CPU build of torch"):
+        install.install_torch(python, [])
+    assert "torch" not in installed(python)
+
+
 def test_a_cpu_build_of_the_same_version_is_taken_where_the_index_has_one(
     index: Path, tmp_path: Path
 ) -> None:
@@ -70,22 +90,17 @@ def test_a_cpu_build_of_the_same_version_is_taken_where_the_index_has_one(
     wheel(index, "other", "1.0", "torch")
     limits = tmp_path / "constraints.txt"
     limits.write_text("torch==2.13.0\n")
-    venv = tmp_path / "venv"
+    place = tmp_path / "venv"
 
     done = subprocess.run(
-        [sys.executable, SCRIPT, venv, "--constraints", limits, "other"],
+        [sys.executable, SCRIPT, place, "--constraints", limits, "other"],
         capture_output=True,
         text=True,
         # No uv: it would not look into pip's folder of wheels.
         env={**os.environ, "PATH": os.defpath},
         timeout=300,
     )
-    listed = subprocess.run(
-        [venv / "bin" / "python", "-m", "pip", "list", "--format", "freeze"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    listed = installed(place / "bin" / "python")
 
     assert done.returncode == 0, done.stderr
     assert "torch==2.13.0+cpu" in listed

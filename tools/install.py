@@ -48,15 +48,22 @@ def install_torch(python: Path, limits: list[str]) -> None:
     )
     if there.returncode == 0:
         return
-    source = []
+    settings = limits
     if not any(Path(device).exists() for device in ACCELERATORS) and wants_cuda(python, limits):
-        source = ["--index-url", CPU_BUILDS]
         print(f"no accelerator here: torch is taken from {CPU_BUILDS}", flush=True)
-    run([*pip(python), "install", *QUIETLY, *source, *limits, TORCH])
+        # Beside the usual index, which has the packages that torch needs: of one version, a
+        # build named +cpu counts as the newer one.
+        settings = [*limits, "--extra-index-url", CPU_BUILDS]
+        if wants_cuda(python, settings):
+            sys.exit(
+                f"this machine has no accelerator and {CPU_BUILDS} gives no CPU build of {TORCH}; "
+                f"install one into {python.parent.parent} by hand and run this again"
+            )
+    run([*pip(python), "install", *QUIETLY, *settings, TORCH])
 
 
-def wants_cuda(python: Path, limits: list[str]) -> bool:
-    """Whether the configured package index would install a CUDA build."""
+def wants_cuda(python: Path, settings: list[str]) -> bool:
+    """Whether pip with these settings would install a CUDA build."""
     asked = [
         "install",
         "--quiet",
@@ -64,7 +71,7 @@ def wants_cuda(python: Path, limits: list[str]) -> bool:
         "--ignore-installed",
         "--report",
         "-",
-        *limits,
+        *settings,
         TORCH,
     ]
     done = subprocess.run([*pip(python), *asked], check=False, capture_output=True, text=True)
