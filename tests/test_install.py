@@ -76,7 +76,7 @@ def test_where_there_is_no_cpu_build_nothing_is_installed(
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
 
-    with pytest.raises(SystemExit, match="no accelerator and .* gives no CPU build of torch"):
+    with pytest.raises(SystemExit, match=r"no accelerator and .* gives no CPU build of torch"):
         install.install_torch(python, [])
     assert "torch" not in installed(python)
 
