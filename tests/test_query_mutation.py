@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from batchwright.calls import Done, Failed, Kind, Outcome
@@ -23,7 +24,9 @@ from batchwright.envs.query_mutation.operators import (
     load_operators,
 )
 from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, BadRow, ConfigError, Mismatch
+from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch
+from batchwright.rl import Runner, policy_for
+from batchwright.train.query_mutator.rollout import OverlappingRunner
 
 QUESTIONS = [
     Question("What is the capital of France?", "Paris", "geography"),
@@ -429,9 +432,6 @@ def build_empty() -> BatchedQueryMutationEnv:
 
 
 def test_overlapping_rollouts_take_the_same_steps_and_wait_for_nobody() -> None:
-    from batchwright.rl import Runner, policy_for
-    from batchwright.train.query_mutator.rollout import OverlappingRunner
-
     class Uneven(World):
         """Environment-independent answers, at very different speeds."""
 
@@ -454,3 +454,12 @@ def test_overlapping_rollouts_take_the_same_steps_and_wait_for_nobody() -> None:
         np.testing.assert_array_equal(expected.obs["features"], found.obs["features"])
         assert sorted(expected.episode_returns) == sorted(found.episode_returns)
     assert one.step == other.step
+
+
+def test_a_policy_that_is_no_number_stops_an_overlapping_rollout_instead_of_hanging() -> None:
+    env = build(World(), order="drawn")
+    policy = policy_for(env)
+    with torch.no_grad():
+        policy.actor.actions.fill_(torch.nan)
+    with pytest.raises(BadLoss, match="not finite"):
+        OverlappingRunner(env, 4).collect(policy)
