@@ -33,9 +33,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from batchwright.calls.queries import mutated_text
 from batchwright.calls.simulator import Simulator
 from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
-from batchwright.envs.query_mutation.operators import OPERATORS, rewritten
+from batchwright.envs.query_mutation.operators import OPERATORS
 from batchwright.envs.questions import Question, load_questions
 from batchwright.events import read_events
 from batchwright.report.figures import intervals_png
@@ -83,7 +84,7 @@ def mutate(url: str, task: tuple[Question, int]) -> str:
     question, operator = task
     prompt = OPERATORS[operator].prompt(question.question, question.question)
     said = post(url, "sim-mutator", [{"role": "user", "content": prompt}], temperature=0.7, seed=1)
-    return rewritten(said) or question.question
+    return mutated_text(said) or question.question
 
 
 def answer(url: str, wording: str) -> str:
@@ -345,11 +346,9 @@ def main() -> None:
         report.close()
         return
     report = Report("query_mutation", args)
-    rows = [
-        {"question": q.question, "answer": q.answer, "category": q.category}
-        for q in load_questions("shipped", "all")
-    ]
-    server = Simulator(questions=rows, knee=KNEE, latency_s=LATENCY_S, sigma=SIGMA)
+    server = Simulator(
+        questions=load_questions("shipped", "all"), knee=KNEE, latency_s=LATENCY_S, sigma=SIGMA
+    )
     with server.running() as url:
         for n in (16,) if args.quick else (16, 64):
             compare_steps(report, url, n, 2 if args.quick else 5)

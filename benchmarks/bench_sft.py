@@ -36,6 +36,7 @@ import numpy as np
 import torch
 
 from batchwright.batching import BatchPlanBuilder, collate
+from batchwright.data.rows.sample import IGNORE
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import BatchwrightError
@@ -45,7 +46,6 @@ from batchwright.train.sft.prepare import batching_config, open_prepared
 from bench_tokenize import data_file
 from common import Contender, Measured, Report, arguments, measure
 from sft_ways import (
-    IGNORE,
     PLAIN,
     RATE,
     ROWS,

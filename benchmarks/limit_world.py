@@ -18,22 +18,21 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
 
 from batchwright.calls.limit.auto import Limit
+from batchwright.calls.simulator.service import ServerKind
 from batchwright.rng import stream
 
-__all__ = ["KINDS", "Kind", "Oracle", "Run", "World", "oracle_seconds", "run"]
+__all__ = ["KINDS", "Oracle", "Run", "World", "oracle_seconds", "run"]
 
-Kind = Literal["queue", "reject", "thrash", "batch"]
-KINDS: tuple[Kind, ...] = ("queue", "reject", "thrash", "batch")
+KINDS: tuple[ServerKind, ...] = ("queue", "reject", "thrash", "batch")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
     """One server and one load."""
 
-    kind: Kind
+    kind: ServerKind
     knees: tuple[int, ...]
     """The knee moves on to the next one after equal shares of the calls."""
     calls: int = 6000

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchwright.data.rows.sample import IGNORE
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokens import TokenStore
 from batchwright.models.transformers import load_model, tokenizer_for
@@ -22,7 +23,6 @@ from bench_tokenize import data_file
 from common import SEED, Contender
 
 __all__ = [
-    "IGNORE",
     "PLAIN",
     "RATE",
     "ROWS",
@@ -45,7 +45,6 @@ ROWS = 8
 PLAIN = f"plain loop, {ROWS} rows padded"
 TRL_PADDED = f"TRL padded, {ROWS} rows"
 TRL_PACKED = "TRL packed"
-IGNORE = -100
 RATE = 1e-4
 
 

@@ -176,7 +176,7 @@ BAD = {
     "plain name": ("--target-model qwen2.5", "--endpoint"),
     "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),
     "no answers": ("--target-model sim --dataset bare.jsonl", "no answer"),
-    "no train part": ("--target-model sim --dataset held.jsonl", "no question in its train part"),
+    "no train split": ("--target-model sim --dataset held.jsonl", "no question in its train split"),
     "width": ("--target-model sim --batch-size many", "--batch-size many"),
     "none at once": ("--target-model sim --num-processes 0", "--num-processes 0"),
     "gamma": ("--target-model sim --gamma 2", "--gamma 2"),

@@ -8,30 +8,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from batchwright.calls import Done, Failed, Kind, Outcome
+from batchwright.calls.queries import NO_ANSWER, mutated_text
 from batchwright.calls.simulator.ngrams import hashed_ngrams
-from batchwright.calls.simulator.questions import Question as Known
 from batchwright.calls.simulator.questions import Target, mutate
-from batchwright.envs.query_mutation.env import NO_ANSWER, BatchedQueryMutationEnv, Score, Turn
+from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Score, Turn
 from batchwright.envs.query_mutation.operators import (
     NOOP,
     OPERATORS,
     STOP,
     find_operator,
     load_operators,
-    rewritten,
 )
 from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, BadRow, ConfigError, Mismatch
+from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch
+from batchwright.rl import Runner, policy_for
+from batchwright.train.query_mutator.rollout import OverlappingRunner
 
 QUESTIONS = [
-    Question("0", "What is the capital of France?", "Paris", "geography"),
-    Question("1", "How many metres are in 2 kilometres?", "2000", "units"),
-    Question("2", "Which planet is closest to the Sun?", "Mercury", "science"),
+    Question("What is the capital of France?", "Paris", "geography"),
+    Question("How many metres are in 2 kilometres?", "2000", "units"),
+    Question("Which planet is closest to the Sun?", "Mercury", "science"),
 ]
-KNOWN = [Known(q.question, q.answer, q.category) for q in QUESTIONS]
 NAMES = [operator.name for operator in OPERATORS]
 
 
@@ -42,7 +43,7 @@ class World:
         self.fails = fails or {}
         self.asked: Counter[str] = Counter()
         self.seeds: list[int] = []
-        self.target_model = Target(KNOWN)
+        self.target_model = Target(QUESTIONS)
 
     async def mutator(self, prompt: str, seed: int) -> Outcome:
         self.asked["mutator"] += 1
@@ -326,15 +327,22 @@ def test_a_replayed_run_fails_in_the_same_places() -> None:
         ("Rewritten question: What is it?\n\nI kept the meaning.", "What is it?"),
         ("**Question:** What is it?", "What is it?"),
         ('{"mutated_query": "What is it?"}', "What is it?"),
+        (
+            'Sure:\n```json\n{"why": "shorter", "mutated_query": "What\\nis it?"}\n```',
+            "What\nis it?",
+        ),
+        ('{"question": "What is it?"}', "What is it?"),
         ('{"mutated_query": 3}', None),
+        ('{"mutated_query": "What', None),
         ("{broken", "{broken"),
+        ('What does {x} mean in {"a": "b"}?', 'What does {x} mean in {"a": "b"}?'),
         ("", None),
         ("\n \n", None),
         ("?!", None),
     ],
 )
-def test_the_question_is_found_in_what_mutators_say(text: str, question: str | None) -> None:
-    assert rewritten(text) == question
+def test_the_question_is_found_in_the_reply_of_a_mutator(text: str, question: str | None) -> None:
+    assert mutated_text(text) == question
 
 
 def test_users_add_operators_in_a_file(tmp_path: Path) -> None:
@@ -410,7 +418,7 @@ def test_files_of_other_shapes_are_read_and_bad_ones_refused(tmp_path: Path) -> 
     with pytest.raises(BadRow, match="no answer"):
         load_questions(str(gsm), "all")
     gsm.write_text('{"question": "2+2?", "answer": "4", "split": "train"}\n')
-    with pytest.raises(ConfigError, match="no question in its test part"):
+    with pytest.raises(ConfigError, match="no question in its test split"):
         load_questions(str(gsm), "test")
     with pytest.raises(ConfigError, match="no question"):
         build_empty()
@@ -424,9 +432,6 @@ def build_empty() -> BatchedQueryMutationEnv:
 
 
 def test_overlapping_rollouts_take_the_same_steps_and_wait_for_nobody() -> None:
-    from batchwright.rl import Runner, policy_for
-    from batchwright.train.query_mutator.rollout import OverlappingRunner
-
     class Uneven(World):
         """Environment-independent answers, at very different speeds."""
 
@@ -449,3 +454,12 @@ def test_overlapping_rollouts_take_the_same_steps_and_wait_for_nobody() -> None:
         np.testing.assert_array_equal(expected.obs["features"], found.obs["features"])
         assert sorted(expected.episode_returns) == sorted(found.episode_returns)
     assert one.step == other.step
+
+
+def test_a_policy_that_is_no_number_stops_an_overlapping_rollout_instead_of_hanging() -> None:
+    env = build(World(), order="drawn")
+    policy = policy_for(env)
+    with torch.no_grad():
+        policy.actor.actions.fill_(torch.nan)
+    with pytest.raises(BadLoss, match="not finite"):
+        OverlappingRunner(env, 4).collect(policy)

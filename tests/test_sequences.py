@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from batchwright.batching.packing.bins import PackingMode
 from batchwright.batching.packing.sequences import (
-    IGNORED,
     PackingConfig,
     PackingMetrics,
     SequenceToPack,
@@ -18,6 +17,7 @@ from batchwright.batching.packing.sequences import (
     pack_with_metrics,
     verify_packed,
 )
+from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLength, ConfigError, DuplicateId, Mismatch, OversizedSample
 
 quick = settings(max_examples=100, deadline=None)
@@ -89,19 +89,19 @@ def test_every_token_of_a_pack_is_what_its_segment_says(sequences, config):
                 source = pack.sample_starts[s] + i
                 learned = bool(mask[source]) and i > 0
                 assert pack.input_ids[token] == sample.input_ids[source]
-                assert pack.labels[token] == (sample.input_ids[source] if learned else IGNORED)
+                assert pack.labels[token] == (sample.input_ids[source] if learned else IGNORE)
                 assert pack.loss_mask[token] == learned
                 assert (pack.segment_ids[token], pack.position_ids[token]) == (s, i)
                 token += 1
             if config.add_separator:
-                assert (pack.input_ids[token], pack.labels[token]) == (SEPARATOR, IGNORED)
+                assert (pack.input_ids[token], pack.labels[token]) == (SEPARATOR, IGNORE)
                 assert pack.segment_ids[token] == s
                 token += 1
             assert token == pack.cu_seqlens[s + 1]
         assert pack.padding_tokens == width - token
         assert (pack.input_ids[token:] == PAD).all()
         assert (pack.segment_ids[token:] == -1).all()
-        assert (pack.labels[token:] == IGNORED).all()
+        assert (pack.labels[token:] == IGNORE).all()
         assert pack.num_segments <= (config.max_segments or 10**9)
         assert pack.max_seqlen == np.diff(pack.cu_seqlens).max()
 
@@ -154,7 +154,7 @@ def test_a_loss_never_asks_one_sample_to_predict_another():
     pack = pack_sequences([SequenceToPack("a", [5, 6]), SequenceToPack("b", [7, 8])])[0]
 
     # The label at t is predicted from t - 1, so it must be of the same segment.
-    learned = np.flatnonzero(pack.labels != IGNORED)
+    learned = np.flatnonzero(pack.labels != IGNORE)
     assert learned.tolist() == [1, 3]
     assert (pack.segment_ids[learned] == pack.segment_ids[learned - 1]).all()
 
@@ -171,7 +171,7 @@ def test_any_object_with_id_tokens_and_mask_packs():
     sample = OtherSample("x", np.array([5, 6, 7], np.uint16), np.array([0, 0, 1], np.uint8))
     pack = pack_sequences([sample], PackingConfig(max_length=4))[0]
 
-    assert pack.labels.tolist() == [IGNORED, IGNORED, 7, IGNORED]
+    assert pack.labels.tolist() == [IGNORE, IGNORE, 7, IGNORE]
     assert (pack.num_loss_tokens, pack.total_tokens, pack.efficiency) == (1, 3, 0.75)
     assert pack.input_ids.dtype == pack.labels.dtype == pack.cu_seqlens.dtype == np.int32
     assert "\n" not in repr(pack)

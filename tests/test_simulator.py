@@ -28,7 +28,7 @@ from batchwright.calls.simulator import FAULTS, RunningSimulator, Simulator, run
 from batchwright.calls.simulator.answers import answer, asked, operator_of
 from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import (
-    OPERATORS,
+    OPERATOR_WORDS,
     RULES,
     TRAITS,
     UNCLEAR,
@@ -39,7 +39,7 @@ from batchwright.calls.simulator.questions import (
     traits,
 )
 from batchwright.calls.simulator.service import Bucket, Job, Service
-from batchwright.envs.query_mutation.operators import OPERATORS as shipped_operators
+from batchwright.envs.query_mutation.operators import OPERATORS
 from batchwright.errors import BadRow, ConfigError, MissingFile, NoServer
 
 COMMAND = Path(sys.executable).parent / "batchwright"
@@ -661,7 +661,7 @@ def test_settings_survive_the_trip_to_another_process() -> None:
         ({"faults": {"cut": 0.7, "500": 0.7}}, "their sum at most 1"),
         ({"latency_s": -1}, "latency_s is -1"),
         ({"rpm": 0}, "rpm is 0"),
-        ({"rules": {"a": ["shiny"]}}, "'shiny'; there are: polite"),
+        ({"rules": {"a": ["shiny"]}}, "'shiny'; known traits: polite"),
         ({"questions": [{"question": "?"}]}, "a question has no 'answer'"),
     ],
 )
@@ -735,7 +735,7 @@ def test_the_best_operator_is_the_one_of_the_category_and_no_other_helps(
     target = Target(QUESTIONS)
     helps = {
         operator: target.reply(mutate(operator, question.question)) == question.answer
-        for operator in OPERATORS
+        for operator in OPERATOR_WORDS
     }
 
     assert target.reply(question.question) == UNCLEAR
@@ -747,7 +747,7 @@ def test_the_best_operator_is_the_one_of_the_category_and_no_other_helps(
 def test_every_trait_is_shown_by_one_operator_on_every_question() -> None:
     assert SHOWN_BY.keys() == TRAITS.keys()
     for question in QUESTIONS:
-        for operator in OPERATORS:
+        for operator in OPERATOR_WORDS:
             before = traits(question.question)
             gained = traits(mutate(operator, question.question, "")) - before
             wanted = {trait for trait, by in SHOWN_BY.items() if by == operator} - before
@@ -757,7 +757,7 @@ def test_every_trait_is_shown_by_one_operator_on_every_question() -> None:
 def test_rewriting_keeps_the_meaning_except_where_it_asks_for_something_else() -> None:
     target = Target(QUESTIONS)
     for question in QUESTIONS:
-        for operator in set(OPERATORS) - {"similar", "crossover"}:
+        for operator in set(OPERATOR_WORDS) - {"similar", "crossover"}:
             assert target.recognise(mutate(operator, question.question)) is question, operator
     other = [q for q in QUESTIONS if target.recognise(mutate("similar", q.question)) is not q]
     assert len(other) >= len(QUESTIONS) // 2
@@ -817,7 +817,7 @@ def say(model: str, prompt: str, system: str = "") -> str:
     return answer(model, system, prompt, target=target, seed=0, words=3, draw=0)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", OPERATOR_WORDS)
 def test_the_mutator_does_what_the_template_names(operator: str) -> None:
     words = {
         "paraphrase": "Rephrase the question in other words.",
@@ -842,8 +842,8 @@ def test_the_mutator_does_what_the_template_names(operator: str) -> None:
 def test_the_shipped_templates_and_questions_have_a_known_optimum() -> None:
     known = read_questions(Path(str(files("batchwright.shipped"))) / "questions.jsonl")
     target = Target(known)
-    asking = [operator for operator in shipped_operators if operator.asks]
-    assert [operator.name for operator in asking] == list(OPERATORS)
+    asking = [operator for operator in OPERATORS if operator.asks]
+    assert [operator.name for operator in asking] == list(OPERATOR_WORDS)
 
     for question in known[::7]:
         best = target.best_operator(question.question)

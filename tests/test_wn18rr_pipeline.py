@@ -76,5 +76,4 @@ def test_the_plain_prover_environment_trains_on_wn18rr_as_well(graph: Graph) -> 
     assert metrics["charts/global_step"] == 64
     assert np.isfinite(metrics["losses/policy_loss"])
     assert env.counters["invalid"] == 0
-    runner = Runner(env, 16)
-    assert runner.collect(policy, greedy=True).valid.all()
+    assert Runner(env, 16).collect(policy).valid.all()

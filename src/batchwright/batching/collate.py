@@ -7,13 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.plan.microbatch import MicrobatchSpec
-from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.sample import IGNORE, Sample
 from batchwright.errors import Mismatch
 
-__all__ = ["IGNORE", "CollatedBatch", "SampleReader", "collate"]
-
-IGNORE = -100
-"""The label that a loss leaves out, as in torch and transformers."""
+__all__ = ["CollatedBatch", "SampleReader", "collate"]
 
 SampleReader = Callable[[int], Sample]
 """The sample of a data row."""

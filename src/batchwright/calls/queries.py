@@ -1,12 +1,13 @@
 """The three batch functions of query mutation: rewrite, answer, embed many queries at once.
 
-Order is kept. A call that failed leaves a stand-in (the original query, a plain message, a row
-of NaN) that is marked as invalid: `result.valid` says which entries the models really gave, and
-`result.invalid_count` how many they did not. Learn from the valid ones only.
+Order is kept. A failed call leaves a placeholder (the original query, `NO_ANSWER`, a row of NaN)
+that is marked as invalid: `result.valid` says which entries are real responses, and
+`result.invalid_count` how many are not. Train on the valid ones only.
 """
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,14 +33,18 @@ __all__ = [
     "mutated_text",
 ]
 
-NO_ANSWER = "No answer came from the model."
-"""Stands where an answer should be; it says what happened and nothing else."""
+NO_ANSWER = "No answer from the model."
+"""The placeholder for the answer of a call that failed."""
+
+_HEADING = re.compile(
+    r"^[\s*#]*(?:[\w ]{0,24}question[\w ]{0,10}|rewritten|answer)\s*:[\s*]*", re.IGNORECASE
+)
 
 BatchSize = int | Literal["auto"]
 
 
 class Texts(list[str]):
-    """Texts in the order of the queries, and which of them are the model's own."""
+    """Texts in the order of the queries, and which of them are responses of the model."""
 
     def __init__(self, texts: Sequence[str], valid: Sequence[bool], outcomes: Sequence[Outcome]):
         super().__init__(texts)
@@ -53,7 +58,7 @@ class Texts(list[str]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vectors:
-    """One row a query; `np.asarray` gives the array. Rows that did not come are NaN."""
+    """One row per query; `np.asarray` gives the array. Rows of failed calls are NaN."""
 
     array: "NDArray[np.float32]"
     valid: "NDArray[np.bool_]"
@@ -92,13 +97,13 @@ def batch_mutate_queries(
 ) -> Texts:
     """Send each prompt to the mutator; a mutation that failed is the original query, invalid.
 
-    A mutator may answer with JSON, `{"mutated_query": ...}`, or with the new query alone; see
-    `mutated_text`. `batch_size` is the number of calls in flight (1: one after the other).
-    `model` is a name of the Ollama server here, or any word of `parse_model`. With a `pool` of
-    your own, `model` is the name that its server knows and the pool's own limit holds.
+    `mutated_text` reads the replies: JSON, `{"mutated_query": ...}`, or the new query alone.
+    `batch_size` is the number of calls in flight (1: sequential). `model` is a model of the
+    local Ollama server, or anything that `parse_model` takes. With a `pool` of your own, `model`
+    is the name that its server knows, and the pool's own limit applies.
     """
     if len(queries) != len(prompts):
-        raise Mismatch(f"{len(queries)} queries have {len(prompts)} prompts; give one for each")
+        raise Mismatch(f"{len(queries)} queries and {len(prompts)} prompts; pass one prompt each")
     chosen, name = _pool(model, batch_size, pool)
     given: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     if seed is not None:
@@ -120,13 +125,13 @@ def batch_query_target_model(
     default: str = NO_ANSWER,
     pool: Pool | None = None,
 ) -> Texts:
-    """The target's answers; one that failed is `default`, invalid.
+    """The target's answers; a failed call gives `default`, marked invalid.
 
-    `image_paths` gives a picture with each query, or None where there is none.
+    `image_paths` has one image per query, or None for a query without one.
     """
     images = image_paths if image_paths is not None else [None] * len(queries)
     if len(images) != len(queries):
-        raise Mismatch(f"{len(queries)} queries have {len(images)} pictures; give one for each")
+        raise Mismatch(f"{len(queries)} queries and {len(images)} image paths; pass one path each")
     chosen, name = _pool(model, batch_size, pool)
     given: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     requests = [
@@ -146,11 +151,11 @@ def batch_encode_queries(
     *,
     pool: Pool | None = None,
 ) -> Vectors:
-    """The embedding of each query, cut or filled up with zeros to `obs_size`; float32 [N, size]."""
+    """The embedding of each query, truncated or zero-padded to `obs_size`; float32 [N, size]."""
     import numpy as np
 
     if obs_size < 1:
-        raise ConfigError(f"obs_size={obs_size} is not possible; give 1 or more")
+        raise ConfigError(f"obs_size must be at least 1, got {obs_size}")
     chosen, name = _pool(model, batch_size, pool)
     requests: list[Request] = [embed(name, query) for query in queries]
     outcomes = chosen.map(requests)
@@ -166,31 +171,49 @@ def batch_encode_queries(
 
 
 def mutated_text(text: str) -> str | None:
-    """The new query in a mutator's answer; None if there is none.
+    """The new query in a mutator's reply; None if there is none.
 
-    JSON counts wherever it stands in the answer. An answer without any is the query itself.
+    A JSON object anywhere in the reply gives its "mutated_query"; a reply that is an object
+    without one gives its first string. Otherwise it is the first line, without heading and
+    quotes: small models append reasons. For queries of several lines, prompt for JSON.
 
     >>> mutated_text('Sure: {"mutated_query": "How far is the moon?"}')
     'How far is the moon?'
-    >>> mutated_text('{"query": 3}') is None, mutated_text(" How far is it? ")
-    (True, 'How far is it?')
+    >>> mutated_text('New question: "How far is it?"\\n\\nI kept the meaning.')
+    'How far is it?'
+    >>> mutated_text('{"mutated_query": 3}') is None, mutated_text("...") is None
+    (True, True)
     """
-    start = text.find("{")
-    if start < 0:
-        return text.strip() or None
-    try:
-        found, _ = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError):
+    found = _json_object(text)
+    if "mutated_query" in found or (found and text.lstrip().startswith("{")):
+        texts = [value for value in found.values() if isinstance(value, str)]
+        query = found.get("mutated_query", texts[0] if texts else None)
+        chosen = query.strip() if isinstance(query, str) else ""
+    elif '"mutated_query"' in text:
+        # JSON that was cut off, at max_tokens perhaps: the query is not whole.
         return None
-    new = found.get("mutated_query") if isinstance(found, dict) else None
-    return new.strip() or None if isinstance(new, str) else None
+    else:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        first = _HEADING.sub("", lines[0]) if lines else ""
+        chosen = (first or "".join(lines[1:2])).strip("\"'“”* ")
+    return chosen if re.search(r"\w", chosen) else None
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """The first JSON object of a text; empty if there is none that can be read."""
+    start = text.find("{")
+    try:
+        found = json.JSONDecoder().raw_decode(text, start)[0] if start >= 0 else {}
+    except (ValueError, RecursionError):
+        return {}
+    return dict(found)
 
 
 def _with_image(query: str, path: Path) -> list[dict[str, Any]]:
     try:
         data = base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
-        raise MissingFile(f"the picture {path} cannot be read: {error.strerror}") from error
+        raise MissingFile(f"cannot read the image {path}: {error.strerror}") from error
     kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
     url = {"url": f"data:image/{kind};base64,{data}"}
     parts = [{"type": "text", "text": query}, {"type": "image_url", "image_url": url}]
@@ -198,7 +221,7 @@ def _with_image(query: str, path: Path) -> list[dict[str, Any]]:
 
 
 _pools: dict[tuple[str, BatchSize], tuple[Pool, str]] = {}
-"""One for each model and width: connections and what was learned last longer than a call."""
+"""One pool per model and batch size, so that connections and learned limits are reused."""
 
 
 def _pool(model: str, batch_size: BatchSize, given: Pool | None) -> tuple[Pool, str]:

@@ -1,10 +1,10 @@
-"""Questions with short answers: the shipped set or a file, in train, valid and test parts."""
+"""Questions with short reference answers: the shipped set or a file, split in three."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Literal
 
+from batchwright.calls.simulator.questions import Question
 from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, ConfigError
 from batchwright.rng import key
@@ -17,25 +17,15 @@ _NAMES = {
     "question": ("question", "query", "prompt", "instruction"),
     "answer": ("answer", "response", "completion", "ground_truth", "output"),
 }
-_PARTS: tuple[tuple[float, Split], ...] = ((0.6, "train"), (0.8, "valid"), (1.0, "test"))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked and what is right."""
-
-    id: str
-    question: str
-    answer: str
-    category: str = ""
+_SPLITS: tuple[tuple[float, Split], ...] = ((0.6, "train"), (0.8, "valid"), (1.0, "test"))
 
 
 def load_questions(spec: str = "shipped", split: Split = "train") -> list[Question]:
-    """The questions of one part of `shipped`, or of a JSONL, Parquet or HF file.
+    """The questions of one split of `shipped`, or of a JSONL, Parquet or HF file.
 
-    A row's own `split` is kept; rows without one are put into 60, 20 and 20 percent by a hash
-    of the question, so that the same question is in the same part in every file. Of a worked
-    answer like GSM8K's, what stands behind `####` is the answer.
+    A row's own `split` is kept; the others are split 60/20/20 by a hash of the question, so that
+    the same question is in the same split of every file. Of a worked answer like GSM8K's, the
+    text after `####` is the answer.
 
     >>> questions = load_questions("shipped", "test")
     >>> questions[0].question
@@ -43,7 +33,7 @@ def load_questions(spec: str = "shipped", split: Split = "train") -> list[Questi
 
     Raises:
         BadRow: a row has no question or no answer.
-        ConfigError: no question is left.
+        ConfigError: the split is empty.
     """
     if spec == "shipped":
         with resources.as_file(resources.files("batchwright.shipped") / "questions.jsonl") as path:
@@ -53,12 +43,12 @@ def load_questions(spec: str = "shipped", split: Split = "train") -> list[Questi
     found = []
     for number, row in enumerate(rows):
         one = _question(row, number, places[number])
-        if split in ("all", _part(row, one)):
+        if split in ("all", _split(row, one)):
             found.append(one)
     if not found:
         raise ConfigError(
-            f"{spec} has {len(rows):,} rows and no question in its {split} part; "
-            f"give a larger file or another part"
+            f"{spec} has {len(rows):,} rows and no question in its {split} split; "
+            f"use a larger file or another split"
         )
     return found
 
@@ -75,18 +65,17 @@ def _question(row: Mapping[str, Any], number: int, place: str) -> Question:
         text = str(value).rpartition("####")[2].strip() if value is not None else ""
         if not text:
             raise BadRow(
-                f"{place}: no {field}; a row needs a text in one of {', '.join(names)} so that "
-                f"answers can be compared"
+                f"{place}: no {field}; a row needs text in one of the columns {', '.join(names)}"
             )
         found[field] = text
     name = str(row.get("id", row.get("sample_id", number)))
-    return Question(name, found["question"], found["answer"], str(row.get("category", "")))
+    return Question(**found, category=str(row.get("category", "")), id=name)
 
 
-def _part(row: Mapping[str, Any], one: Question) -> Split:
+def _split(row: Mapping[str, Any], one: Question) -> Split:
     given = row.get("split")
     if given in ("train", "valid", "test"):
-        part: Split = given
-        return part
+        split: Split = given
+        return split
     share = key(0, "question split " + one.question) / 2**64
-    return next(part for end, part in _PARTS if share < end)
+    return next(split for end, split in _SPLITS if share < end)

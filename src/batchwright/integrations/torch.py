@@ -25,13 +25,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.collate import IGNORE, CollatedBatch, SampleReader, collate
+from batchwright.batching.collate import CollatedBatch, SampleReader, collate
 from batchwright.batching.plan.microbatch import MicrobatchSpec
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.data.reader import sample_reader
-from batchwright.data.rows.sample import Row, Sample
+from batchwright.data.rows.sample import IGNORE, Row, Sample
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch, need

@@ -1,10 +1,11 @@
-"""Proximal policy optimisation, top to bottom.
+"""Proximal policy optimization (PPO), top to bottom.
 
     rollout [T, B] -> values -> advantages -> epochs of minibatches -> metrics -> checkpoint
 
-Invalid steps are in no loss, no mean and no metric, and nothing is estimated through them.
-Masks hold in the rollout and in the update. Every random number is named by the seed and a
-counter, so a run that was killed and resumed ends with the same bits as one that was not.
+Invalid steps never enter the loss, the advantage statistics or the metrics, and no advantage is
+estimated through them. Action masks apply in the rollout and in the update. Every random number
+is named by the seed and a counter, so a killed and resumed run ends bit-identical to one that was
+not interrupted.
 """
 
 import math
@@ -28,7 +29,7 @@ from batchwright.permutation import permutation
 from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
 from batchwright.rl.gae import gae
 from batchwright.rl.policy import Policy
-from batchwright.rl.rollout import Rollout, Runner
+from batchwright.rl.rollout import Collector, Rollout, Runner
 
 __all__ = ["PPO", "PPOConfig"]
 
@@ -37,57 +38,77 @@ MEASURED = (
     *("policy_loss", "value_loss", "entropy", "approx_kl", "clipfrac"),
     *("actor_grad_norm", "critic_grad_norm"),
 )
-"""What each minibatch measures; means over the update are shown under `losses/`."""
+"""Measured on each minibatch; the means over an update are reported under `losses/`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PPOConfig:
-    """How PPO learns; names and numbers are those usual for small discrete problems."""
+    """The hyperparameters of PPO; the defaults suit small discrete problems."""
 
     total_steps: int = 100_000
-    """Steps of all environments together; rounded up to whole rollouts."""
+    """Environment steps over all environments, rounded up to whole rollouts."""
     num_steps: int = 128
-    """Steps of each environment between two updates."""
+    """Rollout length: steps of each environment between updates."""
     epochs: int = 4
+    """Passes over each rollout."""
     minibatches: int = 4
+    """Minibatches per pass."""
     lr: float = 2.5e-4
     anneal_lr: bool = True
-    """Fall to zero in a straight line over the run."""
+    """Linear decay of the learning rate to zero over the run."""
     gamma: float = 0.99
+    """Discount factor."""
     lam: float = 0.95
+    """Lambda of generalized advantage estimation (GAE)."""
     clip: float = 0.2
+    """PPO clip range of the probability ratio."""
     value_clip: float | None = None
-    """How far a value may move from that of the rollout before its loss stops pulling."""
+    """Clip range of the value function loss; None: no clipping."""
     value_coef: float = 0.5
+    """Value loss coefficient."""
     entropy_coef: float = 0.01
+    """Entropy bonus coefficient."""
     final_entropy_coef: float | None = None
-    """Where `entropy_coef` has moved to, in a straight line, when the run ends."""
+    """Linear schedule of `entropy_coef` to this value over the run; None: constant."""
     max_grad_norm: float = 0.5
+    """Gradient clipping norm, of actor and critic separately."""
     target_kl: float | None = None
-    """End an update before the step on a minibatch that has moved further than this."""
+    """Early stopping: end an update at a minibatch with a larger approximate KL divergence."""
     normalize_advantages: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("total_steps", "num_steps", "epochs", "minibatches"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr", "clip", "max_grad_norm", "value_clip", "target_kl"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; it must be above 0")
+                raise ConfigError(f"{name} must be greater than 0, got {value}")
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+                raise ConfigError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
 
 class PPO:
-    """A policy that learns in an environment, and all that its next update depends on."""
+    """A policy in training, and all that its next update depends on.
 
-    def __init__(self, env: Env, policy: Policy, config: PPOConfig) -> None:
+    `runner` collects the rollouts; another `Collector` than the default can step environments
+    in another way.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        policy: Policy,
+        config: PPOConfig,
+        *,
+        runner: Callable[..., Collector] = Runner,
+    ) -> None:
         self.config = config
+        self.env = env
         self.policy = policy
-        self.runner = Runner(env, config.num_steps, seed=config.seed)
+        self.runner = runner(env, config.num_steps, seed=config.seed)
         actor = [p for p in policy.actor.parameters() if p.requires_grad]
         critic = [
             p for n in (policy.critic, policy.head) for p in n.parameters() if p.requires_grad
@@ -98,7 +119,7 @@ class PPO:
 
     @property
     def steps_per_update(self) -> int:
-        return self.config.num_steps * self.runner.env.num_envs
+        return self.config.num_steps * self.env.num_envs
 
     @property
     def total_updates(self) -> int:
@@ -106,7 +127,7 @@ class PPO:
 
     @property
     def steps(self) -> int:
-        """Steps of all environments together so far."""
+        """Environment steps so far, over all environments."""
         return self.updates * self.steps_per_update
 
     def learn(
@@ -120,8 +141,8 @@ class PPO:
     ) -> Metrics:
         """Update until `total_steps` are done or `stop()` is true; the metrics of the last update.
 
-        With `save_to` there is a checkpoint every `save_every` updates and at the end; a stop
-        saves as well. `on_update` sees the learner and the metrics after each update.
+        With `save_to`, a checkpoint is written every `save_every` updates, at the end and on stop;
+        the newest `keep` are kept. `on_update` gets the learner and the metrics of each update.
         """
         metrics: Metrics = {}
         while self.updates < self.total_updates:
@@ -149,7 +170,7 @@ class PPO:
         return metrics
 
     def update(self, rollout: Rollout) -> Metrics:
-        """Learn from a rollout: `epochs` passes over its valid steps in shuffled minibatches."""
+        """Train on a rollout: `epochs` passes over its valid steps in shuffled minibatches."""
         config, device = self.config, self.policy.device
         progress = self.updates / self.total_updates
         lr = config.lr * (1.0 - progress) if config.anneal_lr else config.lr
@@ -173,14 +194,14 @@ class PPO:
         )
         steps = np.flatnonzero(rollout.valid)
         if not len(steps):
-            # Nothing to learn from; whether a run of nothing but failures goes on is not for
-            # PPO to decide, the environment's error budget stops it.
+            # Nothing to train on. A run in which every call fails is stopped by the error budget
+            # of the environment, not here.
             self.updates += 1
             return metrics
         if not np.isfinite(returns_TB.ravel()[steps]).all():
             raise BadLoss(
-                f"update {self.updates + 1}: a reward or a value is not a finite number; "
-                f"check_env(env) tells if it is the environment's"
+                f"update {self.updates + 1}: a reward or a value is not finite; "
+                f"check_env(env) finds out whether the environment is the cause"
             )
         metrics["losses/explained_variance"] = _explained(
             rollout.values.ravel()[steps], returns_TB.ravel()[steps]
@@ -204,7 +225,7 @@ class PPO:
         for epoch in range(config.epochs):
             key = np.uint64(rng.key(config.seed, "minibatches", self.updates, epoch))
             order = torch.from_numpy(steps[permutation(len(steps), key)]).to(device)
-            # Shuffled once an epoch, so that a minibatch is a slice of each.
+            # Shuffled once per epoch, so that a minibatch is a slice.
             obs_E = {name: tensor[order] for name, tensor in obs.items()}
             rest_E = [tensor[order] for tensor in rest]
             for start, end in pairwise(bounds):
@@ -212,7 +233,7 @@ class PPO:
                 action, old_logp, advantage, target, old_value = (t[start:end] for t in rest_E)
                 logp_all = torch.log_softmax(self.policy.logits(seen), -1)
                 logp = logp_all.gather(-1, action[:, None]).squeeze(-1)
-                # Where the mask is false the probability is exactly 0, and so is the product.
+                # Masked actions have probability exactly 0, so they add nothing.
                 entropy = -(logp_all.exp() * logp_all).sum(-1).mean()
                 value = self.policy.value(seen)
 
@@ -237,14 +258,14 @@ class PPO:
 
                 self.optimizer.zero_grad(set_to_none=True)
                 torch.autograd.backward(loss)
-                # Apart: they share no weight, and the large errors of values not yet learned would
-                # shrink the actor's step to nothing.
+                # Separately: they share no weights, and the large value errors of an untrained
+                # critic would scale the actor's gradient down to nothing.
                 norms = [clip_grad_norm_(net, config.max_grad_norm) for net in self._networks]
                 norm = math.hypot(*map(float, norms))
                 if not math.isfinite(norm):
                     raise BadLoss(
-                        f"update {self.updates + 1}: the loss is {loss.item()} and the norm of its "
-                        f"gradient {norm}; go on from the last checkpoint with a lower lr"
+                        f"update {self.updates + 1}: the loss is {loss.item()}, its gradient norm "
+                        f"{norm}; start again with a lower learning rate"
                     )
                 self.optimizer.step()
                 measured = (policy_loss, value_loss, entropy, kl, clipped, *norms)
@@ -259,7 +280,7 @@ class PPO:
         return metrics
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
-        """Write a checkpoint of the learner and its environment into `folder`."""
+        """Write a checkpoint of the policy, optimizer and environment to `folder`."""
         names = {id(p): name for name, p in self.policy.named_parameters()}
         optimizer = {names[id(p)]: dict(s) for p, s in self.optimizer.state.items()}
         state = {
@@ -272,22 +293,22 @@ class PPO:
         return save_checkpoint(folder, self.updates, state, keep=keep)
 
     def resume(self, folder: Path) -> None:
-        """Become what the newest whole checkpoint in `folder` was; made for the same config."""
+        """Restore the newest intact checkpoint in `folder`; the config must be the same."""
         path = latest(folder)
         if path is None:
-            raise MissingFile(f"no checkpoint in {folder}; check the path, or start anew")
+            raise MissingFile(f"no checkpoint in {folder}; check the path, or start a new run")
         state = load_checkpoint(path)
         given = asdict(self.config)
         for name, value in state["config"].items():
             if given.get(name) != value:
                 raise Mismatch(
-                    f"{path} is of a run with {name}={value}, not {given.get(name)}; "
+                    f"{path} was written with {name}={value}, got {given.get(name)}; "
                     f"resume with the same configuration"
                 )
         own = self.policy.state_dict()
         shapes = {name: tuple(t.shape) for name, t in own.items()}
         if shapes != {name: array.shape for name, array in state["policy"].items()}:
-            raise Mismatch(f"{path} is of another policy; build it as the run did")
+            raise Mismatch(f"{path} has a policy of other shapes; build it as the run did")
         self.policy.load_state_dict({n: torch.from_numpy(a) for n, a in state["policy"].items()})
         for name, parameter in self.policy.named_parameters():
             if name in state["optimizer"]:
@@ -311,6 +332,6 @@ class PPO:
 
 
 def _explained(values: NDArray[np.float32], returns: NDArray[np.float32]) -> float:
-    """The share of the variance of the returns that the values foretold; nan if there is none."""
+    """The fraction of the variance of the returns that the values explain; NaN without variance."""
     spread = float(np.var(returns))
     return 1.0 - float(np.var(returns - values)) / spread if spread else float("nan")

@@ -4,9 +4,9 @@ A step runs the actor only. Values are not needed to act, so they are computed f
 rollout at once, and so are those of the final observations of truncated episodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,34 +17,36 @@ from batchwright.envs.api import Env, Obs
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rl.policy import Policy, choose
 
-__all__ = ["Rollout", "Runner"]
+__all__ = ["Collector", "Rollout", "Runner"]
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+Finals = list[tuple[int, NDArray[np.int64], Obs]]
+"""Episodes truncated in a rollout: the step, which environments, their last observations."""
 CHUNK = 16_384
-"""Observations whose values are computed at once."""
+"""Observations whose values are computed in one forward pass."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What happened, [T, B]; the next rollout of the same runner writes over it."""
+    """Transitions of T steps of B environments, [T, B]; the next rollout overwrites them."""
 
     obs: Obs
-    """What each step acted on; the mask is among it."""
+    """The observation that each step acted on, with the action mask."""
     actions: NDArray[np.int64]
     logp: Floats
-    """The logarithm of the probability that the policy gave to the action."""
+    """The log-probability of each action under the policy."""
     rewards: Floats
     terminated: Flags
     truncated: Flags
     valid: Flags
     values: Floats
     final_values: Floats
-    """The value of a truncated episode's last observation; 0 where none was truncated."""
+    """The value of the last observation of a truncated episode; 0 elsewhere."""
     last_value: Floats
-    """[B]: the value of what the next rollout will begin with."""
+    """[B]: the value of the observation that the next rollout starts with."""
     episode_returns: list[float] = field(default_factory=list)
-    """Sums of rewards of the episodes that ended here and had valid steps only."""
+    """Returns of the episodes that ended in this rollout and had no invalid step."""
     episode_lengths: list[int] = field(default_factory=list)
 
     @classmethod
@@ -67,79 +69,86 @@ class Rollout:
         )
 
 
-class Runner:
-    """Steps an environment on and on, rollout after rollout.
+class Collector(Protocol):
+    """Where PPO gets its rollouts from: `PPO(..., runner=Runner)` is the default.
 
-    The action of environment b at its step t is drawn with numbers that (seed, t, b) names, so
-    that a runner restored by `load_state_dict` goes on to the bit.
+    PPO makes one by `runner(env, num_steps, seed=seed)`, and its state is part of checkpoints.
+    """
+
+    def collect(self, policy: Policy) -> Rollout:
+        """The next rollout, [num_steps, num_envs]."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next rollout depends on except the policy, the environment included."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Runner:
+    """Collects rollouts by stepping all environments in lockstep.
+
+    The action of environment b at step t is sampled with random numbers named by (seed, t, b), so
+    a runner restored by `load_state_dict` continues bit for bit. To step environments in another
+    way, override `fill`; episodes, values and state stay the same.
     """
 
     def __init__(self, env: Env, num_steps: int, *, seed: int = 0) -> None:
         if num_steps < 1:
-            raise ConfigError(f"num_steps is {num_steps}; a rollout has at least one step")
+            raise ConfigError(f"num_steps must be at least 1, got {num_steps}")
         self.env = env
+        self.seed = seed
         self.step = 0
-        """Steps of each environment so far."""
-        self._seed = seed
+        """Steps of each environment before the current rollout."""
         self._rollout = Rollout.allocate(env, num_steps)
-        self._tensors = {name: torch.from_numpy(a) for name, a in self._rollout.obs.items()}
         self._obs: Obs | None = None
         self._returns = np.zeros(env.num_envs, np.float64)
         self._lengths = np.zeros(env.num_envs, np.int64)
         self._clean = np.ones(env.num_envs, np.bool_)
 
-    def collect(self, policy: Policy, *, greedy: bool = False) -> Rollout:
+    def collect(self, policy: Policy) -> Rollout:
         """The next rollout; the first one resets the environments."""
-        out, env, device = self._rollout, self.env, policy.device
-        out.episode_returns, out.episode_lengths = [], []
-        finals: list[tuple[int, NDArray[np.int64], Obs]] = []
-        obs = env.reset() if self._obs is None else self._obs
+        out = self._rollout
+        obs = self.env.reset() if self._obs is None else self._obs
+        obs, finals = self.fill(out, obs, policy)
+        # Copied: the environment may write its next observation into the same memory.
+        self._obs = {name: obs[name].copy() for name in out.obs}
+        self._count_episodes(out)
+        self._add_values(out, policy, finals)
+        self.step += len(out.actions)
+        return out
+
+    def fill(self, out: Rollout, obs: Obs, policy: Policy) -> tuple[Obs, Finals]:
+        """Step from `obs` and write observations, actions, log-probabilities, rewards and flags.
+
+        Returns the observations after the last step, and those of truncated episodes.
+        """
+        finals: Finals = []
         for t in range(len(out.actions)):
             for name, array in out.obs.items():
                 array[t] = obs[name]
-            seen = {name: tensor[t].to(device) for name, tensor in self._tensors.items()}
+            seen = {n: torch.from_numpy(a[t]).to(policy.device) for n, a in out.obs.items()}
             with torch.inference_mode():
                 logits = policy.logits(seen)
-            key = None if greedy else rng.key(self._seed, "act", self.step)
-            out.actions[t], out.logp[t] = choose(logits, out.obs["mask"][t], key)
-            step = env.step(out.actions[t])
+            out.actions[t], out.logp[t] = choose(logits, out.obs["mask"][t], self.action_key(t))
+            step = self.env.step(out.actions[t])
             out.rewards[t] = step.reward
             out.terminated[t] = step.terminated
-            # An episode that came to its end has no value behind it, whatever stopped it too.
+            # A terminated episode has no value behind it, even if it was truncated as well.
             out.truncated[t] = step.truncated & ~step.terminated
             out.valid[t] = step.valid
             cut = np.flatnonzero(out.truncated[t])
             if len(cut):
                 finals.append((t, cut, {n: step.final_obs[n][cut] for n in out.obs}))
-            self._count(out, t, step.terminated | step.truncated)
             obs = step.obs
-            self.step += 1
-        # Copied: the environment may write its next observation into the same memory.
-        self._obs = {name: obs[name].copy() for name in out.obs}
-        return self._valued(policy, finals)
+        return obs, finals
 
-    def _valued(
-        self, policy: Policy, finals: Sequence[tuple[int, NDArray[np.int64], Obs]]
-    ) -> Rollout:
-        """The rollout with the values of all it saw; `finals` are (step, rows, observations)."""
-        out = self._rollout
-        assert self._obs is not None
-        flat = {name: tensor.flatten(0, 1) for name, tensor in self._tensors.items()}
-        out.values[:] = _values(policy, flat).reshape(out.values.shape)
-        out.last_value[:] = _values(policy, _as_tensors(self._obs))
-        out.final_values[:] = 0.0
-        if finals:
-            together = {n: np.concatenate([obs[n] for _, _, obs in finals]) for n in out.obs}
-            found = np.split(
-                _values(policy, _as_tensors(together)),
-                np.cumsum([len(rows) for _, rows, _ in finals])[:-1],
-            )
-            for (t, rows, _), values in zip(finals, found, strict=True):
-                out.final_values[t, rows] = values
-        return out
+    def action_key(self, t: int) -> int:
+        """The key of the random numbers that sample the actions of step `t` of this rollout."""
+        return rng.key(self.seed, "act", self.step + t)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next rollout depends on but the policy, the environment included."""
         return {
             "step": self.step,
             "env": self.env.state_dict(),
@@ -152,8 +161,8 @@ class Runner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["returns"].shape != self._returns.shape:
             raise Mismatch(
-                f"the state is of {len(state['returns'])} environments, not of "
-                f"{len(self._returns)}; take as many as the run was begun with"
+                f"the state has {len(state['returns'])} environments, this runner has "
+                f"{len(self._returns)}; resume with the same number"
             )
         self.step = int(state["step"])
         self.env.load_state_dict(state["env"])
@@ -162,28 +171,40 @@ class Runner:
         self._lengths[:] = state["lengths"]
         self._clean[:] = state["clean"]
 
-    def _count(self, out: Rollout, t: int, done: Flags) -> None:
-        self._returns += out.rewards[t]
-        self._lengths += 1
-        self._clean &= out.valid[t]
-        if done.any():
-            told = done & self._clean
-            out.episode_returns += self._returns[told].tolist()
-            out.episode_lengths += self._lengths[told].tolist()
-            self._returns[done] = 0.0
-            self._lengths[done] = 0
-            self._clean[done] = True
+    def _count_episodes(self, out: Rollout) -> None:
+        out.episode_returns, out.episode_lengths = [], []
+        for t, done in enumerate(out.terminated | out.truncated):
+            self._returns += out.rewards[t]
+            self._lengths += 1
+            self._clean &= out.valid[t]
+            if done.any():
+                reported = done & self._clean
+                out.episode_returns += self._returns[reported].tolist()
+                out.episode_lengths += self._lengths[reported].tolist()
+                self._returns[done] = 0.0
+                self._lengths[done] = 0
+                self._clean[done] = True
+
+    def _add_values(self, out: Rollout, policy: Policy, finals: Finals) -> None:
+        assert self._obs is not None
+        flat = {name: array.reshape(-1, *array.shape[2:]) for name, array in out.obs.items()}
+        out.values[:] = _values(policy, flat).reshape(out.values.shape)
+        out.last_value[:] = _values(policy, self._obs)
+        out.final_values[:] = 0.0
+        if finals:
+            together = {n: np.concatenate([obs[n] for _, _, obs in finals]) for n in out.obs}
+            ends = np.cumsum([len(rows) for _, rows, _ in finals])[:-1]
+            found = np.split(_values(policy, together), ends)
+            for (t, rows, _), values in zip(finals, found, strict=True):
+                out.final_values[t, rows] = values
 
 
-def _as_tensors(obs: Obs) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in obs.items()}
-
-
-def _values(policy: Policy, obs: Mapping[str, torch.Tensor]) -> Floats:
+def _values(policy: Policy, obs: Obs) -> Floats:
     """The values of N observations, a chunk at a time."""
+    tensors = {name: torch.from_numpy(array) for name, array in obs.items()}
     parts = []
     with torch.inference_mode():
         for start in range(0, len(obs["mask"]), CHUNK):
-            chunk = {n: a[start : start + CHUNK].to(policy.device) for n, a in obs.items()}
+            chunk = {n: a[start : start + CHUNK].to(policy.device) for n, a in tensors.items()}
             parts.append(policy.value(chunk).float().cpu().numpy())
     return np.concatenate(parts)

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from batchwright.batching.packing.bins import PackingMode, pack_lengths, packing_mode
+from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLength, ConfigError, DuplicateId, Mismatch, OversizedSample
 
 __all__ = [
-    "IGNORED",
     "PackedProof",
     "PackedSequence",
     "PackingConfig",
@@ -23,9 +23,6 @@ __all__ = [
     "pack_with_metrics",
     "verify_packed",
 ]
-
-IGNORED = -100
-"""The label of a token that carries no loss, as in torch's cross entropy."""
 
 
 class TokenSample(Protocol):
@@ -345,9 +342,9 @@ def _row_problem(pack: PackedSequence) -> str | None:
     inside = row < cu[-1]
     if not np.array_equal(pack.position_ids[inside], (row - cu[segment])[inside]):
         return "positions do not count from 0 in every segment"
-    if (pack.labels[~inside] != IGNORED).any():
+    if (pack.labels[~inside] != IGNORE).any():
         return "padding has labels"
-    if not np.array_equal(pack.loss_mask != 0, pack.labels != IGNORED):
+    if not np.array_equal(pack.loss_mask != 0, pack.labels != IGNORE):
         return "loss mask and labels disagree"
     return None
 
@@ -362,9 +359,9 @@ def _segment_problem(
         return f"{length} tokens from {start} on do not fit {len(sample.ids)} in {stop - first}"
     if not np.array_equal(pack.input_ids[first : first + length], sample.ids[start:][:length]):
         return "tokens differ from the sample's"
-    expected = np.full(stop - first, IGNORED)
-    expected[:length] = np.where(sample.mask[start:][:length], sample.ids[start:][:length], IGNORED)
-    expected[0] = IGNORED
+    expected = np.full(stop - first, IGNORE)
+    expected[:length] = np.where(sample.mask[start:][:length], sample.ids[start:][:length], IGNORE)
+    expected[0] = IGNORE
     if not np.array_equal(pack.labels[first:stop], expected):
         return f"label of token {np.argmax(pack.labels[first:stop] != expected)} is wrong"
     if seen[start : start + length].any():
@@ -416,7 +413,7 @@ def _joined(
     position[:total] = np.arange(total, dtype=np.int32) - np.repeat(cu_seqlens[:-1], spans)
     return PackedSequence(
         input_ids=tokens,
-        labels=np.where(learned, tokens, np.int32(IGNORED)),
+        labels=np.where(learned, tokens, np.int32(IGNORE)),
         loss_mask=learned.astype(np.int32),
         segment_ids=segment,
         position_ids=position,

@@ -18,7 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from batchwright.calls.request import Request
-from batchwright.calls.simulator.questions import OPERATORS, STRANGE, TOKEN, Target, mutate, uniform
+from batchwright.calls.simulator.questions import (
+    OPERATOR_WORDS,
+    STRANGE,
+    TOKEN,
+    Target,
+    mutate,
+    uniform,
+)
 from batchwright.calls.simulator.wire import PATHS, PIECE, Ask, Refusal, Reply, read, whole
 from batchwright.errors import ConfigError
 
@@ -29,20 +36,7 @@ __all__ = ["MODELS", "Models", "answer", "asked", "in_format", "operator_of"]
 
 MODELS = ("sim", "sim-qa", "sim-mutator", "sim-judge", "sim-embed")
 
-NAMED = {
-    "paraphrase": r"paraphras|rephras|reword|other words|different words",
-    "expand": r"expand|elaborat|add(?:s|ing)? (?:some |more )?(?:context|detail)",
-    "shorten": r"short|concise|brief",
-    "crossover": r"crossover|cross over|combin|merg",
-    "similar": r"similar",
-    "perspective": r"perspective|point of view|first person",
-    "politeness": r"polite",
-    "synonym": r"synonym",
-    "passive": r"passive",
-}
-"""The words in an instruction that name each operator."""
-
-PATTERNS = {name: re.compile(pattern, re.I) for name, pattern in NAMED.items()}
+PATTERNS = {name: re.compile(pattern, re.I) for name, pattern in OPERATOR_WORDS.items()}
 END = r"\s*(?=\n\s*\n|\n[\w ]{1,20}:|\Z)"
 MARKED = re.compile(rf"^\s*(?:question|query)(?: \w)?:\s*(.*?){END}", re.I | re.S | re.M)
 INLINE = re.compile(rf"\b(?:question|query)(?: \w)?:\s*(.*?){END}", re.I | re.S)
@@ -159,7 +153,7 @@ def operator_of(instruction: str) -> str:
     'politeness'
     """
     named = re.search(r"operator:\s*(\w+)", instruction, re.I)
-    if named and named[1].lower() in OPERATORS:
+    if named and named[1].lower() in OPERATOR_WORDS:
         return named[1].lower()
     hits = {name: hit.start() for name, p in PATTERNS.items() if (hit := p.search(instruction))}
     return min(hits, key=hits.__getitem__) if hits else "noop"

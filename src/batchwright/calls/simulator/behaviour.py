@@ -18,7 +18,7 @@ from batchwright.calls.simulator.questions import (
     read_questions,
     uniform,
 )
-from batchwright.calls.simulator.service import Kind
+from batchwright.calls.simulator.service import ServerKind
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Simulator:
     it was taken before, never from the order in which requests arrive.
     """
 
-    kind: Kind = "queue"
+    kind: ServerKind = "queue"
     knee: int | Sequence[tuple[float, int]] = 8
     """Calls it bears at once, or pairs of a second since its start and the knee from then on."""
     latency_s: float = 0.05
@@ -194,7 +194,8 @@ class Simulator:
 
 def _question(given: Mapping[str, str]) -> Question:
     try:
-        return Question(given["question"], given["answer"], given.get("category", ""))
+        more = {name: given.get(name, "") for name in ("category", "id")}
+        return Question(given["question"], given["answer"], **more)
     except KeyError as error:
         raise ConfigError(f"a question has no {error}; it needs question and answer") from None
 

@@ -1,8 +1,8 @@
 """A simulated target with a hidden rule: which wordings of a question it understands.
 
-It knows every answer. It gives one only if the wording shows the traits that the question's
-category asks for, and rewriting by the simulated mutator changes those traits in known ways.
-So the best rewriting of every question can be computed, and learning can be judged by it.
+It knows every answer, and returns one only if the wording shows the traits that the question's
+category requires. The simulated mutator changes those traits in known ways, so the optimal
+rewriting of every question can be computed, and a learned policy compared with it.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from batchwright.errors import BadRow, ConfigError, MissingFile
 
 __all__ = [
-    "OPERATORS",
+    "OPERATOR_WORDS",
     "RULES",
     "TRAITS",
     "UNCLEAR",
@@ -28,18 +28,18 @@ __all__ = [
     "uniform",
 ]
 
-OPERATORS = (
-    "paraphrase",
-    "expand",
-    "shorten",
-    "crossover",
-    "similar",
-    "perspective",
-    "politeness",
-    "synonym",
-    "passive",
-)
-"""What the simulated mutator can do to a question."""
+OPERATOR_WORDS = {
+    "paraphrase": r"paraphras|rephras|reword|other words|different words",
+    "expand": r"expand|elaborat|add(?:s|ing)? (?:some |more )?(?:context|detail)",
+    "shorten": r"short|concise|brief",
+    "crossover": r"crossover|cross over|combin|merg",
+    "similar": r"similar",
+    "perspective": r"perspective|point of view|first person",
+    "politeness": r"polite",
+    "synonym": r"synonym",
+    "passive": r"passive",
+}
+"""The operators that the simulated mutator knows, and the words in a prompt that name each."""
 
 TRAITS = {
     "polite": r"\b(?:please|kindly|thank you|thanks)\b",
@@ -50,7 +50,7 @@ TRAITS = {
     "detailed": r"(?:\S+\s+){17}",
     "terse": r"",
 }
-"""What a wording can show, as patterns. `terse` has none: it is that no small word is there."""
+"""The traits of a wording, as patterns. `terse` has none: it is the absence of stop words."""
 
 RULES: Mapping[str, Sequence[str]] = {
     "arithmetic": ("terse",),
@@ -59,10 +59,10 @@ RULES: Mapping[str, Sequence[str]] = {
     "dates": ("passive",),
     "science": ("personal",),
 }
-"""The hidden rule: the traits that a question of a category must show to be understood."""
+"""The hidden rule: the traits that a question of each category needs to be understood."""
 
 UNCLEAR = "Unclear."
-"""What the target says to a wording it does not understand; no answer is hidden in it."""
+"""The reply to a wording that the target does not understand; it contains no answer."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -79,7 +79,7 @@ FILLER = _words(
     "please kindly thank thanks answer question asked requested sought wanted required following "
     "context general knowledge short exact know like tell state"
 )
-"""Words that rewriting adds and that no question is recognised by."""
+"""Words that operators add; questions are never recognised by them."""
 
 SYNONYMS = {
     "find": "determine",
@@ -99,18 +99,19 @@ TOKEN = re.compile(r"\d+(?:[.,]\d+)*|[^\W\d_]+|(?<=[\d\s])[-+*/\u00d7\u00f7%^=](
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question whose answer is known."""
+    """A question with its reference answer."""
 
     question: str
     answer: str
     category: str = ""
+    id: str = ""
 
 
 class Target:
     """A model that knows all answers and understands some wordings.
 
-    A question is recognised by its numbers, which must all be there and no others, and by its
-    content words, of which the most in common wins.
+    A question is recognised by its numbers, which must be exactly the same, and by its content
+    words: the question that shares the largest part of them wins.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Target:
         for category, needed in self.rules.items():
             if unknown := needed - TRAITS.keys():
                 raise ConfigError(
-                    f"the rule of {category!r} asks for {min(unknown)!r}; "
-                    f"there are: {', '.join(TRAITS)}"
+                    f"the rule of {category!r} requires the trait {min(unknown)!r}; "
+                    f"known traits: {', '.join(TRAITS)}"
                 )
         self._tags = [_tag(one.question) for one in self.questions]
         self._by_word: dict[str, list[int]] = {}
@@ -131,7 +132,7 @@ class Target:
                 self._by_word.setdefault(word, []).append(place)
 
     def recognise(self, wording: str) -> Question | None:
-        """The question that is meant, if more than half of its content words are there."""
+        """The question that is meant, if the wording has more than half of its content words."""
         words, numbers = _tag(wording)
         common: dict[int, int] = {}
         for word in words:
@@ -147,7 +148,7 @@ class Target:
         return best
 
     def needed(self, category: str) -> frozenset[str]:
-        """The traits a category asks for; one without a rule asks for one picked by its name."""
+        """The traits a category requires; without a rule, one that a hash of its name picks."""
         if category in self.rules:
             return self.rules[category]
         return frozenset({list(TRAITS)[int(uniform("rule", category) * len(TRAITS))]})
@@ -160,16 +161,16 @@ class Target:
         return meant.answer
 
     def best_plan(self, question: str, most: int = 2) -> tuple[str, ...] | None:
-        """The shortest list of operators after which the target answers `question` right.
+        """The shortest sequence of operators after which the target answers `question` correctly.
 
-        Every list of at most `most` is tried with the simulated mutator, so this is the true
-        optimum. () says that it is understood as it stands, None that nothing helps.
-        `crossover` is left out: what it does depends on the other question.
+        Every sequence of at most `most` operators is tried with the simulated mutator, so this is
+        the true optimum. () means that the original wording is understood, None that no sequence
+        helps. `crossover` is excluded: its effect depends on the other question.
         """
         meant = self.recognise(question)
         if meant is None:
             return None
-        alone = [name for name in OPERATORS if name != "crossover"]
+        alone = [name for name in OPERATOR_WORDS if name != "crossover"]
         for length in range(most + 1):
             for plan in product(alone, repeat=length):
                 wording = question
@@ -180,12 +181,12 @@ class Target:
         return None
 
     def best_operator(self, question: str) -> str:
-        """The first step of the best plan; `noop` if none is needed or none helps."""
+        """The first operator of the best plan; `noop` if none is needed or none helps."""
         return next(iter(self.best_plan(question) or ()), "noop")
 
 
 def traits(wording: str) -> frozenset[str]:
-    """What a wording shows to the hidden rule.
+    """The traits of a wording, which the hidden rule is about.
 
     >>> sorted(traits("Please tell me the capital of France."))
     ['indirect', 'personal', 'polite']
@@ -201,7 +202,7 @@ def traits(wording: str) -> frozenset[str]:
 def mutate(operator: str, question: str, other: str = "", seed: int = 0) -> str:
     """The question as the simulated mutator rewrites it.
 
-    `crossover` joins it with `other`; `similar` asks for something else, as real ones do.
+    `crossover` appends `other`; `similar` changes the meaning, as real models often do.
 
     >>> mutate("shorten", "What is the capital of France?")
     'capital France?'
@@ -242,13 +243,14 @@ def mutate(operator: str, question: str, other: str = "", seed: int = 0) -> str:
                 return re.sub(r"\d+", lambda number: str(int(number[0]) + 1 + int(drawn * 9)), core)
             strange = STRANGE[int(drawn * len(STRANGE))]
             return re.sub(r"\w+(?=\W*$)", strange, core)
-    raise ConfigError(f"no operator {operator!r}; there are: noop, {', '.join(OPERATORS)}")
+    known = ", ".join(OPERATOR_WORDS)
+    raise ConfigError(f"unknown operator {operator!r}; known operators: noop, {known}")
 
 
 def read_questions(path: Path) -> tuple[Question, ...]:
-    """Questions from JSON lines with `question`, `answer` and perhaps `category`."""
+    """Questions from JSON lines with `question`, `answer` and optionally `category` and `id`."""
     if not path.is_file():
-        raise MissingFile(f"{path} is not a file; give JSON lines with question and answer")
+        raise MissingFile(f"{path} is not a file; pass JSON lines with question and answer")
     found = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -256,18 +258,18 @@ def read_questions(path: Path) -> tuple[Question, ...]:
                 continue
             try:
                 row = json.loads(line)
-                about = str(row.get("category", ""))
-                found.append(Question(str(row["question"]), str(row["answer"]), about))
+                more = {name: str(row.get(name, "")) for name in ("category", "id")}
+                found.append(Question(str(row["question"]), str(row["answer"]), **more))
             except (ValueError, KeyError, AttributeError) as error:
                 raise BadRow(
                     f"{path} line {number} is not a question ({type(error).__name__}: {error}); "
-                    f"each line is a JSON object with question and answer"
+                    f"each line must be a JSON object with question and answer"
                 ) from None
     return tuple(found)
 
 
 def uniform(*parts: object) -> float:
-    """A number in [0, 1) that depends on `parts` and on nothing else.
+    """A number in [0, 1) that is a hash of `parts`.
 
     >>> uniform(0, "fault", 1) == uniform(0, "fault", 1) != uniform(0, "fault", 2)
     True
@@ -277,7 +279,7 @@ def uniform(*parts: object) -> float:
 
 
 def _tag(text: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    """Content words and numbers of a text; synonyms are one word."""
+    """Content words and numbers of a text; synonyms count as one word."""
     tokens = TOKEN.findall(text.lower())
     numbers = tuple(sorted(token for token in tokens if token[0].isdigit()))
     others = {token for token in tokens if not token[0].isdigit()}

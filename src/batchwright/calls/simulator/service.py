@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Generic, Literal, TypeVar
 
-__all__ = ["Bucket", "Job", "Kind", "Service"]
+__all__ = ["Bucket", "Job", "ServerKind", "Service"]
 
-Kind = Literal["queue", "reject", "thrash", "batch"]
+ServerKind = Literal["queue", "reject", "thrash", "batch"]
 T = TypeVar("T")
 
 
@@ -36,7 +36,7 @@ class Job(Generic[T]):
 class Service(Generic[T]):
     """Who is served, who waits and who is turned away. Times are seconds of the caller's clock."""
 
-    kind: Kind
+    kind: ServerKind
     schedule: Sequence[tuple[float, int]]
     """The knee from each time on; the first time is 0."""
     start: float = 0.0

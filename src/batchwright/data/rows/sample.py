@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODING_VERSION",
+    "IGNORE",
     "Row",
     "Sample",
     "content_hash",
@@ -55,6 +56,9 @@ _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str
 
 ENCODING_VERSION = 1
 """Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
+
+IGNORE = -100
+"""The label of a token that carries no loss, `ignore_index` of torch and transformers."""
 
 Name = TypeVar("Name", int, str)
 

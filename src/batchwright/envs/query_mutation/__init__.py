@@ -1,7 +1,7 @@
 """Rewriting questions as a batched environment."""
 
+from batchwright.calls.queries import NO_ANSWER
 from batchwright.envs.query_mutation.env import (
-    NO_ANSWER,
     BatchedQueryMutationEnv,
     Failures,
     Rate,

@@ -2,11 +2,11 @@
 
     choose an operator -> mutator rewrites -> guard -> target answers -> score -> embed
 
-Each environment runs its own pipeline, so a slow one holds up no other until the step ends.
-The reward of a step is how much better the answer became, minus its cost; so the sum over an
-episode is the gain of the final wording over the original one, and stopping costs nothing.
-A failed call gives what was there before (the wording) or a fixed message (the answer), and the
-step is marked invalid: it is counted and never learned from.
+Each environment runs its own pipeline, so a slow one delays no other until the step ends. The
+reward of a step is the change of the score minus a cost, so an episode's return is the gain of
+its final wording over the original one, and stopping is free. If a call fails, the wording stays
+as it was or the answer is `NO_ANSWER`, and the step is marked invalid: it is counted and never
+enters the loss.
 """
 
 import asyncio
@@ -19,57 +19,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.calls.outcome import Outcome
+from batchwright.calls.queries import NO_ANSWER, mutated_text
 from batchwright.envs.api import ArraySpec, Obs, Step
-from batchwright.envs.query_mutation.operators import NOOP, OPERATORS, STOP, Operator, rewritten
+from batchwright.envs.query_mutation.operators import NOOP, OPERATORS, STOP, Operator
 from batchwright.envs.questions import Question
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rng import key
 
-__all__ = ["NO_ANSWER", "BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
-
-NO_ANSWER = "(no answer came)"
-"""What stands for the answer of a call that failed."""
+__all__ = ["BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
 
 Ask = Callable[[str, int], Awaitable[Outcome]]
-"""A model: a prompt and a seed in, an outcome out."""
+"""A model: from a prompt and a seed to an outcome."""
 Embed = Callable[[Sequence[str]], Awaitable[NDArray[np.float32]]]
-"""Texts in, vectors of length 1 out, one a row."""
+"""An embedder: from texts to unit vectors, one row each."""
 
 
 class Score(NamedTuple):
-    """How right an answer is, from 0 to 1; `why` names a failure, and the value is then NaN."""
+    """The score of an answer, from 0 to 1; NaN if scoring failed, and `why` names the failure."""
 
     value: float
     why: str = ""
 
 
 class Rate(Protocol):
-    """Compares an answer with the question's reference."""
+    """Scores an answer against the question's reference answer."""
 
     async def __call__(self, question: Question, wording: str, answer: str) -> Score: ...
 
 
 class Failures(Protocol):
-    """Which calls of a run failed, so that a run without servers can fail in the same places."""
+    """Which calls of a run failed, so that a replay fails in the same places."""
 
     def known(self, place: str) -> str | None:
-        """The kind of failure at a place of an earlier run; None: it is to be found out."""
+        """The failure kind that the replayed run had at this place; None: make the call."""
         ...
 
     def note(self, place: str, why: str) -> None:
-        """What happened at a place; empty: it went well."""
+        """Record the failure kind at a place; empty for success."""
         ...
 
 
 class Runs(Protocol):
-    """Runs a coroutine to its end on the loop that owns the sockets: `Pool.run`."""
+    """Runs a coroutine on the event loop that owns the connections: `Pool.run`."""
 
     def __call__(self, work: Coroutine[Any, Any, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One step of one environment, as it is written to transcripts."""
+    """One step of one environment, as transcripts record it."""
 
     env: int
     episode: int
@@ -81,12 +79,12 @@ class Turn:
     score: float
     gain: float
     why: str
-    """Empty, `guard` for a rewriting that was turned down, or the kind of a failure."""
+    """Empty, `guard` for a rejected rewriting, or a failure kind."""
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where one environment stands."""
+class _State:
+    """The current episode of one environment."""
 
     episode: int = -1
     step: int = 0
@@ -99,13 +97,13 @@ class _Place:
 
 
 class BatchedQueryMutationEnv:
-    """N questions being rewritten at once; an action is the choice of an operator.
+    """N questions being rewritten at once; an action is the index of an operator.
 
-    `features` are the embedding of the current wording, the share of steps used, and which
-    operator came last: nothing that would not be known for a question without a reference.
-    Questions, crossover partners and the seeds of mutator calls depend on (seed, environment,
-    episode, step) alone, so equal answers make equal runs. With `order="each"`, environment b
-    has question b and stays where its episode ended: that is how policies are compared.
+    `features` are the embedding of the current wording, the fraction of steps used, and the last
+    operator, one-hot: nothing that needs a reference answer. Questions, crossover partners and
+    mutator seeds depend on (seed, environment, episode, step) alone, so equal responses give
+    equal runs. With `order="each"`, environment b gets question b and stops after one episode:
+    that is how policies are evaluated.
     """
 
     def __init__(
@@ -129,23 +127,27 @@ class BatchedQueryMutationEnv:
         on_turn: Callable[[Turn], object] | None = None,
     ) -> None:
         if not questions:
-            raise ConfigError("there is no question; give a data set with at least one")
+            raise ConfigError("got no questions; pass at least one")
         if order == "each" and num_envs > len(questions):
-            raise ConfigError(f"{len(questions)} questions cannot be one each for {num_envs}")
-        if num_envs < 1 or max_steps < 1:
-            raise ConfigError(f"{num_envs} environments of {max_steps} steps; give 1 or more")
+            raise ConfigError(
+                f"order='each' needs a question per environment, got {len(questions)} questions "
+                f"for {num_envs} environments"
+            )
+        for name, value in (("num_envs", num_envs), ("max_steps", max_steps)):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         self.questions, self.operators = tuple(questions), tuple(operators)
         self.max_steps, self.cost, self.least_similarity = max_steps, cost, least_similarity
         self.counts: Counter[str] = Counter()
-        """Steps, guarded rewritings and failures by kind since the beginning."""
+        """Steps, rejected rewritings and failures by kind since the start."""
         self._ask_mutator, self._ask_target, self._rate = mutator, target, reward
         self.run, self._embed, self._dim, self._seed = run, embed, dim, seed
         self._on_turn, self._failures, self._order = on_turn, failures, order
-        self._places = [_Place() for _ in range(num_envs)]
+        self._states = [_State() for _ in range(num_envs)]
 
     @property
     def num_envs(self) -> int:
-        return len(self._places)
+        return len(self._states)
 
     @property
     def num_actions(self) -> int:
@@ -160,13 +162,13 @@ class BatchedQueryMutationEnv:
         }
 
     def batch_reset(self) -> NDArray[np.float32]:
-        """New questions everywhere; features [N, d]."""
+        """Reset all environments; features [N, d]."""
         return self.reset()["features"]
 
     def batch_step(
         self, actions: Sequence[int] | NDArray[np.integer[Any]]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
-        """`step` in the older form: features, rewards, dones, and one dictionary an environment."""
+        """`step` as a tuple: features, rewards, dones, and one info dictionary per environment."""
         step = self.step(np.asarray(actions))
         infos = [
             {name: column[b] for name, column in step.info.items()} for b in range(self.num_envs)
@@ -179,17 +181,17 @@ class BatchedQueryMutationEnv:
         chosen = range(self.num_envs) if where is None else np.flatnonzero(where).tolist()
 
         async def begin() -> None:
-            await asyncio.gather(*(self._begin(self._places[b], b) for b in chosen))
+            await asyncio.gather(*(self._begin(self._states[b], b) for b in chosen))
 
         self.run(begin())
-        return self._observe(self._places)
+        return self._observe(self._states)
 
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
         given = np.asarray(actions)
         if given.shape != (self.num_envs,):
-            raise Mismatch(f"{given.shape} actions for {self.num_envs} environments; give one each")
+            raise Mismatch(f"actions must have shape ({self.num_envs},), got {given.shape}")
 
-        async def act() -> list[tuple[Turn, bool, _Place]]:
+        async def act() -> list[tuple[Turn, bool, _State]]:
             return await asyncio.gather(*(self.act(b, int(a)) for b, a in enumerate(given)))
 
         done = self.run(act())
@@ -198,12 +200,12 @@ class BatchedQueryMutationEnv:
         gains = np.array([turn.gain for turn in turns], np.float32)
         valid = np.isfinite(gains)
         return Step(
-            obs=self._observe(self._places),
+            obs=self._observe(self._states),
             reward=np.where(valid, gains, np.float32(0)),
             terminated=ended,
             truncated=np.zeros(self.num_envs, np.bool_),
             valid=valid,
-            final_obs=self._observe([place for _, _, place in done]),
+            final_obs=self._observe([last for _, _, last in done]),
             info={
                 "score": np.array([turn.score for turn in turns]),
                 **{
@@ -213,32 +215,32 @@ class BatchedQueryMutationEnv:
             },
         )
 
-    async def act(self, env: int, action: int) -> tuple[Turn, bool, _Place]:
-        """One step of one environment: its turn, whether the episode ended, and its last place.
+    async def act(self, env: int, action: int) -> tuple[Turn, bool, _State]:
+        """Step one environment: its turn, whether the episode ended, and its state at the end.
 
-        An action that is no operator counts as `noop`.
+        An action out of range is a `noop`, and counted.
         """
-        place = self._places[env]
+        state = self._states[env]
         operator = self.operators[action] if 0 <= action < self.num_actions else NOOP
         if not 0 <= action < self.num_actions:
             self.counts["invalid_action"] += 1
-        question = self.questions[place.item]
-        before = place.score
-        wording, vector, why = await self._rewrite(place, env, operator)
+        question = self.questions[state.item]
+        before = state.score
+        wording, vector, why = await self._rewrite(state, env, operator)
         answer, score = "", Score(before)
         if operator is not STOP and why != "guard":
-            answer, score = await self._answer(place, env, place.step + 1, wording)
+            answer, score = await self._answer(state, env, state.step + 1, wording)
         why = why or score.why
         failed = bool(why) and why != "guard"
         gain = float("nan") if failed else score.value - before
         if operator.asks:
             gain -= self.cost
-        place.wording, place.vector, place.operator = wording, vector, action
-        place.score = float("nan") if score.why else score.value
-        place.step += 1
+        state.wording, state.vector, state.operator = wording, vector, action
+        state.score = float("nan") if score.why else score.value
+        state.step += 1
         turn = Turn(
-            *(env, place.episode, place.step, question.question, operator.name),
-            *(wording, answer, place.score, gain, why),
+            *(env, state.episode, state.step, question.question, operator.name),
+            *(wording, answer, state.score, gain, why),
         )
         self.counts["steps"] += 1
         if not np.isfinite(gain):
@@ -247,95 +249,96 @@ class BatchedQueryMutationEnv:
             self.counts[why] += 1
         if self._on_turn is not None:
             self._on_turn(turn)
-        last = replace(place)
-        ended = operator is STOP or place.step >= self.max_steps
+        last = replace(state)
+        ended = operator is STOP or state.step >= self.max_steps
         if ended and self._order == "drawn":
-            await self._begin(place, env)
+            await self._begin(state, env)
         return turn, ended, last
 
     def observation(self, env: int) -> Obs:
-        """What one environment sees, [1, ...]."""
-        return self._observe([self._places[env]])
+        """The observation of one environment, [1, ...]."""
+        return self._observe([self._states[env]])
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "places": [
                 {name: v for name, v in asdict(p).items() if name not in ("vector", "origin")}
-                for p in self._places
+                for p in self._states
             ],
-            "vectors": np.stack([p.vector for p in self._places]),
-            "origins": np.stack([p.origin for p in self._places]),
+            "vectors": np.stack([p.vector for p in self._states]),
+            "origins": np.stack([p.origin for p in self._states]),
             "counts": dict(self.counts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if len(state["places"]) != self.num_envs:
             raise Mismatch(
-                f"the state is of {len(state['places'])} environments, there are {self.num_envs}"
+                f"the state has {len(state['places'])} environments, this has {self.num_envs}; "
+                f"resume with the same number"
             )
         rows = zip(state["places"], state["vectors"], state["origins"], strict=True)
-        self._places = [
-            _Place(**place, vector=np.array(vector), origin=np.array(origin))
+        self._states = [
+            _State(**place, vector=np.array(vector), origin=np.array(origin))
             for place, vector, origin in rows
         ]
         self.counts = Counter(state["counts"])
 
-    async def _begin(self, place: _Place, env: int) -> None:
-        """The next question of an environment, answered as it stands."""
-        place.episode += 1
-        place.step, place.operator = 0, -1
-        place.item = env
+    async def _begin(self, state: _State, env: int) -> None:
+        """Start the next episode: draw a question and score it in its original wording."""
+        state.episode += 1
+        state.step, state.operator = 0, -1
+        state.item = env
         if self._order == "drawn":
-            place.item = key(self._seed, "question", env, place.episode) % len(self.questions)
-        place.wording = self.questions[place.item].question
+            state.item = key(self._seed, "question", env, state.episode) % len(self.questions)
+        state.wording = self.questions[state.item].question
         (vectors, (_, score)) = await asyncio.gather(
-            self._embed([place.wording]), self._answer(place, env, 0, place.wording)
+            self._embed([state.wording]), self._answer(state, env, 0, state.wording)
         )
-        place.vector = place.origin = vectors[0]
-        place.score = float("nan") if score.why else score.value
+        state.vector = state.origin = vectors[0]
+        state.score = float("nan") if score.why else score.value
         if score.why:
             self.counts[score.why] += 1
 
     async def _rewrite(
-        self, place: _Place, env: int, operator: Operator
+        self, state: _State, env: int, operator: Operator
     ) -> tuple[str, NDArray[np.float32], str]:
-        """The new wording and its vector; the old ones, and why, if there is none."""
-        kept = place.wording, place.vector
+        """The new wording and its embedding; the old ones and why, if there is no new one."""
+        kept = state.wording, state.vector
         if not operator.asks:
             return *kept, ""
-        counters = (env, place.episode, place.step)
+        counters = (env, state.episode, state.step)
         other = key(self._seed, "other", *counters) % len(self.questions)
-        prompt = operator.prompt(place.wording, self.questions[other].question)
-        text, why = await self._mutated(prompt, "/".join(map(str, counters)), *counters)
+        prompt = operator.prompt(state.wording, self.questions[other].question)
+        text, why = await self._mutated(prompt, *counters)
         if text is None:
             return *kept, why
-        question = self.questions[place.item]
+        question = self.questions[state.item]
         (vector,) = await self._embed([text])
-        near = float(vector @ place.origin) >= self.least_similarity
+        near = float(vector @ state.origin) >= self.least_similarity
         if near and not _leaks(text, question):
             return text, vector, ""
         return *kept, "guard"
 
-    async def _mutated(self, prompt: str, at: str, *counters: int) -> tuple[str | None, str]:
-        where = f"mutator/{at}"
+    async def _mutated(self, prompt: str, *counters: int) -> tuple[str | None, str]:
+        where = "/".join(["mutator", *map(str, counters)])
         why = self._known(where)
         text = None
         if why is None:
             seed = key(self._seed, "mutate", *counters) % 2**31
             outcome = await self._ask_mutator(prompt, seed)
-            text = rewritten(outcome.text) if outcome else None
+            text = mutated_text(outcome.text) if outcome else None
             why = "" if text else f"mutator_{'parse' if outcome else outcome.kind}"
             self._note(where, why)
         return text, why
 
-    async def _answer(self, place: _Place, env: int, step: int, wording: str) -> tuple[str, Score]:
-        where = f"target/{env}/{place.episode}/{step}"
+    async def _answer(self, state: _State, env: int, step: int, wording: str) -> tuple[str, Score]:
+        where = f"target/{env}/{state.episode}/{step}"
         why = self._known(where)
         if why:
             return NO_ANSWER, Score(float("nan"), why)
         outcome = await self._ask_target(wording, 0)
         if outcome:
-            score = await self._rate(self.questions[place.item], wording, outcome.text)
+            score = await self._rate(self.questions[state.item], wording, outcome.text)
         else:
             score = Score(float("nan"), f"target_{outcome.kind}")
         self._note(where, score.why)
@@ -348,18 +351,18 @@ class BatchedQueryMutationEnv:
         if self._failures is not None:
             self._failures.note(where, why)
 
-    def _observe(self, places: Sequence[_Place]) -> Obs:
-        features = np.zeros((len(places), self._dim + 1 + self.num_actions), np.float32)
-        for row, place in zip(features, places, strict=True):
-            row[: self._dim] = place.vector
-            row[self._dim] = place.step / self.max_steps
-            if 0 <= place.operator < self.num_actions:
-                row[self._dim + 1 + place.operator] = 1.0
-        return {"features": features, "mask": np.ones((len(places), self.num_actions), np.bool_)}
+    def _observe(self, states: Sequence[_State]) -> Obs:
+        features = np.zeros((len(states), self._dim + 1 + self.num_actions), np.float32)
+        for row, state in zip(features, states, strict=True):
+            row[: self._dim] = state.vector
+            row[self._dim] = state.step / self.max_steps
+            if 0 <= state.operator < self.num_actions:
+                row[self._dim + 1 + state.operator] = 1.0
+        return {"features": features, "mask": np.ones((len(states), self.num_actions), np.bool_)}
 
 
 def _leaks(wording: str, question: Question) -> bool:
-    """Whether a rewriting gives the answer away that the question does not."""
+    """Whether a wording contains the answer although the original question does not."""
     answer = f" {_words(question.answer)} "
     return answer in f" {_words(wording)} " and answer not in f" {_words(question.question)} "
 

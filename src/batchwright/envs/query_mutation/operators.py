@@ -1,6 +1,5 @@
-"""Ways to rewrite a question, each an instruction to a mutator model."""
+"""The operators that rewrite a question, each an instruction to a mutator model."""
 
-import json
 import re
 import tomllib
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from batchwright.errors import BadFile, ConfigError
 from batchwright.files import existing
 
-__all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "find_operator", "load_operators", "rewritten"]
+__all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "find_operator", "load_operators"]
 
 _RULES = (
     "Keep its meaning, keep all of its names and numbers, and do not answer it. "
@@ -20,7 +19,7 @@ _RULES = (
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One action of the agent. Without a template no model is asked."""
+    """One action of the agent; without a template it makes no call."""
 
     name: str
     template: str = ""
@@ -30,7 +29,7 @@ class Operator:
         return bool(self.template)
 
     def prompt(self, question: str, other: str = "") -> str:
-        """What the mutator is told.
+        """The prompt for the mutator.
 
         >>> find_operator("shorten").prompt("What is it?").splitlines()[-1]
         'Question: What is it?'
@@ -45,9 +44,9 @@ def _built_in(name: str, instruction: str) -> Operator:
 
 
 NOOP = Operator("noop")
-"""Ask the question as it stands."""
+"""Ask the question in its current wording."""
 STOP = Operator("stop")
-"""End the episode with what was reached."""
+"""End the episode with the current wording."""
 
 OPERATORS: tuple[Operator, ...] = (
     _built_in("paraphrase", "Paraphrase the question below: say the same in other words."),
@@ -82,7 +81,7 @@ _ALIASES = {
 
 
 def find_operator(name: str, operators: Sequence[Operator] = OPERATORS) -> Operator:
-    """An operator by its name or one of its other names.
+    """An operator by its name or an alias.
 
     >>> find_operator("rephrase").name
     'paraphrase'
@@ -92,14 +91,14 @@ def find_operator(name: str, operators: Sequence[Operator] = OPERATORS) -> Opera
         if operator.name == wanted:
             return operator
     known = ", ".join(operator.name for operator in operators)
-    raise ConfigError(f"no operator {name!r}; there are {known}")
+    raise ConfigError(f"unknown operator {name!r}; known operators: {known}")
 
 
 def load_operators(path: Path) -> tuple[Operator, ...]:
-    """The built-in operators and those of a TOML file, which may replace them by name.
+    """The built-in operators and those of a TOML file, which override them by name.
 
-    The file holds tables `[[operator]]` with `name` and `template`; a template has `{question}`
-    in it and may have `{other}`, another question of the set.
+    The file holds tables `[[operator]]` with `name` and `template`; a template contains
+    `{question}` and optionally `{other}`, another question of the data set.
     """
     try:
         found = tomllib.loads(existing(path, "operator file").read_text("utf-8"))
@@ -107,48 +106,19 @@ def load_operators(path: Path) -> tuple[Operator, ...]:
         raise BadFile(f"{path} is not TOML: {error}") from None
     tables = found.get("operator")
     if not isinstance(tables, list) or not tables or found.keys() != {"operator"}:
-        raise BadFile(f"{path} holds {sorted(found)}; write tables [[operator]] and nothing else")
+        raise BadFile(f"{path} has the keys {sorted(found)}; allowed: tables [[operator]] only")
     own: dict[str, Operator] = {}
     for number, table in enumerate(tables, start=1):
         name, template = table.get("name"), table.get("template")
         good = isinstance(name, str) and isinstance(template, str) and "{question}" in template
         if not good or table.keys() != {"name", "template"}:
             raise BadFile(
-                f"{path}, operator {number}: it needs a name and a template with {{question}} in "
-                f"it, and nothing else; it has {sorted(table)}"
+                f"{path}, operator {number} has the keys {sorted(table)}; it must have a name and "
+                f"a template that contains {{question}}, and nothing else"
             )
         if name in (NOOP.name, STOP.name):
-            raise BadFile(f"{path}, operator {number}: {name} asks no model; choose another name")
+            raise BadFile(f"{path}, operator {number}: the name {name} is reserved; choose another")
         own[name] = Operator(name, template)
     kept = [own.pop(operator.name, operator) for operator in OPERATORS]
-    # Stop stays last, so that it is the same action in every set.
+    # Stop stays last, so that its action has the same position in every set.
     return (*kept[:-1], *own.values(), kept[-1])
-
-
-def rewritten(text: str) -> str | None:
-    """The question in a mutator's answer; None if there is nothing that could be one.
-
-    >>> rewritten('New question: "What is the capital of France?"')
-    'What is the capital of France?'
-    >>> rewritten('{"mutated_query": "How many?"}')
-    'How many?'
-    >>> rewritten("...") is None
-    True
-    """
-    inside = text.strip()
-    if inside.startswith("{"):
-        try:
-            values = json.loads(inside)
-        except ValueError:
-            values = None
-        if isinstance(values, dict):
-            inside = next((value for value in values.values() if isinstance(value, str)), "")
-    lines = [line.strip() for line in inside.splitlines() if line.strip()]
-    if not lines:
-        return None
-    # Small models like to put a heading before, and reasons behind.
-    heading = r"^[\s*#]*(?:[\w ]{0,24}question[\w ]{0,10}|rewritten|answer)\s*:[\s*]*"
-    first = re.sub(heading, "", lines[0], flags=re.IGNORECASE)
-    chosen = first or (lines[1] if len(lines) > 1 else "")
-    chosen = chosen.strip("\"'“”* ")
-    return chosen if re.search(r"\w", chosen) else None

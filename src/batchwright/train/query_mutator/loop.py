@@ -22,7 +22,7 @@ from batchwright.envs.questions import load_questions
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 from batchwright.events import EventLog, finite
 from batchwright.files import write_atomic
-from batchwright.rl import PPO, PPOConfig, policy_for
+from batchwright.rl import PPO, PPOConfig, Runner, policy_for
 from batchwright.rl.checkpoint import latest
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.models import Phrasing, open_phrasing
@@ -75,9 +75,8 @@ def train_query_mutator(
     ):
         transcript = _Transcript(run / "rollouts")
         env = build_env(config, models, on_turn=transcript.add)
-        ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
-        if config.overlap:
-            ppo.runner = OverlappingRunner(env, config.num_steps, seed=config.seed)
+        runner = OverlappingRunner if config.overlap else Runner
+        ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config), runner=runner)
         checkpoints = run / "checkpoints"
         if resume and latest(checkpoints) is not None:
             ppo.resume(checkpoints)

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from batchwright import rng
 from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
-from batchwright.batching.collate import IGNORE, CollatedBatch
+from batchwright.batching.collate import CollatedBatch
+from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need
 from batchwright.events import EventLog
 from batchwright.files import atomic_folder, write_atomic
