@@ -100,8 +100,8 @@ def test_more_rows_than_one_chunk_stay_in_order(tmp_path: Path) -> None:
         progress=lambda done, total: told.append((done, total)),
     )
 
-    assert told == [(1024, 1100), (1100, 1100)]
-    for number in (0, 1023, 1024, 1099):
+    assert told == [(256, 1100), (512, 1100), (768, 1100), (1024, 1100), (1100, 1100)]
+    for number in (0, 255, 256, 1023, 1024, 1099):
         assert same(store(number), encode_row(rows[number], BYTES, str(number)))
 
 
@@ -153,9 +153,9 @@ def test_bad_rows_are_skipped_and_counted_if_that_is_asked_for(tmp_path: Path) -
 def test_data_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", [{"text": ""}]))
 
-    with pytest.raises(BadFile, match="no row"):
+    with pytest.raises(BadRow, match=r"none of the 1 rows of rows\.jsonl can be used; .*is empty"):
         TokenStore.build(source, BYTES, tmp_path / "tokens", on_bad_row="skip")
-    assert not (tmp_path / "tokens").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
 def test_an_id_that_stands_twice_is_named_with_both_places(tmp_path: Path) -> None:
