@@ -23,8 +23,9 @@ import pyarrow.parquet
 import pytest
 
 from batchwright.batching import BatchPlan, BatchReader
+from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
-from batchwright.data.lengths.files import Entries, write_entries
+from batchwright.data.lengths.files import write_entries
 from batchwright.errors import BadFile, Mismatch
 
 COMMAND = Path(sys.executable).parent / "batchwright"

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.data.build.journal import Journal
+from batchwright.data.build.workers import CHUNK_ROWS
+from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, LengthEntry, Lengths, build_lengths
-from batchwright.data.lengths import build as build_module
-from batchwright.data.lengths.files import Entries, partial_path, read_entries, write_entries
-from batchwright.data.lengths.journal import Journal
+from batchwright.data.lengths.files import JOURNAL, partial_path, read_entries, write_entries
 from batchwright.data.rows.sample import encode_row
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
@@ -294,7 +295,7 @@ def test_lengths_are_checked_once_at_the_edge() -> None:
 def test_a_journal_with_any_byte_flipped_or_cut_gives_only_true_entries(tmp_path: Path) -> None:
     path = tmp_path / "l.partial"
     written = [(["a", "ü"], [1, 2], [3, 4]), (["b"], [5], [2**64 - 1]), (["c"], [6], [7])]
-    journal = Journal(path, "t")
+    journal = Journal(path, JOURNAL, "t")
     list(journal.replay())
     for chunk in written:
         journal.append(*chunk)
@@ -306,22 +307,22 @@ def test_a_journal_with_any_byte_flipped_or_cut_gives_only_true_entries(tmp_path
 
     for content in damaged:
         path.write_bytes(content)
-        journal = Journal(path, "t")
+        journal = Journal(path, JOURNAL, "t")
         believed = list(journal.replay())
         assert believed == written[: len(believed)]
         journal.append(["z"], [9], [9])
         journal.close()
-        journal = Journal(path, "t")
+        journal = Journal(path, JOURNAL, "t")
         assert list(journal.replay()) == [*believed, (["z"], [9], [9])]
         journal.close()
-    journal = Journal(path, "another tokenizer")
+    journal = Journal(path, JOURNAL, "another tokenizer")
     assert list(journal.replay()) == []
     journal.close()
 
 
 def test_two_builds_cannot_write_one_output(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", rows_of(3))
-    journal = Journal(partial_path(tmp_path / "l.jsonl"), "t")
+    journal = Journal(partial_path(tmp_path / "l.jsonl"), JOURNAL, "t")
 
     with pytest.raises(CannotWrite, match="another process is writing"):
         build_lengths(data, "bytes", tmp_path / "l.jsonl")
@@ -461,7 +462,7 @@ def test_a_build_killed_at_any_moment_ends_as_if_nothing_had_happened(
     build_lengths(data, "bytes", tmp_path / f"whole{suffix}")
 
     assert report.measured + report.reused == report.entries == 4000
-    assert report.reused >= build_module.CHUNK_ROWS
+    assert report.reused >= CHUNK_ROWS
     assert report.measured > 0
     assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
     assert not partial.exists()
@@ -488,7 +489,7 @@ def test_ids_that_repeat_are_named_with_both_lines(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "rows.jsonl", rows)
 
     with pytest.raises(
-        DuplicateId, match=r"'r3' stands twice, at rows\.jsonl:4 and rows\.jsonl:351"
+        DuplicateId, match=r"duplicate sample id 'r3', at rows\.jsonl:4 and rows\.jsonl:351"
     ):
         build_lengths(data, "bytes", tmp_path / "l.jsonl")
 
@@ -498,7 +499,7 @@ def test_rows_of_which_none_can_be_used_give_no_cache(tmp_path: Path) -> None:
 
     with pytest.raises(BadRow, match=r"none of the 3 rows .* rows\.jsonl:1: has none"):
         build_lengths(data, "bytes", tmp_path / "l.jsonl", on_bad_row="skip")
-    with pytest.raises(ConfigError, match="0 workers"):
+    with pytest.raises(ConfigError, match="workers must be at least 1, got 0"):
         build_lengths(data, "bytes", tmp_path / "l.jsonl", workers=0)
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data import tokenizers as module
-from batchwright.data.rows.chat import ChatTemplate
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
+from batchwright.data.tokenizers import load as module
+from batchwright.data.tokenizers.chat import ChatTemplate
 from batchwright.errors import BadRow, NoTokenizer
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -1,8 +1,14 @@
-"""A token store holds exactly what `encode_row` gives, and says so when a file was damaged."""
+"""A token store holds exactly what `encode_row` gives, killed and resumed or not, undamaged."""
 
 import json
+import multiprocessing
+import os
 import random
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +17,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.batching import BatchingConfig, BatchPlanBuilder
+from batchwright.data.build import workers as workers_module
+from batchwright.data.build.journal import Journal
 from batchwright.data.lengths.build import build_lengths
 from batchwright.data.rows.sample import Sample, encode_row
 from batchwright.data.rows.source import open_source
-from batchwright.data.tokenizers import load_tokenizer
-from batchwright.data.tokens import TokenStore
-from batchwright.errors import BadFile, BadRow, BatchwrightError, CannotWrite, DuplicateId
+from batchwright.data.tokenizers import ByteTokenizer, load_tokenizer
+from batchwright.data.tokens import JOURNAL, TokenStore
+from batchwright.errors import (
+    BadFile,
+    BadRow,
+    BatchwrightError,
+    CannotWrite,
+    DuplicateId,
+    MissingFile,
+)
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.prepare import prepare
 
 BYTES = load_tokenizer("bytes")
 
@@ -100,8 +118,8 @@ def test_more_rows_than_one_chunk_stay_in_order(tmp_path: Path) -> None:
         progress=lambda done, total: told.append((done, total)),
     )
 
-    assert told == [(1024, 1100), (1100, 1100)]
-    for number in (0, 1023, 1024, 1099):
+    assert told == [(256, 1100), (512, 1100), (768, 1100), (1024, 1100), (1100, 1100)]
+    for number in (0, 255, 256, 1023, 1024, 1099):
         assert same(store(number), encode_row(rows[number], BYTES, str(number)))
 
 
@@ -153,9 +171,9 @@ def test_bad_rows_are_skipped_and_counted_if_that_is_asked_for(tmp_path: Path) -
 def test_data_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", [{"text": ""}]))
 
-    with pytest.raises(BadFile, match="no row"):
+    with pytest.raises(BadRow, match=r"none of the 1 rows of rows\.jsonl can be used; .*is empty"):
         TokenStore.build(source, BYTES, tmp_path / "tokens", on_bad_row="skip")
-    assert not (tmp_path / "tokens").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
 def test_an_id_that_stands_twice_is_named_with_both_places(tmp_path: Path) -> None:
@@ -194,13 +212,300 @@ def size_limit() -> Callable[[int], Any]:
     return limited
 
 
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts it tokenises."""
+
+    texts = 0
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        self.texts += len(texts)
+        return super().encode_batch(texts, special=special)
+
+
+def texts_of(n: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{i}", "text": "otters " * (i % 23 + 1)} for i in range(n)]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def interrupted(path: Path, folder: Path, after: int) -> int:
+    """Stop a build after this many chunks; how many rows it has done."""
+
+    def stop(done: int, total: int) -> None:
+        if done >= after * workers_module.CHUNK_ROWS:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TokenStore.build(open_source(path), BYTES, folder, workers=1, progress=stop)
+    return after * workers_module.CHUNK_ROWS
+
+
+def journaled(folder: Path) -> int:
+    """How many rows the journal of an unfinished store holds."""
+    journal = Journal(folder / "journal.jsonl", JOURNAL, BYTES.fingerprint)
+    rows = sum(len(record[0]) for record in journal.replay())
+    journal.close()
+    return rows
+
+
+def wait_until(holds: Callable[[], bool], process: "subprocess.Popen[str] | None" = None) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert process is None or process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"text": "wört " * (i % 13 + 1)} for i in range(1500)]
+    rows[700] = {"image": 1}
+    source = open_source(written(tmp_path / "rows.jsonl", rows))
+    for workers in (1, 2):
+        store = TokenStore.build(
+            source, BYTES, tmp_path / f"{workers}", workers=workers, on_bad_row="skip"
+        )
+        assert (len(store), store.skipped) == (1499, 1)
+
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_workers_start_by_themselves_once_they_are_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(written(tmp_path / "rows.jsonl", texts_of(1500)))
+    at_work: list[int] = []
+
+    def build(name: str) -> None:
+        at_work.clear()
+        TokenStore.build(
+            source,
+            BYTES,
+            tmp_path / name,
+            progress=lambda *_: at_work.append(len(multiprocessing.active_children())),
+        )
+
+    build("few")
+    assert set(at_work) == {0}
+    monkeypatch.setattr(workers_module, "TRIAL_S", 0.0)
+    monkeypatch.setattr(workers_module, "WORTH_S", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    build("many")
+    assert at_work[0] == 0
+    assert max(at_work) == 2
+    assert content(tmp_path / "few") == content(tmp_path / "many")
+
+
+def test_a_build_killed_in_the_middle_resumes_and_ends_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
+    path, partial = written(tmp_path / "rows.jsonl", texts_of(6000)), tmp_path / "tokens.partial"
+    # Slowed through the progress hook, so that the kill falls into the middle.
+    script = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from batchwright.data import load_tokenizer, open_source\n"
+        "from batchwright.data.tokens import TokenStore\n"
+        "TokenStore.build(open_source(sys.argv[1]), load_tokenizer('bytes'), Path(sys.argv[2]),\n"
+        "    workers=2, progress=lambda *_: time.sleep(0.05))\n"
+    )
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    command = [sys.executable, "-c", script, str(path), str(tmp_path / "tokens")]
+    rows = 0
+    for _ in range(2):
+        size = (partial / "mask.bin").stat().st_size if rows else 0
+        process = subprocess.Popen(command, text=True, env={**os.environ, "TMPDIR": str(temporary)})
+        wait_until(
+            lambda size=size: (
+                partial.exists()
+                and (partial / "mask.bin").exists()
+                and (partial / "mask.bin").stat().st_size > size + 30_000
+            ),
+            process,
+        )
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "tokens").exists()
+        before, rows = rows, journaled(partial)
+        assert before < rows < 6000
+    with (partial / "tokens.bin").open("ab") as file:
+        file.write(b"torn")
+    counting = CountingTokenizer()
+    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
+    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+
+    assert counting.texts == 6000 - rows
+    assert content(tmp_path / "tokens") == content(tmp_path / "whole")
+    assert not partial.exists()
+    # Workers outlive a killed parent for a moment, and clean up after it.
+    wait_until(lambda: not list(temporary.glob("batchwright-*")))
+
+
+def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_path: Path) -> None:
+    # Slow rows, so that the kill falls into the middle: a conversation is rendered many times.
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo " * 9}]
+    rows = [{"messages": turns * (i % 4 + 3)} for i in range(4000)]
+    path = written(tmp_path / "rows.jsonl", rows)
+    line = f"train sft --model tiny --data {path} --token-budget 1024 --max-steps 1 --run-dir run"
+    command = [sys.executable, "-m", "batchwright", *line.split()]
+
+    process = subprocess.Popen(command, cwd=tmp_path, text=True)
+    partial = tmp_path / "run" / "tokens.partial"
+    mask = partial / "mask.bin"
+    wait_until(lambda: mask.exists() and mask.stat().st_size > 100_000, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = journaled(partial)
+    assert 0 < done < 4000
+    assert not (tmp_path / "run" / "tokens").exists()
+    again = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert again.returncode == 0, again.stderr
+    config = SftConfig(model="tiny", data=str(path), token_budget=1024, run_dir=tmp_path / "whole")
+    prepare(config, BYTES, world_size=1)
+
+    assert f"resuming: {done:,} rows are tokenised already" in again.stderr
+    for part in ("tokens", "plan"):
+        assert content(tmp_path / "run" / part) == content(tmp_path / "whole" / part)
+    assert not partial.exists()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "pack_max_length=2,048 is wider than token_budget=1,024": {"pack": True, "token_budget": 1024},
+    "bucket edge 8,192 makes rows wider": {"bucket_edges": "128,8192"},
+    "are not numbers": {"bucket_edges": "few"},
+    "no data at": {"eval_data": "nowhere.jsonl"},
+    "no batch plan at": {"batchplan": Path("nowhere")},
+    "built for tokenizer": {"batchplan": Path("of_gpt2")},
+    "9 ranks cannot share 1 microbatches": {"batchplan": Path("of_bytes")},
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_run_that_contradicts_itself_is_refused_before_a_row_is_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = written(tmp_path / "rows.jsonl", ROWS)
+    for name in ("gpt2", "bytes"):
+        lengths = build_lengths(path, name, tmp_path / f"{name}.jsonl").cache
+        BatchPlanBuilder(lengths, BatchingConfig(token_budget=4096)).build().save(
+            tmp_path / f"of_{name}"
+        )
+    counting = CountingTokenizer()
+    config = SftConfig(model="tiny", data=str(path), run_dir=tmp_path / "run", **REFUSED[reason])
+
+    with pytest.raises(BatchwrightError, match=reason):
+        prepare(config, counting, world_size=9)
+    assert counting.texts == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_refused_after_tokenising_tokenises_nothing_again(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", [*texts_of(600), {"id": "long", "text": "x" * 999}])
+    held = written(tmp_path / "held.jsonl", texts_of(300))
+    counting = CountingTokenizer()
+
+    def config(**changed: Any) -> SftConfig:
+        return SftConfig(model="tiny", data=str(path), run_dir=tmp_path / "run", **changed)
+
+    with pytest.raises(BatchwrightError, match="1 of 601 samples are longer than 500 tokens"):
+        prepare(config(token_budget=500), counting, world_size=1)
+    assert counting.texts == 601
+    with pytest.raises(MissingFile):
+        prepare(config(eval_data="nowhere.jsonl"), counting, world_size=1)
+    prepare(config(eval_data=str(held)), counting, world_size=1)
+
+    assert counting.texts == 601 + 300
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
+        *("eval_plan", "eval_tokens", "plan", "tokens")
+    ]
+
+
+def test_rows_that_changed_since_an_interruption_are_the_only_ones_tokenised_again(
+    tmp_path: Path,
+) -> None:
+    rows = texts_of(900)
+    path = written(tmp_path / "rows.jsonl", rows)
+    done = interrupted(path, tmp_path / "tokens", after=2)
+    rows[17]["text"] = "changed"
+    del rows[100:110]
+    written(path, [*rows[400:], {"id": "new", "text": "new"}, *rows[:400]])
+    counting = CountingTokenizer()
+    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
+    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+
+    assert counting.texts == len(rows) + 1 - (done - 11)
+    assert content(tmp_path / "tokens") == content(tmp_path / "whole")
+
+
+def test_a_bad_row_far_down_costs_only_itself_once_it_is_mended(tmp_path: Path) -> None:
+    rows = texts_of(900)
+    path = written(tmp_path / "rows.jsonl", [*rows[:600], {"id": "r600"}, *rows[601:]])
+    with pytest.raises(BadRow, match=r"rows\.jsonl:601: "):
+        TokenStore.build(open_source(path), BYTES, tmp_path / "tokens")
+    written(path, rows)
+    counting = CountingTokenizer()
+    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
+
+    assert counting.texts == 900 - 512
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "mask.bin", "journal.jsonl"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
+def test_a_damaged_unfinished_store_gives_only_true_tokens(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    path, folder = written(tmp_path / "rows.jsonl", texts_of(900)), tmp_path / "tokens"
+    interrupted(path, folder, after=3)
+    file = tmp_path / "tokens.partial" / name
+    raw = file.read_bytes()
+    middle = len(raw) // 2
+    if damage == "removed":
+        file.unlink()
+    elif damage == "cut":
+        file.write_bytes(raw[:middle])
+    else:
+        file.write_bytes(raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :])
+    counting = CountingTokenizer()
+    TokenStore.build(open_source(path), counting, folder)
+    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+
+    assert counting.texts == (900 if damage == "removed" else 900 - 256)
+    assert content(folder) == content(tmp_path / "whole")
+
+
+def test_another_tokenizer_resumes_nothing(tmp_path: Path) -> None:
+    path, folder = written(tmp_path / "rows.jsonl", texts_of(600)), tmp_path / "tokens"
+    interrupted(path, folder, after=1)
+    store = TokenStore.build(open_source(path), load_tokenizer("gpt2"), folder)
+
+    assert store.lengths.tokenizer_hash == load_tokenizer("gpt2").fingerprint
+    assert same(store(0), encode_row(texts_of(1)[0], load_tokenizer("gpt2"), "0"))
+
+
+def test_two_builds_cannot_write_one_store(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", ROWS)
+    with (
+        TokenStore.building(open_source(path), BYTES, tmp_path / "tokens"),
+        pytest.raises(CannotWrite, match="another process is writing"),
+    ):
+        TokenStore.build(open_source(path), BYTES, tmp_path / "tokens")
+    assert not (tmp_path / "tokens.partial").exists()
+
+
 def test_a_store_is_not_written_over_somebody_elses_folder(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", ROWS))
     (tmp_path / "tokens").mkdir()
     (tmp_path / "tokens" / "thesis.tex").write_text("years of work")
+    counting = CountingTokenizer()
 
     with pytest.raises(BatchwrightError, match="not ours"):
-        TokenStore.build(source, BYTES, tmp_path / "tokens")
+        TokenStore.build(source, counting, tmp_path / "tokens")
+    assert counting.texts == 0
     assert (tmp_path / "tokens" / "thesis.tex").read_text() == "years of work"
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "OversizedSample",
     "UnknownSample",
     "need",
+    "one_line",
 ]
 
 
@@ -143,3 +144,8 @@ def need(module: str, extra: str) -> ModuleType:
         raise MissingExtra(
             f"{module} is missing; run: pip install 'batchwright[{extra}]'"
         ) from None
+
+
+def one_line(error: object) -> str:
+    """The text of an error with every run of white space made one space."""
+    return " ".join(str(error).split())

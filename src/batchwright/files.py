@@ -9,7 +9,14 @@ from pathlib import Path
 
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError, MissingFile
 
-__all__ = ["atomic_folder", "existing", "fsync_folder", "write_atomic", "writing"]
+__all__ = [
+    "atomic_folder",
+    "check_replaceable",
+    "existing",
+    "fsync_folder",
+    "write_atomic",
+    "writing",
+]
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -52,13 +59,7 @@ def atomic_folder(path: Path, marker: str, says: str = "") -> Iterator[Path]:
     `says` in it by which we know it as ours: a mistyped output path must not delete
     somebody's data.
     """
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file, and a folder is to be written there; name another")
-    if path.is_dir() and any(path.iterdir()) and not _says(path / marker, says):
-        raise ConfigError(
-            f"{path} holds files but no {marker} of the same kind, so it is not ours to replace; "
-            f"name another folder or empty it"
-        )
+    check_replaceable(path, marker, says)
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,17 @@ def atomic_folder(path: Path, marker: str, says: str = "") -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_replaceable(path: Path, marker: str, says: str = "") -> None:
+    """Refuse now what `atomic_folder` would refuse, before work is done for nothing."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file, and a folder is to be written there; name another")
+    if path.is_dir() and any(path.iterdir()) and not _says(path / marker, says):
+        raise ConfigError(
+            f"{path} holds files but no {marker} of the same kind, so it is not ours to replace; "
+            f"name another folder or empty it"
+        )
 
 
 def existing(path: Path, what: str) -> Path:

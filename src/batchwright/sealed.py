@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.errors import BadFile, BatchwrightError
-from batchwright.files import atomic_folder, existing
+from batchwright.files import atomic_folder, check_replaceable, existing
 from batchwright.fingerprint import digest
 
 __all__ = ["MANIFEST", "Kind", "array_bytes", "write_array"]
@@ -33,10 +33,15 @@ class Kind:
         self.version = version
         self.what = what
         self._again = again
+        self._says = f'"format": "{format}"'
 
     def replacing(self, path: Path, inside: str = "") -> AbstractContextManager[Path]:
         """A temporary folder that takes the place of `path`, if that is of this kind or empty."""
-        return atomic_folder(path, inside + MANIFEST, f'"format": "{self.format}"')
+        return atomic_folder(path, inside + MANIFEST, self._says)
+
+    def check_replaceable(self, path: Path) -> None:
+        """Refuse now what `replacing` would refuse, before work is done for nothing."""
+        check_replaceable(path, MANIFEST, self._says)
 
     def write(self, folder: Path, fields: dict[str, Any]) -> None:
         sealed = {"format": self.format, "version": self.version, **fields}

@@ -9,7 +9,8 @@ from batchwright.data.lengths import (
     build_lengths,
 )
 from batchwright.data.reader import sample_reader
-from batchwright.data.rows.sample import Row, Sample, content_hash, encode_row, encode_rows
+from batchwright.data.rows import Row
+from batchwright.data.rows.sample import Sample, content_hash, encode_row, encode_rows
 from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source, good_rows, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 

@@ -1,18 +1,17 @@
 """From the number of a sample in a plan to its tokens."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from batchwright.data.entries import dataset_hash, mixture_hash
 from batchwright.data.ids import Ids
-from batchwright.data.lengths.files import dataset_hash
 from batchwright.data.rows.sample import Sample, content_hash, encode_row, row_id
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, Mismatch
-from batchwright.fingerprint import digest
 
-__all__ = ["find_rows", "mixture_hash", "rows_hash", "sample_reader"]
+__all__ = ["find_rows", "rows_hash", "sample_reader"]
 
 
 def sample_reader(
@@ -92,11 +91,6 @@ def rows_hash(sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()) ->
         own = Ids.of(id.removeprefix(f"{name}/") for id in ids.take(items))
         parts[name] = dataset_hash(own, content[items])
     return mixture_hash(parts)
-
-
-def mixture_hash(parts: Mapping[str, str]) -> str:
-    """Identity of several named data sets together, in whatever order they are named."""
-    return digest("mixture", [[name, parts[name]] for name in sorted(parts)])[:16]
 
 
 def _row_ids(source: Source, first: int) -> Sequence[str]:

@@ -1,28 +1,38 @@
 """The tokens of a whole data set, made once and mapped from then on."""
 
 import hashlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.data.build import Build, EncodedChunk
+from batchwright.data.build.journal import Journal, Record
+from batchwright.data.build.known import Known, columns_of
+from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
-from batchwright.data.lengths.files import Entries
-from batchwright.data.rows.sample import Sample, content_hash, encode_rows
-from batchwright.data.rows.source import OnBadRow, Skipped, Source, good_rows
-from batchwright.data.tokenizers import Tokenizer
-from batchwright.errors import BadFile, DuplicateId
+from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.source import OnBadRow, Source
+from batchwright.data.tokenizers.tokenizer import Tokenizer
+from batchwright.errors import BadFile, CannotWrite
 from batchwright.sealed import Kind, write_array
 
 __all__ = ["TokenStore"]
 
 STORE = Kind("batchwright.tokens", 1, "token store", "delete it and train again")
-CHUNK_ROWS = 1024
-LARGE = ("tokens", "mask")
+JOURNAL = "batchwright.tokens.partial"
+LARGE: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
 """Only their size is checked when a store is opened: to read all of them would take too long."""
+
+COPY_ITEMS = 1 << 22
+
+log = logging.getLogger(__name__)
 
 
 class TokenStore:
@@ -67,59 +77,51 @@ class TokenStore:
         path: Path,
         *,
         on_bad_row: OnBadRow = "fail",
+        workers: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "TokenStore":
-        """Tokenise every row into a folder, whole or not at all."""
-        names: list[str] = []
-        rows: list[int] = []
-        lengths: list[int] = []
-        content: list[int] = []
-        skipped = Skipped()
-        with STORE.replacing(path) as folder:
-            tokens, mask = _Growing(folder, "tokens", "<i4"), _Growing(folder, "mask", "u1")
-            with tokens, mask:
-                for start in range(0, len(source), CHUNK_ROWS):
-                    stop = min(start + CHUNK_ROWS, len(source))
-                    read = list(source.chunk(start, stop).rows())
-                    raw = dict(read)
-                    encoded = encode_rows(read, tokenizer)
-                    for item, sample in good_rows(source, encoded, on_bad_row, skipped):
-                        tokens.write(sample.input_ids)
-                        mask.write(sample.loss_mask)
-                        names.append(sample.sample_id)
-                        rows.append(item)
-                        lengths.append(len(sample))
-                        content.append(content_hash(raw[item]))  # type: ignore[arg-type]
-                    if progress is not None:
-                        progress(stop, len(source))
-            if not names:
-                raise BadFile(f"{source.name} has no row that can be trained on")
-            ids = Ids.of(names)
-            twice = ids.first_duplicate()
-            if twice is not None:
-                raise DuplicateId(
-                    f"id {ids[twice[0]]!r} stands at {source.where(rows[twice[0]])} and at "
-                    f"{source.where(rows[twice[1]])}; every id must be there once"
-                )
-            sizes = np.array(lengths, np.int32)
-            hashes = np.array(content, np.uint64)
-            entries = Entries(ids, sizes, hashes, None, tokenizer.fingerprint)
-            files: dict[str, Any] = {"tokens": tokens.entry(), "mask": mask.entry()}
-            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-            files["offsets"] = write_array(folder, "offsets", offsets)
-            if ids.arrays is not None:
-                files["id_offsets"] = write_array(folder, "id_offsets", ids.arrays[0])
-                files["id_data"] = write_array(folder, "id_data", ids.arrays[1])
-            STORE.write(
-                folder,
-                {
-                    "dataset_hash": entries.dataset_hash,
-                    "tokenizer_hash": tokenizer.fingerprint,
-                    "skipped": skipped.count,
-                    "files": files,
-                },
+        """Tokenise every row into a folder, whole or not at all.
+
+        An interrupted build resumes: rows whose id, content and tokenizer are the same are not
+        tokenised again. The folder is the same whatever the number of workers and however often
+        the build was interrupted.
+        """
+        with cls.building(
+            source, tokenizer, path, on_bad_row=on_bad_row, workers=workers, progress=progress
+        ) as store:
+            return store
+
+    @classmethod
+    @contextmanager
+    def building(
+        cls,
+        source: Source,
+        tokenizer: Tokenizer,
+        path: Path,
+        *,
+        on_bad_row: OnBadRow = "fail",
+        workers: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Iterator["TokenStore"]:
+        """`build` for a larger task: should that fail, trying again tokenises nothing again.
+
+        What a resumed build needs is deleted when the block ends without an error.
+        """
+        STORE.check_replaceable(path)
+        with _Unfinished.beside(path, tokenizer) as unfinished:
+            build = Build(
+                source,
+                tokenizer,
+                unfinished.known,
+                on_bad_row=on_bad_row,
+                workers=workers,
+                keep_tokens=True,
+                progress=progress,
             )
-        return cls(path)
+            for chunk in build:
+                unfinished.append(chunk)
+            _write(path, build.entries(), unfinished, build.skipped.count)
+            yield cls(path)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -133,30 +135,124 @@ class TokenStore:
         )
 
 
-class _Growing:
-    """An array that is written piece by piece and knows its manifest entry at the end."""
+class _Unfinished:
+    """Tokens in the order they were made, in a folder beside the store, and their journal.
 
-    def __init__(self, folder: Path, name: str, dtype: str) -> None:
-        self._file = (folder / f"{name}.bin").open("wb")
-        self._dtype = np.dtype(dtype)
-        self._hasher = hashlib.sha256()
-        self._size = 0
+    A chunk's tokens are written before its record, which holds their checksum: what a killed
+    build left behind the last record is cut off.
+    """
 
-    def write(self, values: NDArray[Any]) -> None:
-        raw = np.ascontiguousarray(values, self._dtype).tobytes()
-        self._file.write(raw)
-        self._hasher.update(raw)
-        self._size += len(values)
+    def __init__(self, folder: Path, tokenizer_hash: str) -> None:
+        self._folder = folder
+        self._journal = Journal(folder / "journal.jsonl", JOURNAL, tokenizer_hash)
+        self._files = {name: (folder / f"{name}.bin").open("a+b", 0) for name in LARGE}
+        for file in self._files.values():
+            file.seek(0)
+        sizes, columns = [np.zeros(1, np.int64)], []
+        for record in self._journal.replay(self._is_intact):
+            columns.append(columns_of(record))
+            sizes.append(columns[-1][2].astype(np.int64))
+        self.known = Known.of(columns)
+        self._sizes = sizes
+        self._places: list[NDArray[np.int64]] = []
+        self._count = len(self.known)
+        for name, file in self._files.items():
+            file.truncate(sum(int(part.sum()) for part in sizes) * LARGE[name].itemsize)
 
-    def entry(self) -> dict[str, Any]:
-        return {
-            "dtype": self._dtype.str,
-            "shape": [self._size],
-            "sha256": self._hasher.hexdigest(),
-        }
+    @classmethod
+    @contextmanager
+    def beside(cls, path: Path, tokenizer: Tokenizer) -> Iterator["_Unfinished"]:
+        """Kept when the block ends with an error, if there is anything to keep; else deleted."""
+        self = cls(path.with_name(f"{path.name}.partial"), tokenizer.fingerprint)
+        if len(self.known):
+            log.warning("resuming: %s rows are tokenised already", f"{len(self.known):,}")
+        try:
+            yield self
+        except BaseException:
+            self._close(keep=not self._journal.is_empty)
+            raise
+        self._close(keep=False)
 
-    def __enter__(self) -> "_Growing":
-        return self
+    def append(self, chunk: EncodedChunk) -> None:
+        """Add the rows tokenised now; the others are here already."""
+        new = chunk.is_new
+        places = chunk.places.copy()
+        places[new] = self._count + np.arange(int(new.sum()))
+        self._count += int(new.sum())
+        self._places.append(places)
+        self._sizes.append(chunk.lengths[new].astype(np.int64))
+        pieces: dict[str, NDArray[Any]] = {"tokens": chunk.tokens, "mask": chunk.mask}
+        raw = {name: _bytes(values, name) for name, values in pieces.items()}
+        try:
+            for name, file in self._files.items():
+                view = memoryview(raw[name])
+                while view:
+                    view = view[file.write(view) :]
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot write {self._folder}: {error.strerror}; free space and run again: "
+                f"it resumes from here"
+            ) from None
+        self._journal.append(*chunk.record(), _checksum(*raw.values()))
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    def copy(self, folder: Path, name: str) -> dict[str, Any]:
+        """Write the tokens or the mask of every row, in the order of the rows."""
+        offsets = np.cumsum(np.concatenate(self._sizes))
+        places = np.concatenate(self._places)
+        made = np.memmap(self._folder / f"{name}.bin", LARGE[name], "r")
+        # Rows stand as they were made unless the data changed in between: one run is usual.
+        bounds = [0, *(np.flatnonzero(np.diff(places) != 1) + 1).tolist(), len(places)]
+        hasher, size = hashlib.sha256(), 0
+        with (folder / f"{name}.bin").open("wb") as file:
+            for first, stop in pairwise(bounds):
+                end = int(offsets[places[stop - 1] + 1])
+                for at in range(int(offsets[places[first]]), end, COPY_ITEMS):
+                    raw = made[at : min(at + COPY_ITEMS, end)].tobytes()
+                    file.write(raw)
+                    hasher.update(raw)
+                    size += len(raw) // LARGE[name].itemsize
+        return {"dtype": LARGE[name].str, "shape": [size], "sha256": hasher.hexdigest()}
+
+    def _is_intact(self, record: Record) -> bool:
+        items = sum(record[1])
+        raw = [file.read(items * LARGE[name].itemsize) for name, file in self._files.items()]
+        return record[3:] == (_checksum(*raw),)
+
+    def _close(self, *, keep: bool) -> None:
+        for file in self._files.values():
+            file.close()
+        if keep:
+            self._journal.close()
+            return
+        for name in self._files:
+            (self._folder / f"{name}.bin").unlink(missing_ok=True)
+        self._journal.remove()
+        with suppress(OSError):
+            self._folder.rmdir()
+
+
+def _write(path: Path, entries: Entries, unfinished: _Unfinished, skipped: int) -> None:
+    with STORE.replacing(path) as folder:
+        files = {name: unfinished.copy(folder, name) for name in LARGE}
+        offsets = np.concatenate([[0], np.cumsum(entries.lengths, dtype=np.int64)])
+        files["offsets"] = write_array(folder, "offsets", offsets)
+        if entries.ids.arrays is not None:
+            files["id_offsets"] = write_array(folder, "id_offsets", entries.ids.arrays[0])
+            files["id_data"] = write_array(folder, "id_data", entries.ids.arrays[1])
+        STORE.write(
+            folder,
+            {
+                "dataset_hash": entries.dataset_hash,
+                "tokenizer_hash": entries.tokenizer_hash,
+                "skipped": skipped,
+                "files": files,
+            },
+        )
+
+
+def _bytes(values: NDArray[Any], name: str) -> bytes:
+    return np.ascontiguousarray(values, LARGE[name]).tobytes()
+
+
+def _checksum(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from batchwright.batching.collate import SampleReader
 from batchwright.batching.plan.plan import BatchPlan
-from batchwright.data.rows.sample import Row
+from batchwright.data.rows import Row
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadLoss, ConfigError, Mismatch, need

@@ -31,7 +31,8 @@ from batchwright.batching.plan.plan import BatchPlan
 from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.data.reader import sample_reader
-from batchwright.data.rows.sample import IGNORE, Row, Sample
+from batchwright.data.rows import Row
+from batchwright.data.rows.sample import IGNORE, Sample
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch, need

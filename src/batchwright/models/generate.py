@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from batchwright import rng
-from batchwright.data.rows.chat import one_line
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
-from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, need
+from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, need, one_line
 from batchwright.models import registry as models
 from batchwright.models.request import ModelRequest
 from batchwright.models.tiny import tiny

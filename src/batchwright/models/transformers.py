@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchwright.data.rows.chat import one_line
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
-from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need
+from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need, one_line
 from batchwright.files import atomic_folder
 from batchwright.models import registry as models
 from batchwright.models.tiny import tiny

@@ -22,9 +22,9 @@ from batchwright.batching.plan import order_kernels
 from batchwright.batching.plan.canonical import canonical_order
 from batchwright.batching.plan.order import MaterialisedOrder, Order, Rows, VirtualOrder
 from batchwright.batching.plan.plan import BatchPlan, Counts
+from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
-from batchwright.data.reader import mixture_hash
 from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.permutation import permutation
 

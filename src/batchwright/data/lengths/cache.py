@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.data.build.journal import Journal
+from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.data.lengths.files import (
+    JOURNAL,
     LONGEST,
-    Entries,
     bad_length,
     check_path,
     checked_lengths,
@@ -20,7 +22,6 @@ from batchwright.data.lengths.files import (
     read_entries,
     write_entries,
 )
-from batchwright.data.lengths.journal import Journal
 from batchwright.errors import ConfigError, DuplicateId, Mismatch, UnknownSample
 
 __all__ = ["LONGEST", "LengthCache", "LengthEntry", "Lengths"]
@@ -150,7 +151,7 @@ class LengthCache:
         else:
             cache = cls(path, _empty(tokenizer_hash), complete=False, resume=True)
         if partial_path(path).exists():
-            journal = Journal(partial_path(path), tokenizer_hash)
+            journal = Journal(partial_path(path), JOURNAL, tokenizer_hash)
             cache._take(journal)
             journal.close()
         return cache
@@ -244,7 +245,7 @@ class LengthCache:
             yield LengthEntry(sample_id, length, f"{content:016x}" if content else "")
 
     def __enter__(self) -> "LengthCache":
-        self._journal = Journal(partial_path(self.path), self.tokenizer_hash)
+        self._journal = Journal(partial_path(self.path), JOURNAL, self.tokenizer_hash)
         if self._resume:
             self._take(self._journal)
         else:

@@ -14,27 +14,24 @@ all others, and a reader compares it whole, so no byte of the file can change un
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
-from batchwright.data.rows.chat import one_line
-from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId
+from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId, one_line
 from batchwright.files import existing, writing
 from batchwright.fingerprint import digest, digest_array
 
 __all__ = [
+    "JOURNAL",
     "LONGEST",
-    "Entries",
     "bad_length",
     "check_path",
     "checked_lengths",
-    "dataset_hash",
     "partial_path",
     "read_entries",
     "write_entries",
@@ -44,36 +41,13 @@ LONGEST = 2**31 - 1
 """Lengths are int32 everywhere, so this is the longest a sample may be."""
 
 FORMAT = "batchwright.lengths"
+JOURNAL = "batchwright.lengths.partial"
+"""The format of the journal of an unfinished cache."""
+
 VERSION = 1
 START = b'{"format":"batchwright.lengths"'
 END = b'{"end":true'
 AGAIN = "run `batchwright data lengths build` again with the same output"
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Everything a cache holds: ids, lengths, content hashes (0 unknown) and row numbers.
-
-    `rows` is None when entry i is row i of the data.
-    """
-
-    ids: Ids
-    lengths: NDArray[np.int32]
-    content: NDArray[np.uint64]
-    rows: NDArray[np.int64] | None
-    tokenizer_hash: str
-
-    @cached_property
-    def dataset_hash(self) -> str:
-        """One digest over the ids and the content of all rows, whatever order they stand in."""
-        return dataset_hash(self.ids, self.content)
-
-
-def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
-    """Identity of a data set: which rows it has, by id and content, not in which order."""
-    keys = ids.keys()
-    order = np.lexsort((content, keys))
-    return digest("dataset", digest_array(keys[order]), digest_array(content[order]))[:16]
 
 
 def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:

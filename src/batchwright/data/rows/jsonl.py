@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.rows.chat import one_line
-from batchwright.data.rows.sample import Row
-from batchwright.errors import BadFile, BadRow, CannotWrite
+from batchwright.data.rows import Row
+from batchwright.errors import BadFile, BadRow, CannotWrite, one_line
 from batchwright.fingerprint import digest
 
 __all__ = ["JsonlSource"]

@@ -20,42 +20,28 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.data.rows import Row
 from batchwright.data.rows.shapes import (
     Chat,
     Pair,
     Ready,
-    Row,
     Shape,
     Text,
     checked_unicode,
     shape_or_reason,
 )
+from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
-if TYPE_CHECKING:
-    from batchwright.data.tokenizers import Tokenizer
-
-__all__ = [
-    "ENCODING_VERSION",
-    "IGNORE",
-    "Row",
-    "Sample",
-    "content_hash",
-    "encode_row",
-    "encode_rows",
-    "row_id",
-]
+__all__ = ["IGNORE", "Sample", "content_hash", "encode_row", "encode_rows", "row_id"]
 
 # Made once: `json.dumps` would make one for every row.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
-
-ENCODING_VERSION = 1
-"""Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
 
 IGNORE = -100
 """The label of a token that carries no loss, `ignore_index` of torch and transformers."""
@@ -77,7 +63,7 @@ class Sample:
         return len(self.input_ids)
 
 
-def encode_row(row: Row, tokenizer: "Tokenizer", sample_id: str) -> Sample:
+def encode_row(row: Row, tokenizer: Tokenizer, sample_id: str) -> Sample:
     """One row as a sample, called `sample_id` unless it has an id of its own.
 
     >>> from batchwright.data.tokenizers import load_tokenizer
@@ -92,7 +78,7 @@ def encode_row(row: Row, tokenizer: "Tokenizer", sample_id: str) -> Sample:
 
 
 def encode_rows(
-    rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: "Tokenizer"
+    rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: Tokenizer
 ) -> list[tuple[Name, Sample | BadRow]]:
     """Many rows at once, in order; each becomes a sample or the reason why it cannot.
 
@@ -132,9 +118,9 @@ def content_hash(row: Row) -> int:
 class _Tokens:
     """The tokens of many shapes, encoded in as few calls as there are kinds of text."""
 
-    def __init__(self, shapes: Sequence[Shape], tokenizer: "Tokenizer") -> None:
+    def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
         self._prefix = tokenizer.prefix
-        self._eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        self._eos = tokenizer.eos_id
         texts = [shape.text for shape in shapes if isinstance(shape, Text)]
         parts = [p for s in shapes if isinstance(s, Pair) for p in (s.prompt, s.response)]
         chats = [shape.text for shape in shapes if isinstance(shape, Chat)]
@@ -164,8 +150,12 @@ class _Tokens:
 
     def _ended(self, ids: Sequence[int]) -> NDArray[np.int32]:
         """The ids with the end-of-text token behind, unless it is there already."""
-        done = len(ids) and self._eos and ids[-1] == self._eos[0]
-        return np.asarray(ids if done else [*ids, *self._eos], np.int32)
+        if self._eos is None or (len(ids) and ids[-1] == self._eos):
+            return np.asarray(ids, np.int32)
+        ended = np.empty(len(ids) + 1, np.int32)
+        ended[:-1] = ids
+        ended[-1] = self._eos
+        return ended
 
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:

@@ -2,19 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.data.rows import Row
+from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
-if TYPE_CHECKING:
-    from batchwright.data.tokenizers import Tokenizer
-
-__all__ = ["Chat", "Pair", "Ready", "Row", "Shape", "Text", "checked_unicode", "shape_or_reason"]
-
-Row = Mapping[str, Any]
+__all__ = ["Chat", "Pair", "Ready", "Shape", "Text", "checked_unicode", "shape_or_reason"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class Ready:
 Shape = Text | Pair | Chat | Ready
 
 
-def shape_or_reason(row: Row | BadRow, tokenizer: "Tokenizer") -> Shape | BadRow:
+def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
     """What a row holds, or why nothing can be made of it."""
     if isinstance(row, BadRow):
         return row
@@ -61,7 +58,7 @@ def shape_or_reason(row: Row | BadRow, tokenizer: "Tokenizer") -> Shape | BadRow
         return error
 
 
-def _shape(row: Row, tokenizer: "Tokenizer") -> Shape:
+def _shape(row: Row, tokenizer: Tokenizer) -> Shape:
     def has(key: str) -> bool:
         return row.get(key) is not None
 
@@ -119,7 +116,7 @@ def _ready(row: Row, vocab_size: int) -> Ready:
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
 
 
-def _chat(row: Row, given: Any, first: int, tokenizer: "Tokenizer") -> Chat:
+def _chat(row: Row, given: Any, first: int, tokenizer: Tokenizer) -> Chat:
     """A rendered conversation, and the characters the assistant says from message `first` on.
 
     The assistant's words are what a turn adds to the rendering of all before it, the generation

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from batchwright.data.rows import Row
 from batchwright.data.rows.jsonl import JsonlSource
-from batchwright.data.rows.sample import Row
 from batchwright.data.rows.tables import dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
 from batchwright.fingerprint import digest

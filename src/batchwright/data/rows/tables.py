@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from batchwright.data.rows.chat import one_line
-from batchwright.data.rows.sample import Row
-from batchwright.errors import BadFile, ConfigError, MissingFile, need
+from batchwright.data.rows import Row
+from batchwright.errors import BadFile, ConfigError, MissingFile, need, one_line
 from batchwright.fingerprint import digest
 
 __all__ = ["TableSource", "dataset", "hugging_face", "parquet"]

@@ -100,6 +100,7 @@ def train_sft(
             from batchwright.data.tokenizers import load_tokenizer
 
             tokenizer = load_tokenizer(config.tokenizer)
+        _check_vocabulary(model, tokenizer.vocab_size)
         if main and not resume:
             _is_new(config)
             prepare(config, tokenizer, world.size, preparing)
@@ -109,7 +110,7 @@ def train_sft(
         held_out = open_prepared(config.run_dir, "eval_")
         plan = train.plan.shard(world.rank, world.size)
         for data in (train, held_out) if held_out else (train,):
-            _fits_model(data, model, tokenizer.vocab_size)
+            _check_context(data, model)
         dtype = _dtype(config, device)
         attention = "causal rows"
         if plan.config.layout == "packed":
@@ -409,7 +410,7 @@ def _opened(run: Path) -> Prepared:
     return train
 
 
-def _fits_model(data: Prepared, model: Any, vocabulary: int) -> None:
+def _check_context(data: Prepared, model: Any) -> None:
     context = context_length(model)
     longest = data.plan.longest
     if context is not None and longest > context:
@@ -418,6 +419,9 @@ def _fits_model(data: Prepared, model: Any, vocabulary: int) -> None:
             f"choose --overflow truncate, split or skip with a --pack-max-len or "
             f"--token-budget of at most {context:,}"
         )
+
+
+def _check_vocabulary(model: Any, vocabulary: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if vocabulary > rows:
         raise ConfigError(

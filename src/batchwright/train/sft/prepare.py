@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from batchwright.batching.collate import SampleReader
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample
-from batchwright.data.rows.source import open_source
+from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import ConfigError, Mismatch
@@ -38,28 +39,44 @@ def prepare(
     world_size: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run."""
+    """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run.
+
+    Whatever contradicts itself without the tokens being known is refused before tokenising
+    begins. Killed or refused later, it resumes: no row is tokenised twice.
+    """
     run = config.run_dir
+    planned = None if config.batchplan is None else BatchPlan.load(config.batchplan)
+    if planned is None:
+        batching = batching_config(config, world_size)
+    else:
+        _check_hash("tokenizer", planned.tokenizer_hash, tokenizer.fingerprint)
+        planned.shard(0, world_size)
+    source = open_source(config.data)
+    eval_source = open_source(config.eval_data) if config.eval_data else None
     for left in ("eval_plan", "eval_tokens"):
         # Of an attempt that was refused; this one may hold out nothing.
         shutil.rmtree(run / left, ignore_errors=True)
-    store = _store(config, config.data, run / "tokens", tokenizer, progress)
-    if config.batchplan is not None:
-        plan = BatchPlan.load(config.batchplan)
-        _fits(plan, store.lengths)
-        plan.save(run / "plan")
-    else:
-        held_out = _held_out(store.lengths, config)
-        train = _subset(store.lengths, ~held_out) if held_out.any() else store.lengths
-        plan = BatchPlanBuilder(train, batching_config(config, world_size)).build(
-            config.epochs or 1
-        )
-        plan.save(run / "plan")
-        if held_out.any():
-            _eval_plan(config, _subset(store.lengths, held_out)).save(run / "eval_plan")
-    if config.eval_data:
-        held = _store(config, config.eval_data, run / "eval_tokens", tokenizer, progress)
-        _eval_plan(config, held.lengths).save(run / "eval_plan")
+    with ExitStack() as unfinished:
+
+        def tokenised(rows: Source, name: str) -> Lengths:
+            building = TokenStore.building(
+                rows, tokenizer, run / name, on_bad_row=config.on_bad_row, progress=progress
+            )
+            return unfinished.enter_context(building).lengths
+
+        lengths = tokenised(source, "tokens")
+        if planned is not None:
+            _check_hash("data", planned.dataset_hash, lengths.dataset_hash)
+            planned.save(run / "plan")
+        else:
+            held_out = _held_out(lengths, config)
+            train = _subset(lengths, ~held_out) if held_out.any() else lengths
+            BatchPlanBuilder(train, batching).build(config.epochs or 1).save(run / "plan")
+            if held_out.any():
+                _eval_plan(config, _subset(lengths, held_out)).save(run / "eval_plan")
+        if eval_source is not None:
+            held = tokenised(eval_source, "eval_tokens")
+            _eval_plan(config, held).save(run / "eval_plan")
 
 
 def open_prepared(run: Path, part: str = "") -> Prepared | None:
@@ -97,19 +114,6 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
     )
 
 
-def _store(
-    config: SftConfig,
-    data: str,
-    path: Path,
-    tokenizer: Tokenizer,
-    progress: Callable[[int, int], None] | None,
-) -> TokenStore:
-    source = open_source(data)
-    return TokenStore.build(
-        source, tokenizer, path, on_bad_row=config.on_bad_row, progress=progress
-    )
-
-
 def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:
     longest = int(lengths.values.max())
     budget = max(config.token_budget, longest)
@@ -138,15 +142,12 @@ def _subset(lengths: Lengths, wanted: NDArray[np.bool_]) -> Lengths:
     )
 
 
-def _fits(plan: BatchPlan, lengths: Lengths) -> None:
-    for what in ("tokenizer_hash", "dataset_hash"):
-        planned, given = getattr(plan, what), getattr(lengths, what)
-        if planned not in ("unknown", given):
-            thing = "tokenizer" if what == "tokenizer_hash" else "data"
-            raise Mismatch(
-                f"the plan was built for {thing} {planned}, this run has {given}; "
-                f"give what it was built with, or build a plan for this"
-            )
+def _check_hash(thing: str, planned: str, given: str) -> None:
+    if planned not in ("unknown", given):
+        raise Mismatch(
+            f"the plan was built for {thing} {planned}, this run has {given}; "
+            f"give what it was built with, or build a plan for this"
+        )
 
 
 def _reader(plan: BatchPlan, store: TokenStore) -> SampleReader:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.rows.chat import ChatTemplate, Message, one_line
-from batchwright.data.rows.sample import ENCODING_VERSION
-from batchwright.errors import NoTokenizer
+from batchwright.data.tokenizers.chat import ChatTemplate, Message
+from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION
+from batchwright.errors import NoTokenizer, one_line
 from batchwright.fingerprint import digest
 
 __all__ = ["VOCABULARIES", "FileTokenizer", "from_folder", "from_json"]

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from batchwright.errors import BadRow, NoTokenizer
+from batchwright.errors import BadRow, NoTokenizer, one_line
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "one_line"]
+__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message"]
 
 Message = Mapping[str, Any]
 
@@ -64,11 +64,6 @@ class ChatTemplate:
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise BadRow(f"the chat template refuses its messages: {one_line(error)}") from None
         return text
-
-
-def one_line(error: object) -> str:
-    """The words of an error with every run of white space made one space."""
-    return " ".join(str(error).split())
 
 
 def _environment() -> Any:

@@ -1,121 +1,21 @@
-"""Tokenizers by name: the built-in bytes, a file, a folder or a hub id."""
+"""Find a tokenizer by its name: built in, in files, in the local hub cache, on the hub."""
 
 import os
 import re
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from batchwright.data.filetokenizer import VOCABULARIES, FileTokenizer, from_folder, from_json
-from batchwright.data.rows.chat import PLAIN_TEMPLATE, ChatTemplate, Message
-from batchwright.data.rows.sample import ENCODING_VERSION
+from batchwright.data.tokenizers.files import VOCABULARIES, FileTokenizer, from_folder, from_json
+from batchwright.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from batchwright.errors import NoTokenizer
-from batchwright.fingerprint import digest
 from batchwright.models import registry as models
 
-__all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["load_tokenizer"]
 
 HUB_TIMEOUT_S = 4.0
 """How long the hub may take to answer at all; without a network this is the whole delay."""
 
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
-
-class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
-
-    `fingerprint` changes whenever the tokens of some row could. `prefix` is what the tokenizer
-    itself puts before a text, such as a beginning-of-text token.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def eos_id(self) -> int | None: ...
-    @property
-    def prefix(self) -> tuple[int, ...]: ...
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Sequence[int]]:
-        """The token ids of each text, with the tokenizer's own special tokens or without."""
-        ...
-
-    def encode_with_offsets(
-        self, texts: Sequence[str]
-    ) -> list[tuple[Sequence[int], NDArray[np.int64]]]:
-        """For each text its ids, no special tokens added, and [ids, 2] character ranges."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out."""
-        ...
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        """The conversation as the text the model was trained on."""
-        ...
-
-
-class ByteTokenizer:
-    """UTF-8 bytes as token ids: 0 to 255, padding 256, end of text 257.
-
-    Needs no files and loses nothing: decoding gives back the very text.
-
-    >>> ByteTokenizer().encode_batch(["hé"], special=True)[0].tolist()
-    [104, 195, 169]
-    >>> ByteTokenizer().decode([104, 195, 169, 257])
-    'hé'
-    """
-
-    name = "bytes"
-    vocab_size = 258
-    pad_id = 256
-    eos_id = 257
-    prefix = ()
-    fingerprint = digest("tokenizer", ENCODING_VERSION, "bytes", PLAIN_TEMPLATE)[:16]
-
-    def __init__(self) -> None:
-        self._chat: ChatTemplate | None = None
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Any, NDArray[np.int64]]]:
-        encoded = []
-        for text in texts:
-            raw = np.frombuffer(text.encode(), np.uint8)
-            # A byte 10xxxxxx continues the character before it.
-            starts = np.cumsum((raw & 0xC0) != 0x80) - 1
-            encoded.append((raw, np.stack([starts, starts + 1], axis=1)))
-        return encoded
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(int(id) for id in ids if id < 256).decode("utf-8", "replace")
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        if self._chat is None:
-            self._chat = ChatTemplate(PLAIN_TEMPLATE)
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -1,7 +1,7 @@
-"""Lengths as they are measured, so that a killed build loses only what was under way.
+"""An append-only record of the rows done, so that a killed build loses only what was in flight.
 
 A header line, then one line for each chunk, each with a checksum of its own. A process killed
-while writing leaves a torn last line; opening the journal drops it, and anything behind the
+while writing leaves a torn last line; opening the journal drops it, and anything after the
 first line that is not whole.
 """
 
@@ -9,27 +9,28 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from batchwright.errors import CannotWrite
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Record"]
 
-Chunk = tuple[list[str], list[int], list[int]]
-"""Sample ids, lengths and content hashes."""
+Record = tuple[Any, ...]
+"""Columns of one chunk: sample ids, lengths, content hashes, and what else its writer needs."""
 
 
 class Journal:
-    """An append-only file of measured entries for one tokenizer.
+    """The records of one unfinished output, made with one tokenizer, locked while it is open.
 
-    One of another tokenizer, or of another kind altogether, is begun anew.
+    A journal of another format or tokenizer is overwritten.
     """
 
-    def __init__(self, path: Path, tokenizer_hash: str) -> None:
+    def __init__(self, path: Path, format: str, tokenizer_hash: str) -> None:
         self.path = path
-        start = {"format": "batchwright.lengths.partial", "version": 1, "tokenizer_hash": ""}
-        self._header = json.dumps({**start, "tokenizer_hash": tokenizer_hash}).encode() + b"\n"
+        header = {"format": format, "version": 1, "tokenizer_hash": tokenizer_hash}
+        self._header = json.dumps(header).encode() + b"\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
@@ -42,10 +43,10 @@ class Journal:
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}") from None
 
-    def replay(self) -> Iterator[Chunk]:
-        """Every whole chunk from the beginning; what follows the last is cut off.
+    def replay(self, intact: Callable[[Record], bool] = lambda _: True) -> Iterator[Record]:
+        """Every record up to the first that is torn or not `intact`; the rest is cut off.
 
-        Run it to its end before the first `append`.
+        Exhaust it before the first `append`.
         """
         self._file.seek(0)
         good = 0
@@ -53,31 +54,36 @@ class Journal:
             if reader.readline() == self._header:
                 good = len(self._header)
                 for line in reader:
-                    chunk = _parse(line)
-                    if chunk is None:
+                    record = _parse(line)
+                    if record is None or not intact(record):
                         break
                     good += len(line)
-                    yield chunk
+                    yield record
         self._cut(good)
 
     def restart(self) -> None:
-        """Forget everything in the journal."""
+        """Drop every record."""
         self._cut(0)
 
-    def append(self, ids: Sequence[str], lengths: Sequence[int], content: Sequence[int]) -> None:
-        """One more chunk, handed to the system before this returns."""
+    def append(self, ids: list[str], *columns: Any) -> None:
+        """Add a record, handed to the operating system before this returns."""
         if ids:
-            body = json.dumps([list(ids), list(lengths), list(content)], separators=(",", ":"))
+            body = json.dumps([ids, *columns], separators=(",", ":"))
             self._write(_line(body.encode()))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no record."""
+        return os.fstat(self._file.fileno()).st_size <= len(self._header)
+
     def close(self) -> None:
-        """Keep the journal for a later run, unless nothing was measured."""
-        if os.fstat(self._file.fileno()).st_size <= len(self._header):
+        """Keep the journal for a later run, unless it is empty."""
+        if self.is_empty:
             self.path.unlink(missing_ok=True)
         self._file.close()
 
     def remove(self) -> None:
-        """The cache is finished: the journal is not needed any more."""
+        """Delete the journal: the output is finished."""
         self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -95,7 +101,7 @@ class Journal:
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; free space and run again: "
-                f"what was measured is kept"
+                f"it resumes from here"
             ) from None
 
 
@@ -104,9 +110,6 @@ def _line(body: bytes) -> bytes:
     return b'{"sum":"' + sum + b'","entries":' + body + b"}\n"
 
 
-def _parse(line: bytes) -> Chunk | None:
+def _parse(line: bytes) -> Record | None:
     body = line[len(b'{"sum":"0123456789abcdef","entries":') : -len(b"}\n")]
-    if line != _line(body):
-        return None
-    ids, lengths, content = json.loads(body)
-    return ids, lengths, content
+    return tuple(json.loads(body)) if line == _line(body) else None

@@ -1,0 +1,160 @@
+"""Encode every row of a data set once: what lengths and tokens are both built from."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.build.known import Known
+from batchwright.data.build.workers import map_chunks
+from batchwright.data.entries import Entries
+from batchwright.data.ids import Ids
+from batchwright.data.rows.sample import Sample, content_hash, encode_rows, row_id
+from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source
+from batchwright.data.tokenizers.tokenizer import Tokenizer
+from batchwright.errors import BadRow, DuplicateId
+
+__all__ = ["Build", "EncodedChunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """The good rows of one chunk in order, and why the others are bad."""
+
+    rows: list[int]
+    ids: list[str]
+    lengths: NDArray[np.int32]
+    content: NDArray[np.uint64]
+    places: NDArray[np.int64]
+    """Where a row is among the known ones; -1 if it was tokenised now."""
+    tokens: NDArray[np.int32]
+    """Of the rows tokenised now, one after another; empty if only lengths are wanted."""
+    mask: NDArray[np.uint8]
+    bad: list[tuple[int, str]]
+
+    @property
+    def is_new(self) -> NDArray[np.bool_]:
+        """Which rows were tokenised now."""
+        return self.places < 0
+
+    def record(self) -> tuple[list[str], list[int], list[int]]:
+        """Ids, lengths and content hashes of the rows tokenised now, for the journal."""
+        new = self.is_new
+        ids = [id for id, is_new in zip(self.ids, new.tolist(), strict=True) if is_new]
+        return ids, self.lengths[new].tolist(), self.content[new].tolist()
+
+
+class Build:
+    """Iterate it to encode a source chunk by chunk; `entries` then holds what was gathered.
+
+    Rows that are `known` by id and content are not tokenised again. The chunks are the same
+    whatever the number of workers.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        known: Known,
+        *,
+        on_bad_row: OnBadRow,
+        workers: int | None,
+        keep_tokens: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._known = known
+        self._on_bad_row = on_bad_row
+        self._workers = workers
+        self._work = partial(_encode, keep_tokens=keep_tokens)
+        self._progress = progress
+        # Ids are held as bytes: as strings, those of ten million rows fill a gigabyte.
+        self._ids: list[bytes] = []
+        self._columns: list[tuple[NDArray[Any], ...]] = []
+        self._rows_done = 0
+        self.skipped = Skipped()
+        self.tokenised = 0
+
+    def __iter__(self) -> Iterator[EncodedChunk]:
+        """The chunks in order; whoever takes one may journal it, it holds no refused row."""
+        chunks = map_chunks(self._work, self._source, self._tokenizer, self._known, self._workers)
+        with closing(chunks):
+            for chunk in chunks:
+                self._gather(chunk)
+                yield chunk
+                if self._progress is not None:
+                    self._progress(self._rows_done, len(self._source))
+
+    def entries(self) -> Entries:
+        """What all good rows are, in order, each id once."""
+        columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
+        sizes, rows, lengths, content = columns
+        if not len(rows):
+            raise BadRow(
+                f"none of the {self._rows_done:,} rows of {self._source.name} can be used; "
+                f"the first reason: {self.skipped.reasons[0]}"
+            )
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        ids = Ids.from_arrays(offsets, np.frombuffer(b"".join(self._ids), np.uint8))
+        if (pair := ids.first_duplicate()) is not None:
+            places = [self._source.where(int(rows[item])) for item in pair]
+            raise DuplicateId(
+                f"duplicate sample id {ids[pair[0]]!r}, at {places[0]} and {places[1]}; "
+                f"ids must be unique"
+            )
+        moved = len(rows) != rows[-1] + 1
+        return Entries(ids, lengths, content, rows if moved else None, self._tokenizer.fingerprint)
+
+    def _gather(self, chunk: EncodedChunk) -> None:
+        for item, reason in chunk.bad:
+            named = f"{self._source.where(item)}: {reason}"
+            if self._on_bad_row == "fail":
+                raise BadRow(named)
+            self.skipped.add(named)
+        self._rows_done += len(chunk.rows) + len(chunk.bad)
+        self.tokenised += int(chunk.is_new.sum())
+        encoded = [id.encode() for id in chunk.ids]
+        sizes = np.array([len(raw) for raw in encoded], np.int64)
+        self._ids.append(b"".join(encoded))
+        rows = np.array(chunk.rows, np.int64)
+        self._columns.append((sizes, rows, chunk.lengths, chunk.content))
+
+
+def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bool) -> EncodedChunk:
+    bad: list[tuple[int, str]] = []
+    read = []
+    for item, row in chunk.rows():
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            read.append((item, row, row_id(row, str(item)), content_hash(row)))
+        except BadRow as error:
+            bad.append((item, str(error)))
+    content = np.array([r[3] for r in read], np.uint64)
+    lengths, places = known.find([r[2] for r in read], content)
+    new = [(at, read[at][1]) for at in np.flatnonzero(places < 0).tolist()]
+    samples: list[Sample] = []
+    for at, outcome in encode_rows(new, tokenizer):
+        if isinstance(outcome, BadRow):
+            bad.append((read[at][0], str(outcome)))
+        else:
+            lengths[at] = len(outcome)
+            samples.append(outcome)
+    good = lengths > 0
+    kept = [r for r, keep in zip(read, good.tolist(), strict=True) if keep]
+    wanted = samples if keep_tokens else []
+    return EncodedChunk(
+        rows=[r[0] for r in kept],
+        ids=[r[2] for r in kept],
+        lengths=lengths[good],
+        content=content[good],
+        places=places[good],
+        tokens=np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in wanted)]),
+        mask=np.concatenate([np.empty(0, np.uint8), *(s.loss_mask for s in wanted)]),
+        bad=sorted(bad),
+    )

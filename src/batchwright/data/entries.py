@@ -1,0 +1,44 @@
+"""What is known of every sample before its tokens are: id, length and a hash of its row."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.ids import Ids
+from batchwright.fingerprint import digest, digest_array
+
+__all__ = ["Entries", "dataset_hash", "mixture_hash"]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Everything a cache holds: ids, lengths, content hashes (0 unknown) and row numbers.
+
+    `rows` is None when entry i is row i of the data.
+    """
+
+    ids: Ids
+    lengths: NDArray[np.int32]
+    content: NDArray[np.uint64]
+    rows: NDArray[np.int64] | None
+    tokenizer_hash: str
+
+    @cached_property
+    def dataset_hash(self) -> str:
+        """One digest over the ids and the content of all rows, whatever order they stand in."""
+        return dataset_hash(self.ids, self.content)
+
+
+def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
+    """Identity of a data set: which rows it has, by id and content, not in which order."""
+    keys = ids.keys()
+    order = np.lexsort((content, keys))
+    return digest("dataset", digest_array(keys[order]), digest_array(content[order]))[:16]
+
+
+def mixture_hash(parts: Mapping[str, str]) -> str:
+    """Identity of several named data sets together, in whatever order they are named."""
+    return digest("mixture", [[name, parts[name]] for name in sorted(parts)])[:16]

@@ -1,0 +1,108 @@
+"""The interface of a tokenizer, and the built-in one over bytes."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.tokenizers.chat import PLAIN_TEMPLATE, ChatTemplate, Message
+from batchwright.fingerprint import digest
+
+__all__ = ["ENCODING_VERSION", "ByteTokenizer", "Tokenizer"]
+
+ENCODING_VERSION = 1
+"""Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
+
+
+class Tokenizer(Protocol):
+    """What the rest of the package needs of a tokenizer.
+
+    `fingerprint` changes whenever the tokens of some row could. `prefix` are the special tokens
+    that the tokenizer puts before a text, such as a beginning-of-sequence token.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def prefix(self) -> tuple[int, ...]: ...
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Sequence[int]]:
+        """The token ids of each text, with the tokenizer's own special tokens or without."""
+        ...
+
+    def encode_with_offsets(
+        self, texts: Sequence[str]
+    ) -> list[tuple[Sequence[int], NDArray[np.int64]]]:
+        """For each text its ids, no special tokens added, and [ids, 2] character offsets."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens left out."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        """The conversation as text, by the chat template."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as token ids: 0 to 255, padding 256, end of text 257.
+
+    Needs no files and is lossless: decoding gives back the original text.
+
+    >>> ByteTokenizer().encode_batch(["hé"], special=True)[0].tolist()
+    [104, 195, 169]
+    >>> ByteTokenizer().decode([104, 195, 169, 257])
+    'hé'
+    """
+
+    name = "bytes"
+    vocab_size = 258
+    pad_id = 256
+    eos_id = 257
+    prefix = ()
+    fingerprint = digest("tokenizer", ENCODING_VERSION, "bytes", PLAIN_TEMPLATE)[:16]
+
+    def __init__(self) -> None:
+        self._chat: ChatTemplate | None = None
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[Any, NDArray[np.int64]]]:
+        encoded = []
+        for text in texts:
+            raw = np.frombuffer(text.encode(), np.uint8)
+            # A byte 10xxxxxx continues the character before it.
+            starts = np.cumsum((raw & 0xC0) != 0x80) - 1
+            encoded.append((raw, np.stack([starts, starts + 1], axis=1)))
+        return encoded
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(int(id) for id in ids if id < 256).decode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
+        if self._chat is None:
+            self._chat = ChatTemplate(PLAIN_TEMPLATE)
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
