@@ -15,11 +15,11 @@ from batchwright.data.rows.sample import Sample, content_hash, encode_rows
 from batchwright.data.rows.source import OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadFile, DuplicateId
-from batchwright.sealed import Kind, write_array
+from batchwright.sealed import SealedFolder, write_array
 
 __all__ = ["TokenStore"]
 
-STORE = Kind("batchwright.tokens", 1, "token store", "delete it and train again")
+STORE = SealedFolder("batchwright.tokens", 1, "token store", "delete it and train again")
 CHUNK_ROWS = 1024
 LARGE = ("tokens", "mask")
 """Only their size is checked when a store is opened: to read all of them would take too long."""
