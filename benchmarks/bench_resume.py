@@ -35,15 +35,17 @@ import numpy as np
 import torch
 
 from batchwright.batching import BatchPlan, BatchPlanBuilder, CheckpointPosition, Step, collate
+from batchwright.checkpoint import latest
 from batchwright.data.ids import Ids
 from batchwright.data.tokens import STORE, TokenStore
 from batchwright.models.transformers import load_model, tokenizer_for
 from batchwright.rng import stream
 from batchwright.sealed import write_array
-from batchwright.train import checkpoint
+from batchwright.train.run import Run as TrainingRun
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import train_sft
 from batchwright.train.sft.prepare import Prepared, batching_config, open_prepared
+from batchwright.train.sft.state import training_state
 from common import SEED, Contender, Report, arguments, measure
 
 READ = ("tokens", "mask")
@@ -100,7 +102,9 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
     model = load_model("tiny").model
     at = CheckpointPosition(0, step * plan.step_microbatches, step, plan.whole_fingerprint)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(folder / "checkpoints", model, optimizer, at, keep=1)
+    with TrainingRun(config) as started:
+        started.start()
+        started.save(step, training_state(model, optimizer, at), keep=1)
 
 
 def forget(run: Run) -> None:
@@ -176,7 +180,9 @@ def seek(run: Run) -> Result:
     parts.append(time.perf_counter())
     data = opened(run)
     parts.append(time.perf_counter())
-    at = checkpoint.latest(run.folder / "checkpoints").position
+    found = latest(run.folder / "checkpoints")
+    assert found is not None
+    at = CheckpointPosition(**found.state["position"])
     plan = data.plan.shard(0, 1)
     assert at.plan == plan.whole_fingerprint
     parts.append(time.perf_counter())

@@ -3,16 +3,22 @@
 import json
 import random
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from batchwright.batching import CheckpointPosition
+from batchwright.checkpoint import Checkpoint, latest, load_checkpoint, save_checkpoint
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
-from batchwright.train import checkpoint
+from batchwright.train.sft.state import load_state, training_state
 
 torch.set_num_threads(1)
 
@@ -38,7 +44,13 @@ def at(step: int) -> CheckpointPosition:
 
 
 def save(folder: Path, step: int, *, keep: int = 10) -> None:
-    checkpoint.save(folder, *trained(step), at(step), keep=keep)
+    save_checkpoint(folder, step, training_state(*trained(step), at(step)), keep=keep)
+
+
+def newest(folder: Path) -> Checkpoint:
+    found = latest(folder)
+    assert found is not None
+    return found
 
 
 def names(folder: Path) -> list[str]:
@@ -54,13 +66,13 @@ def test_what_was_saved_comes_back_to_the_bit_and_goes_on_the_same(
     tmp_path: Path, steps: int
 ) -> None:
     save(tmp_path, steps)
-    found = checkpoint.latest(tmp_path)
+    found = newest(tmp_path)
     model, optimizer = trained(7)  # somewhere else entirely
     # The weight that does not train is not in the file; it is the model's own.
-    checkpoint.load_into(found, model, optimizer)
+    position = load_state(found, model, optimizer)
     expected, expected_optimizer = trained(steps)
 
-    assert found.position == at(steps)
+    assert position == at(steps)
     assert found.step == steps
     assert found.passed_over == ()
     for name, weight in weights(expected).items():
@@ -78,18 +90,22 @@ def test_files_are_safetensors_and_json_and_nothing_else(tmp_path: Path) -> None
     save(tmp_path, 3)
     folder = tmp_path / "step_00000003"
 
-    assert names(folder) == ["manifest.json", "model.safetensors", "optimizer.safetensors"]
+    assert names(folder) == ["arrays.safetensors", "manifest.json"]
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["format"] == "batchwright.checkpoint"
-    assert manifest["position"] == {
+    assert (manifest["format"], manifest["version"]) == ("batchwright.checkpoint", 2)
+    assert manifest["files"].keys() == {"arrays.safetensors"}
+    assert manifest["state"]["position"] == {
         "epoch": 1,
         "microbatch_idx": 6,
         "global_step": 3,
         "plan": PLAN,
     }
-    assert load_file(folder / "model.safetensors").keys() == {"0.weight", "0.bias", "1.weight"}
-    moments = load_file(folder / "optimizer.safetensors")
-    assert {name.rpartition("|")[2] for name in moments} == {"step", "exp_avg", "exp_avg_sq"}
+    weights = {"0.weight", "0.bias", "1.weight"}
+    moments = {"step", "exp_avg", "exp_avg_sq"}
+    assert load_file(folder / "arrays.safetensors").keys() == {
+        *(f"model/{name}" for name in weights),
+        *(f"optimizer/{name}/{moment}" for name in weights for moment in moments),
+    }
 
 
 def test_the_newest_are_kept_and_older_ones_go(tmp_path: Path) -> None:
@@ -104,31 +120,42 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 2, keep=1)
 
     assert names(tmp_path) == ["step_00000002"]
-    assert checkpoint.latest(tmp_path).step == 2
+    assert newest(tmp_path).step == 2
 
 
 def spoil(folder: Path, how: str) -> None:
-    model, manifest = folder / "model.safetensors", folder / "manifest.json"
+    arrays, manifest = folder / "arrays.safetensors", folder / "manifest.json"
     if how == "cut":
-        model.write_bytes(model.read_bytes()[:-7])
+        arrays.write_bytes(arrays.read_bytes()[:-7])
     elif how == "flipped":
-        raw = bytearray((folder / "optimizer.safetensors").read_bytes())
+        raw = bytearray(arrays.read_bytes())
         raw[-1] ^= 1
-        (folder / "optimizer.safetensors").write_bytes(bytes(raw))
+        arrays.write_bytes(bytes(raw))
     elif how == "no manifest":
         manifest.unlink()
     elif how == "torn manifest":
         manifest.write_bytes(manifest.read_bytes()[:40])
     elif how == "no weights":
-        model.unlink()
+        arrays.unlink()
     elif how == "empty":
         for file in folder.iterdir():
             file.unlink()
     elif how == "other step":
         manifest.write_text(manifest.read_text().replace('"global_step": 4', '"global_step": 5'))
+    elif how == "older format":
+        manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
 
 
-DAMAGES = ["cut", "flipped", "no manifest", "torn manifest", "no weights", "empty", "other step"]
+DAMAGES = {
+    "cut": "arrays.safetensors does not match its checksum",
+    "flipped": "arrays.safetensors does not match its checksum",
+    "no manifest": "it has no manifest.json",
+    "torn manifest": "manifest.json cannot be read",
+    "no weights": "arrays.safetensors cannot be read: No such file",
+    "empty": "it has no manifest.json",
+    "other step": "manifest.json does not match its checksum",
+    "older format": "it has format version 1, this version reads 2",
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
@@ -136,11 +163,12 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, ho
     save(tmp_path, 2)
     save(tmp_path, 4)
     spoil(tmp_path / "step_00000004", how)
-    found = checkpoint.latest(tmp_path)
+    found = newest(tmp_path)
 
     assert found.step == 2
     (reason,) = found.passed_over
     assert reason.startswith("step_00000004: ")
+    assert DAMAGES[how] in reason
     assert "\n" not in reason
 
 
@@ -153,10 +181,10 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
             bit = 1 << draw.randrange(8)
             file.write_bytes(raw[:place] + bytes([raw[place] ^ bit]) + raw[place + 1 :])
             with pytest.raises(BadFile, match=r"no checkpoint in .* is whole"):
-                checkpoint.latest(tmp_path)
+                latest(tmp_path)
         file.write_bytes(raw)
 
-    assert checkpoint.latest(tmp_path).step == 2
+    assert newest(tmp_path).step == 2
 
 
 def test_a_good_one_survives_behind_a_damaged_newer_one(tmp_path: Path) -> None:
@@ -166,7 +194,7 @@ def test_a_good_one_survives_behind_a_damaged_newer_one(tmp_path: Path) -> None:
     spoil(tmp_path / "step_00000006", "cut")
     save(tmp_path, 4, keep=1)
 
-    assert checkpoint.latest(tmp_path).step == 4
+    assert newest(tmp_path).step == 4
     assert names(tmp_path) == ["step_00000004", "step_00000006"]
 
 
@@ -175,42 +203,42 @@ def test_leftovers_of_a_killed_save_are_not_taken_for_checkpoints(tmp_path: Path
     (tmp_path / ".step_00000004.x1y2").mkdir()
     (tmp_path / "step_notes.txt").write_text("mine")
 
-    assert checkpoint.latest(tmp_path).step == 2
+    assert newest(tmp_path).step == 2
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        assert checkpoint.latest(folder) is None
+        assert latest(folder) is None
 
 
-@pytest.mark.parametrize("limit", [1_000, 30_000])
+@pytest.mark.parametrize("limit", [1_000, 60_000])
 def test_a_full_disk_is_one_sentence_and_the_older_one_stays(tmp_path: Path, limit: int) -> None:
     save(tmp_path, 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # The weights have 16 KB, the optimizer's state twice as much.
-    large: Any = trained(1, width=1_000)
+    # The weights have 24 KB, the optimizer's state twice as much.
+    large = training_state(*trained(1, width=1_000), at(4))
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises(CannotWrite, match="File too large") as caught:
-            checkpoint.save(tmp_path, *large, at(4), keep=1)
+            save_checkpoint(tmp_path, 4, large, keep=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     assert "\n" not in str(caught.value)
     assert names(tmp_path) == ["step_00000002"]
-    assert checkpoint.latest(tmp_path).step == 2
+    assert newest(tmp_path).step == 2
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 2)
-    found = checkpoint.latest(tmp_path)
+    found = newest(tmp_path)
     torch.manual_seed(5)
     wider, optimizer = trained(0, width=5)
     with pytest.raises(Mismatch, match=r"another model: 0\.weight is \(4, 3\), not \(5, 3\)"):
-        checkpoint.load_into(found, wider, optimizer)
+        load_state(found, wider, optimizer)
     deeper = torch.nn.Sequential(*wider, torch.nn.Linear(2, 2))
     with pytest.raises(Mismatch, match="another model: 2 weights differ"):
-        checkpoint.load_into(found, deeper, optimizer)
+        load_state(found, deeper, optimizer)
 
 
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
@@ -220,3 +248,67 @@ def test_a_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not ours"):
         save(tmp_path, 2)
     assert names(tmp_path / "step_00000002") == ["notes.txt"]
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.lists(st.integers() | st.text())
+)
+states = st.recursive(
+    st.dictionaries(st.text(max_size=5), leaves, max_size=3),
+    lambda inside: st.dictionaries(st.text(max_size=5), inside | leaves, max_size=3),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(states)
+def test_a_state_comes_back_as_it_was(
+    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]
+) -> None:
+    arrays = {
+        "flags": np.array([True, False]),
+        "nothing": np.zeros((0, 3), np.float32),
+        "one": np.array(5, np.uint64),
+        "turned": np.arange(6).reshape(2, 3).T,
+    }
+    folder = tmp_path_factory.mktemp("state")
+    path = save_checkpoint(folder, 7, {"given": state, "arrays": arrays})
+    back = load_checkpoint(path).state
+    assert back["given"] == state
+    for name, array in arrays.items():
+        assert back["arrays"][name].dtype == array.dtype
+        assert back["arrays"][name].shape == array.shape
+        assert np.array_equal(back["arrays"][name], array)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (object(), "env/x is a object"),
+        (np.array(["a"]), "env/x is an array of <U1"),
+        ({1: 2}, "has the key 1"),
+        ([{"y": np.zeros(2)}], "env/x is a list"),
+        ({"a/b": np.zeros(2)}, "has a / in one of its names"),
+        (torch.zeros(2, dtype=torch.bfloat16), "env/x cannot be saved"),
+    ],
+)
+def test_a_state_that_is_no_plain_data_is_refused(value: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        save_checkpoint(tmp_path, 1, {"env": {"x": value}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_torch_is_not_imported_to_save_arrays(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; import numpy as np\n"
+        "from batchwright.checkpoint import latest, save_checkpoint\n"
+        "save_checkpoint(Path(sys.argv[1]), 1, {'a': np.arange(3)})\n"
+        "print(latest(Path(sys.argv[1])).state['a'].tolist(), 'torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "[0, 1, 2] False\n"

@@ -78,7 +78,7 @@ def embedding(folder: Path) -> Path:
     words = ("train", "kge", "--data", folder, "--run-dir", path, "--rank", 8, "--epochs", 6)
     more = ("--batch-size", 32, "--eval-every", 2, "--quiet")
     stopped = typed(*words, *more, "--stop-after", 5)
-    assert f"go on with: batchwright train kge --resume {path}" in stopped
+    assert f"resume with: batchwright train kge --resume {path}" in stopped
     done = json.loads(typed("train", "kge", "--resume", path, "--quiet", "--format", "json"))
     assert done["finished"]
     assert done["epoch"] == 6
@@ -153,7 +153,7 @@ def test_check_passes_clean_graphs_and_names_planted_leaks(
 def test_a_resumed_run_keeps_its_settings(batchwright: Batchwright, embedding: Path) -> None:
     done = batchwright("train", "kge", "--resume", embedding, "--rank", 9, "--quiet", code=1)
 
-    assert "keeps its rank" in done.err
+    assert "--rank is 8, got 9" in done.err
     assert load_kge(embedding / "model")[0].shape.rank == 8
 
 

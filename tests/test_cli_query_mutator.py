@@ -177,9 +177,12 @@ BAD = {
     "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),
     "no answers": ("--target-model sim --dataset bare.jsonl", "no answer"),
     "no train split": ("--target-model sim --dataset held.jsonl", "no question in its train split"),
-    "width": ("--target-model sim --batch-size many", "--batch-size many"),
-    "none at once": ("--target-model sim --num-processes 0", "--num-processes 0"),
-    "gamma": ("--target-model sim --gamma 2", "--gamma 2"),
+    "width": ("--target-model sim --batch-size many", "--batch-size must be"),
+    "none at once": (
+        "--target-model sim --num-processes 0",
+        "--num-processes must be at least 1, got 0",
+    ),
+    "gamma": ("--target-model sim --gamma 2", "--gamma must be from 0 to 1, got 2"),
     "operators": ("--target-model sim --operators none.toml", "none.toml"),
     "no run": ("--resume nowhere", "nowhere"),
     "no record": ("--replay nowhere", "nowhere"),
@@ -208,7 +211,7 @@ def test_a_run_of_another_configuration_is_not_gone_on_with(
     assert "--resume run" in again.err
     other = call("train query-mutator --resume run --num-processes 4 --quiet", tmp_path)
     assert other.code == 1
-    assert "keeps its settings" in other.err
+    assert "--num-processes is 8, got 4" in other.err
 
 
 def test_evaluation_compares_ways_on_held_out_questions(

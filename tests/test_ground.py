@@ -27,7 +27,7 @@ from batchwright.errors import (
 from batchwright.events import Event, EventLog, read_events, tail_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
-from batchwright.sealed import Kind
+from batchwright.sealed import SealedFolder
 from batchwright.world import World
 
 
@@ -461,7 +461,7 @@ def test_numpy_numbers_become_plain_ones_in_the_run_log(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
-    mine = Kind("batchwright.mine", 1, "thing", "make it again")
+    mine = SealedFolder("batchwright.mine", 1, "thing", "make it again")
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "manifest.json").write_text('{"format": "somebody.elses"}')
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from batchwright.checkpoint import latest, save_checkpoint
 from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch
 from batchwright.events import read_events
 from batchwright.logic.kge import (
@@ -17,13 +17,15 @@ from batchwright.logic.kge import (
     KgeShape,
     Model,
     load_kge,
+    load_scorer,
     save_kge,
     softmax_loss,
 )
 from batchwright.logic.loaders import load_graph
 from batchwright.logic.rank.ranking import rank
 from batchwright.train.kge.config import KgeConfig
-from batchwright.train.kge.loop import KgeTrainer, fit_kge, load_scorer, train_kge
+from batchwright.train.kge.loop import KgeTrainer, fit_kge, train_kge
+from batchwright.train.run import Run
 
 
 @pytest.fixture
@@ -189,8 +191,8 @@ def test_a_run_that_is_stopped_and_resumed_comes_to_the_same_bits(
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(folder: Path) -> None:
     train_kge(config(folder, "whole"))
     run = folder.parent / "killed"
-    run.mkdir()
-    (run / "config.toml").write_text(config(folder, "killed").to_toml())
+    with Run(config(folder, "killed")) as killed:
+        killed.start()
 
     train_kge(config(folder, "killed"), resume=True)
 
@@ -232,7 +234,7 @@ def test_a_run_directory_says_what_it_was_made_with(folder: Path) -> None:
     assert json.loads((settings.run_dir / "stamp.json").read_bytes())["seed"] == 5
     kinds = [event.kind for event in read_events(settings.run_dir / "events.jsonl")]
     assert kinds == ["start", "epoch", "epoch", "eval", "epoch", "epoch", "eval", "stop"]
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         train_kge(settings)
 
 
@@ -252,7 +254,12 @@ def test_a_damaged_embedding_is_named(folder: Path) -> None:
     save_kge(path, kge, note="hello")
     assert load_kge(path)[1] == {"note": "hello"}
 
-    (path / "tables.safetensors").write_bytes(b"short")
+    raw = (path / "tables.safetensors").read_bytes()
+    for damaged in (b"short", raw[:-1] + bytes([raw[-1] ^ 1])):
+        (path / "tables.safetensors").write_bytes(damaged)
+        with pytest.raises(BadFile, match=r"tables\.safetensors does not match its checksum"):
+            load_kge(path)
+    (path / "tables.safetensors").unlink()
     with pytest.raises(BadFile, match=r"tables\.safetensors cannot be read"):
         load_kge(path)
 
@@ -264,8 +271,11 @@ def test_a_damaged_embedding_is_named(folder: Path) -> None:
 
 def test_a_loss_that_is_no_number_stops_the_run_with_a_sentence(folder: Path) -> None:
     train_kge(config(folder, stop_after=1))
-    path = folder.parent / "run" / "checkpoint" / "tables.safetensors"
-    save_file({name: table * 1e30 for name, table in load_file(path).items()}, path)
+    path = folder.parent / "run" / "checkpoints"
+    found = latest(path)
+    assert found is not None
+    tables = {name: table * np.float32(1e30) for name, table in found.state["tables"].items()}
+    save_checkpoint(path, found.step, {**found.state, "tables": tables})
 
     with pytest.raises(BadLoss, match="lower --lr"):
         train_kge(config(folder), resume=True)
@@ -288,3 +298,36 @@ def test_a_loss_that_is_no_number_stops_the_run_with_a_sentence(folder: Path) ->
 def test_settings_that_cannot_be_are_refused(folder: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         config(folder, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(folder: Path) -> None:
+    train_kge(config(folder, "whole"))
+    part = config(folder, "part", save_every=1)
+    train_kge(replace(part, stop_after=20))
+    damaged = part.run_dir / "checkpoints" / "step_00000020" / "arrays.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+
+    train_kge(part, resume=True)
+
+    (resumed,) = [
+        e.fields for e in read_events(part.run_dir / "events.jsonl") if e.kind == "resume"
+    ]
+    assert resumed["step"] == 14
+    assert "step_00000020" in resumed["passed_over"][0]
+    assert tables(part.run_dir) == tables(folder.parent / "whole")
+
+
+def test_a_run_is_not_resumed_on_triples_that_changed(folder: Path) -> None:
+    train_kge(config(folder, stop_after=2))
+    lines = (folder / "train.txt").read_text().splitlines()
+    (folder / "train.txt").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+
+    with pytest.raises(Mismatch, match="other triples"):
+        train_kge(config(folder), resume=True)
+
+
+def test_a_run_that_stopped_early_stays_finished_when_resumed(folder: Path) -> None:
+    settings = config(folder, epochs=500, eval_every=1, patience=3)
+    first = train_kge(settings)
+
+    assert train_kge(settings, resume=True).epoch == first.epoch

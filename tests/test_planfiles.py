@@ -239,7 +239,7 @@ def test_the_fingerprint_of_a_saved_plan_is_told_only_if_its_files_have_it(
     raw = bytearray((path / f"{name}.bin").read_bytes())
     raw[-1] ^= 1
     (path / f"{name}.bin").write_bytes(raw)
-    with pytest.raises(BadFile, match=f"{name}.bin does not have its checksum"):
+    with pytest.raises(BadFile, match=f"{name}.bin does not match its checksum"):
         BatchPlan.load(path).shard(0, 2).whole_fingerprint  # noqa: B018
 
 

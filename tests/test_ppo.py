@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from batchwright import rng
+from batchwright.checkpoint import latest
 from batchwright.envs import ArraySpec, BatchedVecEnv, CartPole, Obs, Step, check_env
 from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch, MissingFile
 from batchwright.logic import Facts, Vocab, parse_rules
@@ -34,7 +35,6 @@ from batchwright.rl import (
     gae,
     policy_for,
 )
-from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
 
@@ -518,7 +518,7 @@ train(Path(sys.argv[1]), kill_at=7)
 def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "killed")])
     assert killed.returncode == -signal.SIGKILL
-    assert load_checkpoint(latest(tmp_path / "killed"))["updates"] == 6
+    assert latest(tmp_path / "killed").state["updates"] == 6
     resumed = train(tmp_path / "killed", resume=True)
     whole = train(tmp_path / "whole")
 
@@ -554,59 +554,12 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 1
     arrays.write_bytes(content)
-    assert latest(tmp_path) == paths[2]
+    found = latest(tmp_path)
+    assert found is not None
+    assert found.path == paths[2]
     (paths[2] / "manifest.json").write_text("{}")
     with pytest.raises(BadFile, match=r"no checkpoint in .* is whole"):
         latest(tmp_path)
-
-
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | st.text()
-    | st.lists(st.integers() | st.text())
-)
-states = st.recursive(
-    st.dictionaries(st.text(max_size=5), leaves, max_size=3),
-    lambda inside: st.dictionaries(st.text(max_size=5), inside | leaves, max_size=3),
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(states)
-def test_a_state_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any]
-) -> None:
-    arrays = {
-        "flags": np.array([True, False]),
-        "nothing": np.zeros((0, 3), np.float32),
-        "one": np.array(5, np.uint64),
-        "turned": np.arange(6).reshape(2, 3).T,
-    }
-    folder = tmp_path_factory.mktemp("state")
-    path = save_checkpoint(folder, 7, {"given": state, "arrays": arrays})
-    back = load_checkpoint(path)
-    assert back["given"] == state
-    for name, array in arrays.items():
-        assert back["arrays"][name].dtype == array.dtype
-        assert back["arrays"][name].shape == array.shape
-        assert np.array_equal(back["arrays"][name], array)
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (object(), "env/x is a object"),
-        (np.array(["a"]), "env/x is an array of <U1"),
-        ({1: 2}, "has the key 1"),
-    ],
-)
-def test_a_state_that_is_no_plain_data_is_refused(value: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
-        save_checkpoint(tmp_path, 1, {"env": {"x": value}})
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_loss_that_is_no_number_stops_before_it_reaches_the_weights() -> None:

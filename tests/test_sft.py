@@ -97,15 +97,16 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in steps_of(run)]
 
 
-def newest(run: Path, file: str = "model") -> dict[str, torch.Tensor]:
+def newest(run: Path, part: str = "model") -> dict[str, torch.Tensor]:
+    """The arrays of the newest checkpoint under this name."""
     folder = max((run / "checkpoints").glob("step_*"))
-    found: dict[str, torch.Tensor] = load_file(folder / f"{file}.safetensors")
-    return found
+    found = load_file(folder / "arrays.safetensors")
+    return {k.removeprefix(f"{part}/"): v for k, v in found.items() if k.startswith(f"{part}/")}
 
 
 def same_weights(a: Path, b: Path) -> bool:
-    for file in ("model", "optimizer"):
-        one, other = newest(a, file), newest(b, file)
+    for part in ("model", "optimizer"):
+        one, other = newest(a, part), newest(b, part)
         if one.keys() != other.keys() or not all(torch.equal(one[k], other[k]) for k in one):
             return False
     return True
@@ -114,7 +115,7 @@ def same_weights(a: Path, b: Path) -> bool:
 def gradient(run: Path) -> torch.Tensor:
     """The gradient of a run of one step: AdamW's first moment is a tenth of it."""
     moments = newest(run, "optimizer")
-    named = sorted(name for name in moments if name.endswith("|exp_avg"))
+    named = sorted(name for name in moments if name.endswith("/exp_avg"))
     return torch.cat([moments[name].double().flatten() * 10 for name in named])
 
 
@@ -391,7 +392,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(config: S
     train_sft(part)
     kept = sorted(p.name for p in (part.run_dir / "checkpoints").iterdir())
     assert kept == ["step_00000002", "step_00000004", "step_00000005"]
-    torn = part.run_dir / "checkpoints" / "step_00000005" / "model.safetensors"
+    torn = part.run_dir / "checkpoints" / "step_00000005" / "arrays.safetensors"
     torn.write_bytes(torn.read_bytes()[:-100])
     train_sft(dataclasses.replace(part, stop_after=0), resume=True)
     resumed = [e for e in read_events(part.run_dir / "events.jsonl") if e.kind == "resume"]
@@ -796,7 +797,7 @@ def test_a_folder_that_holds_a_run_is_left_alone(config: SftConfig) -> None:
     train_sft(config)
     before = {p: p.read_bytes() for p in config.run_dir.rglob("*") if p.is_file()}
 
-    with pytest.raises(ConfigError, match="holds a run already; go on with --resume"):
+    with pytest.raises(ConfigError, match="already holds a run; resume it with --resume"):
         train_sft(config)
     assert {p: p.read_bytes() for p in config.run_dir.rglob("*") if p.is_file()} == before
 

@@ -20,10 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.checkpoint import latest
 from batchwright.envs.prover.env import FACT, BatchedVecEnv
 from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.events import read_events
-from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge
+from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph, shipped_graph
 from batchwright.logic.mine.mining import mine
 from batchwright.logic.prove.proofs import prove_all
@@ -31,9 +32,7 @@ from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
-from batchwright.rl.checkpoint import latest, load_checkpoint
 from batchwright.rl.policy import Policy
-from batchwright.train.kge.loop import vocab_digest
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.learners import Practice, kge_potential
@@ -319,9 +318,9 @@ def same_end(one: Path, other: Path) -> None:
     for folder in ("checkpoints", "model"):
         states = []
         for run in (one, other):
-            path = latest(run / folder)
-            assert path is not None
-            states.append((path.name, flat(load_checkpoint(path))))
+            found = latest(run / folder)
+            assert found is not None
+            states.append((found.step, flat(found.state)))
         assert states[0] == states[1]
     events = [numbers(run) for run in (one, other)]
     assert events[0] == events[1]
@@ -357,7 +356,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
     checkpoints = tmp_path / "killed" / "checkpoints"
     deadline = time.monotonic() + 120
     # Unless it is quicker than the signal.
-    while not any(path.name >= "update_00000003" for path in checkpoints.glob("update_*")):
+    while not any(path.name >= "step_00000003" for path in checkpoints.glob("step_*")):
         assert process.poll() in (None, 0)
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -422,7 +421,7 @@ def test_corrupted_triples_and_an_embedding_that_shapes_rewards_can_be_trained_w
         ("train prover", "no --data"),
         ("train prover --data nowhere", "nowhere"),
         ("train prover --data {family} --rules r --mine", "exclude each other"),
-        ("train prover --data {family} --n-envs 0", "--n-envs 0"),
+        ("train prover --data {family} --n-envs 0", "--n-envs must be at least 1, got 0"),
         ("train prover --data {family} --kge k", "--negatives"),
         (
             "train prover --data {family} --passes 0 --ppo-steps 0 --clone-updates 0",
@@ -453,8 +452,8 @@ def test_a_run_is_resumed_with_its_own_settings_and_never_written_over(
     whole: Path, family: Graph, call: Callable[..., Any], tmp_path: Path
 ) -> None:
     outcome = call(f"train prover --resume {whole} --n-envs 64", tmp_path)
-    assert (outcome.code, "keeps its settings" in outcome.err) == (1, True)
-    with pytest.raises(ConfigError, match="holds a run already"):
+    assert (outcome.code, "--n-envs is 32, got 64" in outcome.err) == (1, True)
+    with pytest.raises(ConfigError, match="already holds a run"):
         train_prover(ProverConfig(data=str(FAMILY), run_dir=whole))
     other = dataclasses.replace(family, vocab=Vocab.of(["a"], ["p"]))
     with pytest.raises(Mismatch, match="other names"):

@@ -12,11 +12,11 @@ from batchwright.batching.collate import CollatedBatch, SampleReader, collate
 from batchwright.batching.plan.plan import BatchPlan, Pulled
 from batchwright.data.rows.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
-from batchwright.sealed import Kind
+from batchwright.sealed import SealedFolder
 
 __all__ = ["BatchReader", "BatchWriter"]
 
-BATCHES = Kind(
+BATCHES = SealedFolder(
     "batchwright.batches",
     1,
     "folder of batches",

@@ -67,7 +67,7 @@ def prove(
         if kge is None:
             horn = parse_rules(path, vocab)
         else:
-            from batchwright.train.kge.loop import read_rules
+            from batchwright.logic.kge import read_rules
 
             horn, accepted = read_rules(path, graph, kge, accept)
             graph = accepted.graph if accepted else graph

@@ -21,11 +21,11 @@ from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import OnBadRow, Source
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadFile, CannotWrite
-from batchwright.sealed import Kind, write_array
+from batchwright.sealed import SealedFolder, write_array
 
 __all__ = ["TokenStore"]
 
-STORE = Kind("batchwright.tokens", 1, "token store", "delete it and train again")
+STORE = SealedFolder("batchwright.tokens", 1, "token store", "delete it and train again")
 JOURNAL = "batchwright.tokens.partial"
 LARGE: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
 """Only their size is checked when a store is opened: to read all of them would take too long."""

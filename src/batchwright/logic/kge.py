@@ -20,13 +20,16 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
+from batchwright.checkpoint import read_arrays, write_arrays
 from batchwright.errors import BadFile, ConfigError, Mismatch
+from batchwright.fingerprint import digest
+from batchwright.logic.loaders import Graph
+from batchwright.logic.rank.accept import Accepted, accept, asks_kge
 from batchwright.logic.rank.ranking import Side
+from batchwright.logic.rules import Rules, parse_rules
 from batchwright.rng import stream
-from batchwright.sealed import Kind
+from batchwright.sealed import SealedFolder
 
 __all__ = [
     "MODELS",
@@ -35,10 +38,11 @@ __all__ = [
     "KgeShape",
     "Model",
     "load_kge",
-    "read_tables",
+    "load_scorer",
+    "read_rules",
     "save_kge",
     "softmax_loss",
-    "write_tables",
+    "vocab_digest",
 ]
 
 Ints = NDArray[np.int32]
@@ -48,7 +52,10 @@ Tensor = torch.Tensor
 Model = Literal["transe", "distmult", "complex", "rotate"]
 MODELS: tuple[Model, ...] = ("transe", "distmult", "complex", "rotate")
 
-FOLDER = Kind("batchwright.kge", 1, "embedding", "train it again with `batchwright train kge`")
+FOLDER = SealedFolder(
+    "batchwright.kge", 1, "embedding", "train it again with `batchwright train kge`"
+)
+TABLES = "tables.safetensors"
 
 ROWS = 256
 """Queries whose scores are made at once in training: they stay in the processor's cache."""
@@ -222,40 +229,57 @@ class _Softmax(torch.autograd.Function):
 def save_kge(path: Path, kge: Kge, **more: Any) -> None:
     """Write a folder with the tables as safetensors, the shape and `more` as JSON."""
     with FOLDER.replacing(path) as folder:
-        write_tables(folder / "tables.safetensors", {"entities": kge.entities, "steps": kge.steps})
-        FOLDER.write(folder, {"shape": asdict(kge.shape), **json.loads(json.dumps(more))})
+        tables = {"entities": kge.entities.numpy(), "steps": kge.steps.numpy()}
+        write_arrays(folder / TABLES, tables)
+        fields = {"shape": asdict(kge.shape), **json.loads(json.dumps(more))}
+        FOLDER.write(folder, fields, [TABLES])
 
 
 def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
-    """The embedding in a folder, and what else was written with it."""
+    """The embedding in a folder, every byte of it checked, and what else was written with it."""
     fields = FOLDER.read(path)
-    tables = read_tables(path / "tables.safetensors", FOLDER)
+    FOLDER.check_files(path, fields)
+    tables = read_arrays(path / TABLES, FOLDER)
+    for name, table in tables.items():
+        if not np.isfinite(table).all():
+            raise BadFile(f"{path}/{TABLES} has values in {name} that are not finite; train again")
     try:
         shape = KgeShape(**fields.pop("shape"))
-        kge = Kge(shape, tables["entities"], tables["steps"])
+        entities, steps = (torch.from_numpy(tables[name]) for name in ("entities", "steps"))
+        kge = Kge(shape, entities, steps)
     except (KeyError, TypeError) as error:
         raise FOLDER.damaged(path, f"it lacks {error}") from None
-    return kge, {k: v for k, v in fields.items() if k not in ("format", "version", "sha256")}
+    own = ("format", "version", "files", "sha256")
+    return kge, {k: v for k, v in fields.items() if k not in own}
 
 
-def write_tables(path: Path, tables: dict[str, Tensor]) -> None:
-    """Write a safetensors file; what the disk refuses is an `OSError` as for any other file."""
-    try:
-        save_file({name: table.detach().contiguous() for name, table in tables.items()}, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
+def load_scorer(path: Path, graph: Graph) -> KgeScorer:
+    """The embedding of a run or model folder, if its rows are those of this graph."""
+    folder = path / "model" if (path / "config.toml").exists() else path
+    kge, more = load_kge(folder)
+    if more.get("entities") != vocab_digest(graph):
+        raise Mismatch(
+            f"the embedding {path} was trained on other names than those of {graph.name}; "
+            f"evaluate it on the graph it was trained on"
+        )
+    return KgeScorer(kge)
 
 
-def read_tables(path: Path, kind: Kind) -> dict[str, Tensor]:
-    """Read a safetensors file of finite numbers, or say that its folder is damaged."""
-    try:
-        tables: dict[str, Tensor] = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise kind.damaged(path.parent, f"{path.name} cannot be read: {error}") from None
-    for name, table in tables.items():
-        if table.is_floating_point() and not bool(torch.isfinite(table).all()):
-            raise BadFile(f"{path} holds numbers in {name} that are not finite; train it again")
-    return tables
+def read_rules(
+    path: Path, graph: Graph, kge: Path, least: float | None = None
+) -> tuple[Rules, Accepted | None]:
+    """Rules of a file; if they ask for `p_kge`, also the graph with what the embedding accepts."""
+    rules = parse_rules(path, graph.vocab.with_kge())
+    if len(asked := asks_kge(rules)):
+        return rules, accept(graph, load_scorer(kge, graph), asked, least)
+    if least is not None:
+        raise ConfigError(f"no rule of {path} asks for a p_kge; leave out what is to be accepted")
+    return parse_rules(path, graph.vocab), None
+
+
+def vocab_digest(graph: Graph) -> str:
+    """What an embedding's rows stand for, as one digest."""
+    return digest("vocab", list(graph.vocab.entities), list(graph.vocab.predicates))
 
 
 def _times(a: Tensor, b: Tensor) -> Tensor:

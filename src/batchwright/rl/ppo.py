@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from batchwright import rng
+from batchwright.checkpoint import Checkpoint, latest, save_checkpoint
 from batchwright.envs.api import Env
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile
 from batchwright.permutation import permutation
-from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
 from batchwright.rl.gae import gae
 from batchwright.rl.policy import Policy
 from batchwright.rl.rollout import Collector, Rollout, Runner
@@ -293,11 +293,15 @@ class PPO:
         return save_checkpoint(folder, self.updates, state, keep=keep)
 
     def resume(self, folder: Path) -> None:
-        """Restore the newest intact checkpoint in `folder`; the config must be the same."""
-        path = latest(folder)
-        if path is None:
+        """Continue from the newest whole checkpoint in `folder`, of a run with the same config."""
+        found = latest(folder)
+        if found is None:
             raise MissingFile(f"no checkpoint in {folder}; check the path, or start a new run")
-        state = load_checkpoint(path)
+        self.restore(found)
+
+    def restore(self, found: Checkpoint) -> None:
+        """Continue from this checkpoint, of a run with the same config."""
+        path, state = found.path, found.state
         given = asdict(self.config)
         for name, value in state["config"].items():
             if given.get(name) != value:

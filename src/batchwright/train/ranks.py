@@ -1,4 +1,4 @@
-"""What several processes do together; alone, each of these does nothing."""
+"""Data-parallel training over several ranks; on one rank, each of these does nothing."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,22 +11,22 @@ from torch.distributed.tensor import DTensor
 from batchwright.errors import ConfigError
 from batchwright.world import World
 
-__all__ = ["clip", "device_of", "joined", "spread", "summed", "syncing", "wait"]
+__all__ = ["clip", "device_of", "gathered", "joined", "spread", "summed", "syncing", "wait"]
 
 
-def device_of(asked: str, world: World) -> torch.device:
-    """Where this rank trains."""
-    here = torch.cuda.is_available()
-    if asked == "cuda" and not here:
-        raise ConfigError("--device cuda was asked for, and torch finds no CUDA device; use cpu")
-    if asked == "cpu" or not here:
+def device_of(wanted: str, world: World) -> torch.device:
+    """The device this rank trains on."""
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise ConfigError("--device cuda: torch finds no CUDA device; use --device cpu")
+    if wanted == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", world.local_rank)
 
 
 @contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
-    """The ranks as one group, while the block lasts."""
+    """The ranks as one process group, while the block lasts."""
     if world.size == 1:
         yield
         return
@@ -40,13 +40,13 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
 
 
 def wait(world: World) -> None:
-    """Until every rank is here."""
+    """Block until every rank has called it."""
     if world.size > 1:
         dist.barrier()
 
 
 def summed(values: Sequence[float], world: World, device: torch.device) -> list[float]:
-    """Each value added up over the ranks."""
+    """Each value summed over the ranks."""
     if world.size == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -54,11 +54,20 @@ def summed(values: Sequence[float], world: World, device: torch.device) -> list[
     return [float(value) for value in tensor.tolist()]
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU; if it is sharded, gathered from all ranks, which must all call this."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().contiguous()
+
+
 def spread(model: Any, world: World, device: torch.device, *, fsdp: bool) -> Any:
-    """The model over the ranks: sharded by FSDP2, or copied by DDP."""
+    """The model over the ranks: sharded by FSDP2, or replicated by DDP."""
     if fsdp:
         if world.size == 1:
-            raise ConfigError("--fsdp shards over several ranks; start with torchrun, or leave it")
+            raise ConfigError(
+                "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
+            )
         from torch.distributed.fsdp import fully_shard
 
         # The layers are the longest list of modules, whatever an architecture calls it.
@@ -74,7 +83,7 @@ def spread(model: Any, world: World, device: torch.device, *, fsdp: bool) -> Any
 
 
 def syncing(model: Any, last: bool) -> AbstractContextManager[Any]:
-    """Gradients travel with the last microbatch of a step, not with each."""
+    """Synchronise gradients with the last microbatch of a step only."""
     if hasattr(model, "set_requires_gradient_sync"):
         model.set_requires_gradient_sync(last)
     elif hasattr(model, "no_sync") and not last:
@@ -84,7 +93,7 @@ def syncing(model: Any, last: bool) -> AbstractContextManager[Any]:
 
 
 def clip(model: torch.nn.Module, largest: float) -> float:
-    """Scale the gradient to norm `largest` at most (0: leave it); the norm it had."""
+    """Clip the gradient norm to `largest` (0: no clipping); the norm before."""
     trained = [p for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(trained, largest or torch.inf)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

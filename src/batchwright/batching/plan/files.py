@@ -27,11 +27,11 @@ from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.errors import BatchwrightError
 from batchwright.files import atomic_folder
-from batchwright.sealed import Kind, array_bytes, write_array
+from batchwright.sealed import SealedFolder, array_bytes, write_array
 
 __all__ = ["check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
 
-PLAN = Kind(
+PLAN = SealedFolder(
     "batchwright.plan",
     VERSION,
     "batch plan",

@@ -116,7 +116,7 @@ def _scorer(
         return make_proofs()
     if kge is None:
         raise ConfigError(f"--mode {mode} needs --kge RUN; train one with `batchwright train kge`")
-    from batchwright.train.kge.loop import load_scorer
+    from batchwright.logic.kge import load_scorer
 
     embedding = load_scorer(kge, graph)
     if mode == "kge":
@@ -154,7 +154,7 @@ def _rules(
     elif kge is None:
         rules = parse_rules(path, graph.vocab)
     else:
-        from batchwright.train.kge.loop import read_rules
+        from batchwright.logic.kge import read_rules
 
         rules, accepted = read_rules(path, graph, kge, least)
     how: dict[str, Any] = {"rules": len(rules), "mined": path is None}

@@ -1,13 +1,12 @@
 """`batchwright train kge`: an embedding of a knowledge graph."""
 
 import dataclasses
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import ConfigError
+from batchwright.cli.train.flags import Given, Resume, ending, settings
 from batchwright.train.kge.config import KgeConfig
 
 if TYPE_CHECKING:
@@ -15,49 +14,26 @@ if TYPE_CHECKING:
 
 __all__ = ["train_kge"]
 
-CHANGEABLE = ("epochs", "stop_after", "save_every", "threads")
-"""What a resumed run may change; everything else would make it another run."""
+
+class KgeFlags(Given, KgeConfig):
+    """The flags that were typed."""
 
 
 def train_kge(
     *,
-    config: Annotated[KgeConfig | None, Parameter(name="*")] = None,
-    resume: Annotated[
-        Path | None, Parameter(help="Go on with the run in this folder, as it was configured.")
-    ] = None,
+    given: Annotated[KgeFlags, Parameter(name="*")] = KgeFlags(),
+    resume: Resume = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Train an embedding of a knowledge graph, with exact resume."""
-    if resume is not None:
-        config = _resumed(resume, config)
-    config = (config or KgeConfig()).named()
+    config = settings(KgeConfig, given, resume)
     from batchwright.train.kge.loop import train_kge as train
 
     with progress_bar("training", quiet) as progress:
         result = train(config, resume=resume is not None, progress=progress)
     facts = {**dataclasses.asdict(result), "run_dir": str(result.run_dir)}
     show(facts, _table(result), format)
-
-
-def _resumed(run: Path, given: KgeConfig | None) -> KgeConfig:
-    """The run's own settings, with those that a resumed run may change."""
-    saved = dataclasses.replace(KgeConfig.load(run / "config.toml"), run_dir=run, stop_after=0)
-    if given is None:
-        return saved
-    blank = KgeConfig()
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(KgeConfig):
-        value = getattr(given, field.name)
-        if value not in (getattr(blank, field.name), getattr(saved, field.name)):
-            changed[field.name] = value
-    fixed = sorted(changed.keys() - set(CHANGEABLE))
-    if fixed:
-        raise ConfigError(
-            f"a resumed run keeps its {', '.join(fixed)}; what may change is "
-            f"{', '.join(CHANGEABLE)}"
-        )
-    return dataclasses.replace(saved, **changed)
 
 
 def _table(result: "KgeResult") -> str:
@@ -72,9 +48,5 @@ def _table(result: "KgeResult") -> str:
         ["at epoch", number(result.best_epoch)],
         ["time", seconds(result.seconds)],
     ]
-    end = (
-        f"done: {result.run_dir}/model"
-        if result.finished
-        else f"stopped and saved; go on with: batchwright train kge --resume {result.run_dir}"
-    )
+    end = ending(result.finished, f"done: {result.run_dir}/model", "kge", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end

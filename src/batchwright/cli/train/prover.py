@@ -1,13 +1,12 @@
 """`batchwright train prover`: a policy that learns which rules to prove by."""
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import ConfigError
+from batchwright.cli.train.flags import Given, Resume, ending, settings
 from batchwright.train.prover.config import ProverConfig
 
 if TYPE_CHECKING:
@@ -16,36 +15,25 @@ if TYPE_CHECKING:
 __all__ = ["train_prover"]
 
 
+class ProverFlags(Given, ProverConfig):
+    """The flags that were typed."""
+
+
 def train_prover(
     *,
-    config: Annotated[ProverConfig | None, Parameter(name="*")] = None,
-    resume: Annotated[
-        Path | None, Parameter(help="Go on with the run in this folder, as it was configured.")
-    ] = None,
+    given: Annotated[ProverFlags, Parameter(name="*")] = ProverFlags(),
+    resume: Resume = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Learn to prove: imitate shortest proofs, practise with PPO, then exact policy gradients."""
-    chosen = config or ProverConfig()
-    if resume is not None:
-        from batchwright.train.settings import from_toml
-
-        saved = dataclasses.replace(from_toml(ProverConfig, resume / "config.toml"), run_dir=resume)
-        given = dataclasses.replace(chosen, stop_after=saved.stop_after)
-        if given not in (dataclasses.replace(ProverConfig(), stop_after=saved.stop_after), saved):
-            raise ConfigError(
-                f"a resumed run keeps its settings; give --resume {resume} alone, or with "
-                f"--stop-after"
-            )
-        # To stop after some rounds is meant for the call that says so.
-        chosen = dataclasses.replace(saved, stop_after=chosen.stop_after)
-    chosen = chosen.named()
+    """Train a prover: behaviour cloning of shortest proofs, PPO, then exact policy gradients."""
+    config = settings(ProverConfig, given, resume)
     from batchwright.train.prover.loop import train_prover as train
 
     with progress_bar("training", quiet) as progress:
-        result = train(chosen, resume=resume is not None, progress=progress)
+        result = train(config, resume=resume is not None, progress=progress)
     facts: dict[str, Any] = {**dataclasses.asdict(result), "run_dir": str(result.run_dir)}
-    show(facts, _table(result, chosen), format)
+    show(facts, _table(result, config), format)
 
 
 def _table(result: "ProverResult", config: ProverConfig) -> str:
@@ -57,25 +45,22 @@ def _table(result: "ProverResult", config: ProverConfig) -> str:
     rows = [
         ["rounds", number(result.rounds)],
         ["rules", number(result.rules)],
-        ["valid questions proved in one draw, at first", percent(result.first_proved)],
-        ["by the policy that is kept", percent(result.proved)],
-        ["answered as looked for", percent(result.right)],
-        ["MRR on valid at first", mrr(result.first_mrr)],
-        ["best MRR on valid", mrr(result.best_mrr)],
-        ["after round", number(result.best_round)],
+        ["valid queries proved by one sample, before", percent(result.first_proved)],
+        ["valid queries proved by one sample, best policy", percent(result.proved)],
+        ["answered correctly", percent(result.right)],
+        ["MRR on valid, before", mrr(result.first_mrr)],
+        ["MRR on valid, best policy", mrr(result.best_mrr)],
+        ["best after round", number(result.best_round)],
         ["time", seconds(result.seconds)],
     ]
     text = table(["run", str(result.run_dir)], rows)
     if result.skipped:
         text += (
-            f"\n{len(result.skipped)} rules are no chains of up to 3 and took no part: "
+            f"\n{len(result.skipped)} rules are not chains of up to 3 edges and were skipped: "
             f"{result.skipped[0]}..."
         )
-    if result.finished:
-        return text + (
-            f"\ndone; next: batchwright evaluate prover --data {config.data} --mode rl "
-            f"--prover {result.run_dir}"
-        )
-    return text + (
-        f"\nstopped and saved; go on with: batchwright train prover --resume {result.run_dir}"
+    done = (
+        f"done; next: batchwright evaluate prover --data {config.data} --mode rl "
+        f"--prover {result.run_dir}"
     )
+    return text + "\n" + ending(result.finished, done, "prover", result.run_dir)

@@ -1,16 +1,14 @@
 """`batchwright train sft`: fine-tune a model on rows, over a batch plan."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
-from batchwright.errors import ConfigError
+from batchwright.cli.train.flags import Given, Resume, ending, settings
 from batchwright.train.sft.config import SftConfig
 
 if TYPE_CHECKING:
@@ -18,16 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["sft"]
 
-CHANGEABLE = ("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track")
-"""What a resumed run may change; everything else would make it another run."""
+
+class SftFlags(Given, SftConfig):
+    """The flags that were typed."""
 
 
 def sft(
     *,
-    config: Annotated[SftConfig | None, Parameter(name="*")] = None,
-    resume: Annotated[
-        Path | None, Parameter(help="Go on with the run in this folder, as it was configured.")
-    ] = None,
+    given: Annotated[SftFlags, Parameter(name="*")] = SftFlags(),
+    resume: Resume = None,
     dry_run: Annotated[
         bool, Parameter(negative="", help="Predict steps, tokens and memory; train nothing.")
     ] = False,
@@ -35,9 +32,9 @@ def sft(
     format: Format = "text",
 ) -> None:
     """Fine-tune a model on rows, over a batch plan, with exact resume."""
-    if resume is not None:
-        config = _resumed(resume, config)
-    config = (config or SftConfig()).named()
+    if given.batchplan and resume is None:
+        SftConfig.refuse_planned(vars(given))
+    config = settings(SftConfig, given, resume)
     if dry_run:
         _predict(config, format)
         return
@@ -59,35 +56,11 @@ def sft(
         show(_facts(result), _table(result), format)
 
 
-def _resumed(run: Path, given: SftConfig | None) -> SftConfig:
-    """The run's own settings, with those that a resumed run may change."""
-    # To stop after some steps was meant for the call that said so.
-    loaded = SftConfig.load(run / "config.toml")
-    saved = dataclasses.replace(loaded, run_dir=run, stop_after=0)
-    if given is None:
-        return saved
-    # By the words that were typed: a flag given at its default value is given as well.
-    typed = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv}
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(SftConfig):
-        value = getattr(given, field.name)
-        said = {field.name, f"no_{field.name}", f"empty_{field.name}"} & typed
-        if said and value != getattr(saved, field.name):
-            changed[field.name] = value
-    fixed = sorted(changed.keys() - set(CHANGEABLE))
-    if fixed:
-        raise ConfigError(
-            f"a resumed run keeps its {', '.join(fixed)}; what may change is "
-            f"{', '.join(CHANGEABLE)}"
-        )
-    return dataclasses.replace(saved, **changed)
-
-
 @contextmanager
 def _bars(
     quiet: bool,
 ) -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int, float], None] | None]]:
-    """Progress of tokenising, and from the first step on that of training in its place."""
+    """Progress of tokenising, replaced by that of training from the first step on."""
     with ExitStack() as bars:
         tokenising = bars.enter_context(progress_bar("tokenising", quiet))
         steps: Progress | None = None
@@ -111,7 +84,7 @@ def _predict(config: SftConfig, format: str) -> None:
     found = predict(config)
     rows = [
         ["steps", number(found.steps)],
-        ["microbatches an epoch", number(found.microbatches)],
+        ["microbatches per epoch", number(found.microbatches)],
         ["useful tokens", number(found.useful_tokens)],
         ["padded tokens", number(found.padded_tokens)],
         ["ullage", percent(found.ullage)],
@@ -142,14 +115,10 @@ def _table(result: "SftResult") -> str:
         ["held-out loss", loss(result.eval_loss)],
         ["useful tokens", number(result.useful_tokens)],
         ["ullage", percent(result.ullage)],
-        ["useful tokens a second", number(None if rate is None else round(rate))],
+        ["useful tokens per second", number(None if rate is None else round(rate))],
         ["waited for data", seconds(result.data_wait_s)],
         ["time", seconds(result.seconds)],
         ["attention", result.backend],
     ]
-    end = (
-        f"done: {result.run_dir}/model"
-        if result.finished
-        else f"stopped and saved; go on with: batchwright train sft --resume {result.run_dir}"
-    )
+    end = ending(result.finished, f"done: {result.run_dir}/model", "sft", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end

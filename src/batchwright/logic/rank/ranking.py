@@ -35,6 +35,7 @@ __all__ = [
     "average_precision",
     "blocks",
     "count_ranks",
+    "evenly_spread",
     "rank",
     "summary",
 ]
@@ -231,6 +232,13 @@ def rank(
     drawn = counts[2:] if sampled else counts[2:, :0]
     asked = np.repeat([side == "tail" for side in sides], len(triples))
     return Ranks(np.tile(triples[:, 1], len(sides)), asked, counts[0], counts[1], *drawn)
+
+
+def evenly_spread(triples: Ints, most: int) -> Ints:
+    """At most `most` of the triples, evenly spread over all of them; 0: all."""
+    if not most or len(triples) <= most:
+        return triples
+    return triples[np.linspace(0, len(triples) - 1, most).astype(np.int64)]
 
 
 def summary(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:

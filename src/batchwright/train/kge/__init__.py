@@ -15,15 +15,14 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from batchwright.train.kge.loop import (
-        KgeResult,
-        KgeTrainer,
-        fit_kge,
-        load_scorer,
-        read_rules,
-        train_kge,
-        vocab_digest,
-    )
+    from batchwright.logic.kge import load_scorer, read_rules, vocab_digest
+    from batchwright.train.kge.loop import KgeResult, KgeTrainer, fit_kge, train_kge
 else:
-    # The loop needs torch; the settings beside it, which a command's help is made from, do not.
-    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "batchwright.train.kge.loop"))
+    # Both need torch; the settings next to them, which a command's help is made from, do not.
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            **dict.fromkeys(__all__, "batchwright.train.kge.loop"),
+            **dict.fromkeys(["load_scorer", "read_rules", "vocab_digest"], "batchwright.logic.kge"),
+        },
+    )

@@ -1,10 +1,10 @@
 """Training of a prover on a graph, top to bottom.
 
-    facts, rules -> imitate shortest proofs -> PPO, deeper and deeper -> exact gradients -> ranks
+    facts, rules -> behaviour cloning -> PPO, deeper and deeper -> exact policy gradients -> MRR
 
-What is proved by is the train part, a question's own fact hidden; what is kept is the policy that
-ranks valid best; the test part is not read. Everything random is named by the seed and a counter,
-so a run that was killed and resumed ends with the same bits as one that was not.
+Proofs use the train part, with a query's own fact hidden; the policy with the best MRR on valid is
+kept; the test part is not read. Every random number is a function of the seed and a counter, so a
+run that was killed and resumed ends with the same bits as one that was not.
 """
 
 import time
@@ -17,17 +17,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchwright.errors import ConfigError, Mismatch, MissingFile
-from batchwright.events import EventLog
-from batchwright.files import write_atomic
+from batchwright.checkpoint import latest, save_checkpoint
+from batchwright.errors import Mismatch, MissingFile
 from batchwright.fingerprint import digest, digest_array
+from batchwright.logic.kge import load_scorer, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.mine.mining import mine, write_rules
-from batchwright.logic.rank.ranking import rank
+from batchwright.logic.rank.ranking import evenly_spread, rank
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.rl.checkpoint import latest, load_checkpoint, save_checkpoint
 from batchwright.rl.policy import Policy
-from batchwright.train.kge.loop import _threads, load_scorer, vocab_digest
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.learners import (
     Cloning,
@@ -41,10 +39,7 @@ from batchwright.train.prover.learners import (
 from batchwright.train.prover.policy import rule_policy
 from batchwright.train.prover.program import Asked
 from batchwright.train.prover.scorer import PolicyScorer
-from batchwright.train.settings import to_toml
-from batchwright.train.stamp import write_stamp
-from batchwright.train.stopping import interrupts
-from batchwright.world import World
+from batchwright.train.run import Run, threads
 
 __all__ = ["ProverResult", "fit_prover", "load_prover", "train_prover"]
 
@@ -62,14 +57,15 @@ class ProverResult:
     """False if it was stopped and can be resumed."""
     rounds: int
     rules: int
-    """Rules that are chains and took part."""
+    """Rules that are chains and were used."""
     skipped: tuple[str, ...]
-    """Names of those that are none."""
+    """Names of the rules that are not chains."""
     first_proved: float | None
-    """Share of valid questions for which one draw of the policy found a proof, before training."""
+    """Share of valid queries that one sampled episode proves, before training."""
     proved: float | None
+    """The same with the policy that is kept."""
     right: float | None
-    """Share of valid questions that one draw answered rightly, with the policy that is kept."""
+    """Share of valid queries that one sampled episode of that policy answers correctly."""
     first_mrr: float | None
     """On valid, before training."""
     best_mrr: float | None
@@ -78,7 +74,7 @@ class ProverResult:
 
 
 class _Round(NamedTuple):
-    """One round of the plan: what is done, and the how-many-eth of its part it is."""
+    """One round of the plan: its part, and its number among the rounds of that part."""
 
     part: str
     depth: int
@@ -102,113 +98,95 @@ class _At:
 def train_prover(
     config: ProverConfig, *, resume: bool = False, progress: Progress | None = None
 ) -> ProverResult:
-    """Train, or go on with the run in `config.run_dir`; its `model` folder holds the result.
+    """Train, or resume the run in `config.run_dir`; its `model` folder holds the result.
 
     Ctrl-C once ends the round and saves; a second one stops at once.
     """
-    config = config.named()
-    run = config.run_dir
-    if not resume and (run / "config.toml").exists():
-        raise ConfigError(
-            f"{run} holds a run already; go on with --resume {run} or give another --run-dir"
-        )
-    graph = load_graph(Path(config.data))
-    if resume and (run / "rules.txt").exists():
-        rules = parse_rules(run / "rules.txt", graph.vocab)
-    else:
-        rules = _rules(config, graph)
-        write_rules(run / "rules.txt", rules, graph.vocab, f"rules of {graph.name}")
-    asked, potential = Asked.of(graph, rules), _potential(config, graph)
-    if not resume:
-        # Last of all: what was refused up to here can be started anew in the same place.
-        write_stamp(run, seed=config.seed, world=World.detect())
-        write_atomic(run / "config.toml", to_toml(config).encode())
-    with EventLog(run / "events.jsonl") as log:
-        return _loop(config, graph, asked, potential, run, log, progress)[1]
+    with Run(config, resume=resume) as run:
+        graph = load_graph(Path(config.data))
+        file = run.folder / "rules.txt"
+        if resume and file.exists():
+            rules = parse_rules(file, graph.vocab)
+        else:
+            rules = _rules(config, graph)
+            write_rules(file, rules, graph.vocab, f"rules of {graph.name}")
+        return _train(config, graph, rules, run, progress)[1]
 
 
 def fit_prover(
     config: ProverConfig, graph: Graph, rules: Rules, progress: Progress | None = None
 ) -> tuple[PolicyScorer, ProverResult]:
-    """Train in memory, with no run directory; the policy that did best on valid, as a scorer."""
-    asked, potential = Asked.of(graph, rules), _potential(config, graph)
-    return _loop(config, graph, asked, potential, None, None, progress)
+    """Train in memory, with no run directory; the policy that ranks valid best, as a scorer."""
+    return _train(config, graph, rules, Run(config, in_memory=True), progress)
 
 
 def load_prover(run: Path, graph: Graph) -> PolicyScorer:
     """The trained prover of a run as a scorer, if it was trained on this graph."""
-    path = latest(run / "model")
-    if path is None:
+    found = latest(run / "model")
+    if found is None:
+        if (run / "config.toml").exists():
+            # Which says so if it is of another format.
+            ProverConfig.of_run(run)
         raise MissingFile(
-            f"no trained prover in {run}; name a finished run of `batchwright train prover`"
+            f"no trained prover in {run}; give a finished run of `batchwright train prover`"
         )
-    state = load_checkpoint(path)
-    if state["vocab"] != vocab_digest(graph):
+    if found.state["vocab"] != vocab_digest(graph):
         raise Mismatch(
             f"the prover {run} was trained on other names than those of {graph.name}; "
             f"evaluate it on the graph it was trained on"
         )
     asked = Asked.of(graph, parse_rules(run / "rules.txt", graph.vocab))
     policy = rule_policy(asked)
-    _load(policy, state["policy"], path)
+    _load(policy, found.state["policy"], found.path)
     return PolicyScorer(asked, policy)
 
 
-def _loop(
-    config: ProverConfig,
-    graph: Graph,
-    asked: Asked,
-    potential: Potential | None,
-    run: Path | None,
-    log: EventLog | None,
-    progress: Progress | None,
+def _train(
+    config: ProverConfig, graph: Graph, rules: Rules, run: Run, progress: Progress | None
 ) -> tuple[PolicyScorer, ProverResult]:
     began = time.perf_counter()
+    asked, potential = Asked.of(graph, rules), _potential(config, graph)
     policy = rule_policy(asked, config.seed)
     questions = asked.questions(graph.train)
-    valid = _spread(graph.valid, config.eval_triples)
+    valid = evenly_spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth)
-    mark = digest("prover", vocab_digest(graph), digest_array(graph.train))
+    facts = digest("prover", vocab_digest(graph), digest_array(graph.train))
     at, best, saved = _At(), _copied(policy), None
-    if run and (path := latest(run / "checkpoints")):
-        state = load_checkpoint(path)
-        if state["graph"] != mark:
-            raise Mismatch(f"{path} is of other facts than {config.data} holds; restore them")
+    if found := run.latest():
+        state = found.state
+        if state["facts"] != facts:
+            raise Mismatch(
+                f"{found.path} was trained on other facts than {config.data} holds; restore the "
+                f"graph of the run"
+            )
         at, saved = _At(**state["at"]), state["learner"]
-        _load(policy, state["policy"], path)
+        _load(policy, state["policy"], found.path)
         best = {name: torch.from_numpy(array) for name, array in state["best"].items()}
-    if log:
-        log.write(
-            "resume" if at.round else "start", round=at.round, rounds=len(plan),
-            rules=len(asked.rules) // 2, questions=len(questions),
-        )  # fmt: skip
+    begun_at, used = at.round, len(asked.rules) // 2
+    run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
 
-    def note(kind: str, **fields: Any) -> None:
-        if log:
-            log.write(kind, round=at.round, **fields)
-
-    def judged(at: _At) -> _At:
-        """Rank valid with the policy as it stands, and keep it if it is the best so far."""
+    def evaluated(at: _At) -> _At:
+        """Measure the policy on valid, and keep it if it is the best so far."""
         if not len(valid):
             best.update(_copied(policy))
             return replace(at, best_round=at.round)
         mrr = rank(PolicyScorer(asked, policy), valid, graph.known).metrics().mrr
         shares = ask_once(asked, policy, valid, config.n_eval_envs, seed=config.seed)
-        note("eval", mrr=mrr, **shares._asdict())
+        run.event("eval", round=at.round, mrr=mrr, **shares._asdict())
         if at.round == 0:
             at = replace(at, first_mrr=mrr, first_proved=shares.proved)
-        # Where all rank alike, the one that answers more by itself is better.
+        # At equal MRR, the policy that answers more queries by itself is better.
         if at.best_mrr is None or (mrr, shares.right) > (at.best_mrr, at.right or 0.0):
             best.update(_copied(policy))
             at = replace(at, best_mrr=mrr, best_round=at.round, **shares._asdict())
         return at
 
     learner: Learner | None = None
-    begun_at, stopping = at.round, False
-    # What is computed is small: more threads would only wait for each other.
-    with _threads(1), interrupts() as interrupted:
+    stopping = False
+    # The computations are small: more threads would only wait for each other.
+    with threads(1), run.stopping() as stop:
         if at.round == 0:
-            at = judged(at)
+            at = evaluated(at)
         while at.round < len(plan) and not stopping:
             here = plan[at.round]
             if learner is None or here.number == 0:
@@ -219,36 +197,36 @@ def _loop(
             start = time.perf_counter()
             metrics = learner.step()
             at = replace(at, round=at.round + 1)
-            note("round", part=here.part, **metrics, seconds=time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            run.event("round", round=at.round, part=here.part, **metrics, seconds=seconds)
             last = here.number == here.of - 1
             if last or here.part == "gradients" or at.round % config.eval_every == 0:
-                at = judged(at)
+                at = evaluated(at)
             if progress:
                 progress(at.round, len(plan), _said(here, metrics, at))
-            reached = config.stop_after and at.round - begun_at >= config.stop_after
-            stopping = bool(interrupted() or reached) and at.round < len(plan)
-            over = stopping or at.round == len(plan)
-            if run and (over or at.round % config.save_every == 0):
+            stopping = stop(at.round - begun_at) and at.round < len(plan)
+            if stopping or at.round == len(plan) or at.round % config.save_every == 0:
                 state = {
-                    "graph": mark,
+                    "facts": facts,
                     "at": asdict(at),
-                    "policy": dict(policy.state_dict()),
+                    "policy": policy.state_dict(),
                     "best": best,
                     "learner": learner.state_dict(),
                 }
-                save_checkpoint(run / "checkpoints", at.round, state)
+                run.save(at.round, state)
     finished = at.round == len(plan)
+    if finished and run.writes:
+        state = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
+        save_checkpoint(run.folder / "model", at.best_round, state, keep=1)
+    why = "done" if finished else "stopped"
+    run.event("stop", round=at.round, why=why, mrr=at.best_mrr)
     kept = rule_policy(asked)
     kept.load_state_dict(best)
-    if run and finished:
-        state = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
-        save_checkpoint(run / "model", at.best_round, state, keep=1)
-    note("stop", why="done" if finished else "stopped", mrr=at.best_mrr)
-    result = ProverResult(
-        run_dir=run or Path(),
+    return PolicyScorer(asked, kept), ProverResult(
+        run_dir=run.folder,
         finished=finished,
         rounds=at.round,
-        rules=len(asked.rules) // 2,
+        rules=used,
         skipped=asked.chains.skipped,
         first_proved=at.first_proved,
         proved=at.proved,
@@ -258,11 +236,10 @@ def _loop(
         best_round=at.best_round,
         seconds=time.perf_counter() - began,
     )
-    return PolicyScorer(asked, kept), result
 
 
 def _plan(config: ProverConfig, depth: int) -> list[_Round]:
-    """Every round of the run, in order; PPO's are shared evenly among the depths."""
+    """Every round of the run, in order; PPO's are split evenly over the depths."""
     plan = [
         _Round("imitation", depth, n, config.clone_updates) for n in range(config.clone_updates)
     ]
@@ -309,7 +286,7 @@ def _rules(config: ProverConfig, graph: Graph) -> Rules:
 
 
 def _said(here: _Round, metrics: Mapping[str, float], at: _At) -> str:
-    """What stands beside the bar."""
+    """The note next to the progress bar."""
     parts = [here.part]
     if "proved" in metrics:
         parts.append(f"depth {here.depth}, proved {metrics['proved']:.1%}")
@@ -329,10 +306,3 @@ def _load(policy: Policy, arrays: Mapping[str, NDArray[Any]], path: Path) -> Non
     if shapes != {name: array.shape for name, array in arrays.items()}:
         raise Mismatch(f"{path} is of another graph or other rules; restore those of the run")
     policy.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def _spread(triples: Ints, most: int) -> Ints:
-    """At most `most` of the triples, evenly spread over the file."""
-    if not most or len(triples) <= most:
-        return triples
-    return triples[np.linspace(0, len(triples) - 1, most).astype(np.int64)]

@@ -1,116 +1,116 @@
 """The settings of a query-mutation run. Light to import: the command's help is made from it."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from cyclopts import Parameter
 
 from batchwright.errors import ConfigError
-from batchwright.train.settings import flag
+from batchwright.train.run import RunConfig
 
 __all__ = ["QueryMutatorConfig", "width_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueryMutatorConfig:
-    """Who rewrites, who answers, and how the agent learns."""
+class QueryMutatorConfig(RunConfig):
+    """Which models rewrite and answer, and how the policy learns."""
+
+    FOLDER: ClassVar = "save_dir"
+    CHANGEABLE: ClassVar = (
+        *("save_interval", "log_interval", "stop_after"),
+        # How calls are made, not what is asked: responses are cached, and the steps the same.
+        *("use_batching", "batch_size", "overlap", "deadline_s", "error_budget"),
+    )
 
     dataset: str = "shipped"
     """shipped, or JSONL, Parquet or hf:NAME with question and answer."""
     target_model: str = "local:smollm2"
-    """Who answers: ollama:NAME, URL#NAME, local:smollm2, local:PATH, sim; a plain name with
-    --endpoint."""
+    """Model that answers: ollama:NAME, URL#NAME, local:smollm2, local:PATH, sim; a plain name
+    with --endpoint."""
     mutator_model: str = ""
-    """Who rewrites; default: the target model."""
+    """Model that rewrites questions; default: the target model."""
     judge_model: str = ""
-    """Who judges, for --reward-type llm-judge; default: the target model."""
+    """LLM judge for --reward-type llm-judge; default: the target model."""
     embedder: str = "ngrams"
-    """ngrams (built in), local:minilm, or a model of an endpoint."""
+    """Embedding model: ngrams (built in), local:minilm, or a model of an endpoint."""
     endpoint: tuple[str, ...] = ()
-    """Servers that share the calls to models with plain names; may be given several times."""
+    """Server that takes calls to models with plain names; several share the load."""
     reward_type: Literal[
         "match", "numeric", "exact", "contains", "cosine-similarity", "llm-judge"
     ] = "match"
-    """match: numbers by value, other answers as whole words."""
+    """Reward of an answer; match: numbers by value, other answers as whole words."""
     operators: Path | None = None
     """A TOML file with [[operator]] tables of your own."""
 
     num_processes: int = 16
-    """Environments at once."""
+    """Parallel environments."""
     num_steps: int = 8
-    """Steps of each environment between two updates."""
+    """Rollout length: steps of each environment between two updates."""
     num_env_steps: int = 2048
-    """Steps of all environments together."""
+    """Total steps of all environments together."""
     per_episode_max_steps: int = 2
-    """Rewritings of one question at most."""
+    """Episode length: rewritings of one question at most."""
     use_batching: Annotated[bool, Parameter(negative="--no-batching")] = True
-    """Calls at the same time; --no-batching makes one after the other."""
+    """Make calls concurrently; --no-batching makes one at a time."""
     batch_size: str = "auto"
     """Calls in flight at each server, or auto."""
     overlap: bool = True
-    """Environments run ahead of each other within a rollout; the steps are the same."""
+    """Let environments run ahead of each other within a rollout; the steps are the same."""
 
     ppo_epoch: int = 4
-    """Passes over each rollout."""
+    """PPO epochs: passes over each rollout."""
     num_mini_batch: int = 4
-    """Minibatches of a pass."""
+    """Minibatches in a pass."""
     lr: float = 3e-3
-    """Learning rate of Adam, falling to zero."""
+    """Adam learning rate, annealed to zero."""
     gamma: float = 0.99
-    """Discount of later rewards."""
+    """Discount factor."""
     clip_param: float = 0.2
-    """How far a probability may move in one update."""
+    """PPO clip range."""
     entropy_coef: float = 0.02
-    """Weight of staying undecided."""
+    """Entropy bonus coefficient."""
     value_loss_coef: float = 0.5
-    """Weight of the value's error."""
+    """Value loss coefficient."""
     max_grad_norm: float = 0.5
-    """Largest gradient norm."""
+    """Gradient clipping: largest gradient norm."""
     cost: float = 0.02
-    """What a rewriting costs, in points of the reward."""
+    """Reward penalty for each rewriting."""
     least_similarity: float = 0.3
-    """Rewritings whose embedding is further from the question's are turned down."""
+    """Lowest cosine similarity to the question at which a rewriting is accepted."""
     seed: int = 42
-    """Of questions, rewritings, the policy and its choices."""
+    """Random seed of questions, rewritings, initialisation and actions."""
 
     temperature: float = 0.7
-    """Of the mutator; the target answers at 0."""
+    """Sampling temperature of the mutator; the target answers at 0."""
     max_tokens: int = 64
-    """Longest rewriting and answer."""
+    """Token limit of a rewriting and of an answer."""
     deadline_s: Annotated[float, Parameter(name="--deadline")] = 120.0
-    """Seconds for a call with all its retries."""
+    """Timeout of a call in seconds, its retries included."""
     error_budget: float = 0.2
-    """Share of failed calls, of the last 200, at which the run stops."""
+    """Error rate of the last 200 calls at which the run stops."""
 
     save_dir: Path = Path("runs/query-mutator")
-    """Where everything is written, the answers of the models too."""
+    """The folder to write the run to, cached responses included."""
     save_interval: int = 5
     """Updates between checkpoints."""
     log_interval: int = 1
-    """Updates between lines of the log."""
+    """Updates between records in the log."""
+    stop_after: int = 0
+    """Save and stop after this many updates of this call, to be resumed; 0: run to the end."""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("num_processes", "num_steps", "num_env_steps", "per_episode_max_steps", "ppo_epoch"),
-            *("num_mini_batch", "max_tokens", "save_interval", "log_interval"),
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 1 or more")
-        for name in ("lr", "clip_param", "max_grad_norm", "deadline_s", "error_budget"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not a number above 0")
-        for name in ("entropy_coef", "value_loss_coef", "cost", "temperature"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
-        if not 0 <= self.gamma <= 1:
-            raise ConfigError(f"--gamma {self.gamma} is not from 0 to 1")
+        self.at_least(1, "num_processes", "num_steps", "num_env_steps", "per_episode_max_steps")
+        self.at_least(1, "ppo_epoch", "num_mini_batch", "max_tokens", "save_interval")
+        self.at_least(1, "log_interval")
+        self.at_least(0, "entropy_coef", "value_loss_coef", "cost", "temperature", "stop_after")
+        self.above_zero("lr", "clip_param", "max_grad_norm", "deadline_s", "error_budget")
+        self.from_0_to_1("gamma")
         width_of(self)
 
 
 def width_of(config: QueryMutatorConfig) -> int | Literal["auto"]:
-    """Calls in flight that the flags ask for."""
+    """The number of calls in flight that the flags ask for."""
     if not config.use_batching:
         return 1
     if config.batch_size == "auto":
@@ -120,5 +120,5 @@ def width_of(config: QueryMutatorConfig) -> int | Literal["auto"]:
     except ValueError:
         width = 0
     if width < 1:
-        raise ConfigError(f"--batch-size {config.batch_size} is neither auto nor 1 or more")
+        raise ConfigError(f"--batch-size must be auto or at least 1, got {config.batch_size}")
     return width

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from batchwright.checkpoint import latest
 from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import Question, Split, load_questions
@@ -17,12 +18,10 @@ from batchwright.errors import ConfigError
 from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rl import choose
-from batchwright.rl.checkpoint import latest
 from batchwright.train.query_mutator.compare import Comparison, compare_ways
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.loop import build_env, load_policy
 from batchwright.train.query_mutator.models import open_phrasing
-from batchwright.train.settings import from_toml
 
 __all__ = ["evaluate_run"]
 
@@ -39,9 +38,9 @@ def evaluate_run(
 
     Answers are kept in the run's own cache, so a second evaluation asks nobody.
     """
-    config = from_toml(QueryMutatorConfig, run / "config.toml")
+    config = QueryMutatorConfig.of_run(run)
     if latest(run / "checkpoints") is None:
-        raise ConfigError(f"{run} has no checkpoint yet; train it, or go on with --resume {run}")
+        raise ConfigError(f"{run} has no checkpoint yet; resume it with --resume {run}")
     splits: tuple[Split, ...] = ("train", "valid", "test")
     parts: dict[str, Sequence[Question]]
     parts = {split: load_questions(config.dataset, split) for split in splits}

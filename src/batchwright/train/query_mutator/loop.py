@@ -2,15 +2,15 @@
 
     questions -> environments -> rollout -> PPO -> checkpoint, transcripts, events
 
-Everything random is named by the seed and a counter, and every answer of a model is kept. So a
-run that was killed goes on from its last checkpoint with the same answers, and a finished one
-can be done again without any server.
+Every random number is a function of the seed and a counter, and every response of a model is
+cached. So a run that was killed resumes from its last checkpoint with the same responses, and a
+finished one can be replayed with no server.
 """
 
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,14 @@ import numpy as np
 from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import load_questions
-from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
-from batchwright.events import EventLog, finite
+from batchwright.errors import BudgetExceeded
+from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rl import PPO, PPOConfig, Runner, policy_for
-from batchwright.rl.checkpoint import latest
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.models import Phrasing, open_phrasing
 from batchwright.train.query_mutator.rollout import OverlappingRunner
-from batchwright.train.settings import from_toml, to_toml
-from batchwright.train.stamp import write_stamp
-from batchwright.train.stopping import interrupts
-from batchwright.world import World
+from batchwright.train.run import Run
 
 __all__ = ["MutatorResult", "build_env", "load_policy", "train_query_mutator"]
 
@@ -45,10 +41,11 @@ class MutatorResult:
     steps: int
     invalid_steps: int
     counts: dict[str, int]
-    """Failures and turned-down rewritings by kind."""
+    """Failed calls and rejected rewritings by kind."""
     first_gain: float | None
-    """Mean gain of an episode in the first update, and in the last tenth of them."""
+    """Mean gain of an episode in the first update."""
     last_gain: float | None
+    """Mean gain of an episode in the last tenth of the updates."""
     calls: dict[str, float]
     seconds: float
 
@@ -60,31 +57,26 @@ def train_query_mutator(
     replay: Path | None = None,
     progress: Callable[[int, int, float | None], None] | None = None,
 ) -> MutatorResult:
-    """Train, go on with the run in `config.save_dir`, or do the run in `replay` again.
+    """Train, resume the run in `config.save_dir`, or replay the run in `replay`.
 
     Ctrl-C once ends the update and saves; a second one stops at once.
     """
-    run = config.save_dir
-    _check(config, resume)
-    run.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with (
-        EventLog(run / "events.jsonl") as log,
-        open_phrasing(config, replay or run, replay=replay is not None, events=log) as models,
-        interrupts() as interrupted,
+        Run(config, resume=resume) as run,
+        open_phrasing(
+            config, replay or run.folder, replay=replay is not None, events=run.log
+        ) as models,
+        run.stopping() as stop,
     ):
-        transcript = _Transcript(run / "rollouts")
+        transcript = _Transcript(run.folder / "rollouts")
         env = build_env(config, models, on_turn=transcript.add)
         runner = OverlappingRunner if config.overlap else Runner
         ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config), runner=runner)
-        checkpoints = run / "checkpoints"
-        if resume and latest(checkpoints) is not None:
-            ppo.resume(checkpoints)
-        if not resume:
-            # Last of all: what was refused up to here can be started anew in the same place.
-            write_stamp(run, seed=config.seed, world=World.detect())
-            write_atomic(run / "config.toml", to_toml(config).encode())
-        log.write("resume" if resume else "start", update=ppo.updates, updates=ppo.total_updates)
+        if found := run.latest():
+            ppo.restore(found)
+        run.start(update=ppo.updates, updates=ppo.total_updates)
+        begun_at = ppo.updates
         gains: list[float] = []
 
         def after(learner: PPO, metrics: dict[str, float]) -> None:
@@ -93,28 +85,27 @@ def train_query_mutator(
                 gains.append(gain)
             transcript.write(learner.updates)
             if learner.updates % config.log_interval == 0:
-                log.write("update", update=learner.updates, **metrics)
+                run.event("update", update=learner.updates, **metrics)
             if progress:
                 progress(learner.updates, learner.total_updates, gain)
 
         try:
             ppo.learn(
                 on_update=after,
-                save_to=checkpoints,
+                save_to=run.checkpoints,
                 save_every=config.save_interval,
-                stop=interrupted,
+                stop=lambda: stop(ppo.updates - begun_at),
             )
         except BudgetExceeded as error:
-            log.write("stop", update=ppo.updates, why="error budget", error=str(error))
+            run.event("stop", update=ppo.updates, why="error budget", error=str(error))
             raise
         finished = ppo.updates >= ppo.total_updates
         if finished:
-            write_atomic(
-                run / "operators.json", json.dumps([o.name for o in env.operators]).encode()
-            )
+            names = json.dumps([operator.name for operator in env.operators])
+            write_atomic(run.folder / "operators.json", names.encode())
         last = gains[-max(1, len(gains) // 10) :]
         result = MutatorResult(
-            run_dir=run,
+            run_dir=run.folder,
             finished=finished,
             updates=ppo.updates,
             steps=ppo.steps,
@@ -125,7 +116,7 @@ def train_query_mutator(
             calls=models.stats(),
             seconds=time.perf_counter() - began,
         )
-        log.write("stop", update=ppo.updates, why="done" if finished else "stopped")
+        run.event("stop", update=ppo.updates, why="done" if finished else "stopped")
         return result
 
 
@@ -135,7 +126,7 @@ def build_env(
     *,
     on_turn: Callable[[Turn], object] | None = None,
 ) -> BatchedQueryMutationEnv:
-    """The environments of a run, on the train part of its questions."""
+    """The environments of a run, on the train split of its questions."""
     operators = load_operators(config.operators) if config.operators else OPERATORS
     return BatchedQueryMutationEnv(
         load_questions(config.dataset, "train"),
@@ -177,23 +168,6 @@ def _ppo(config: QueryMutatorConfig) -> PPOConfig:
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
     )
-
-
-def _check(config: QueryMutatorConfig, resume: bool) -> None:
-    place = config.save_dir / "config.toml"
-    if resume:
-        saved = from_toml(QueryMutatorConfig, place)
-        for name, value in asdict(replace(saved, save_dir=config.save_dir)).items():
-            if getattr(config, name) != value:
-                raise Mismatch(
-                    f"{config.save_dir} is a run with {name} = {value!r}, not "
-                    f"{getattr(config, name)!r}; resume it as it was, or start anew elsewhere"
-                )
-    elif place.exists():
-        raise ConfigError(
-            f"{config.save_dir} holds a run already; go on with --resume {config.save_dir} or "
-            f"give another --save-dir"
-        )
 
 
 class _Transcript:

@@ -1,12 +1,12 @@
 """The settings of a fine-tuning run. Light to import: the command's help is made from it."""
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from batchwright.errors import ConfigError
-from batchwright.train.settings import flag, from_toml, to_toml
+from batchwright.train.run import RunConfig
 
 __all__ = ["SftConfig"]
 
@@ -18,8 +18,15 @@ _PLANNED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SftConfig:
+class SftConfig(RunConfig):
     """What to train, on what, and how."""
+
+    REQUIRED: ClassVar = ("model", "data")
+    CHANGEABLE: ClassVar = (
+        *("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track"),
+        # Where weights stand, not what is trained: a checkpoint fits any number of ranks.
+        "fsdp",
+    )
 
     model: str = ""
     """tiny, smollm2, a transformers folder or a hub id."""
@@ -27,27 +34,27 @@ class SftConfig:
     """JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or hf:NAME[:SPLIT]."""
 
     batchplan: Path | None = None
-    """A plan built before; otherwise one is built from the flags below."""
+    """A saved batch plan; without it, one is built from the flags below."""
     layout: Literal["auto", "bucketed", "sorted", "packed"] = "auto"
     """auto: packed with --pack, bucketed with --bucket-edges, else sorted."""
     token_budget: int = 4096
-    """Padded tokens of one microbatch."""
+    """Padded tokens in one microbatch."""
     bucket_edges: str | None = None
     """Upper lengths of the buckets, as 128,256,512."""
     pack: bool = False
-    """Join samples into full rows, kept apart by attention."""
+    """Pack samples into full rows, isolated from each other by attention."""
     pack_max_len: int = 2048
-    """Width of a packed row; longer samples follow --overflow."""
+    """Length of a packed row in tokens; longer samples follow --overflow."""
     pack_mode: Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"] = (
         "best_fit_decreasing"
     )
-    """How rows are packed."""
+    """Bin packing algorithm."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
-    """What becomes of a sample that is too long for a row."""
+    """What to do with a sample that is too long for a row."""
     step_size: int = 0
-    """Microbatches of an optimizer step over all ranks; 0: --grad-accum times the ranks."""
+    """Microbatches in an optimizer step over all ranks; 0: --grad-accum times the ranks."""
     grad_accum: int = 1
-    """Microbatches of a rank in one optimizer step."""
+    """Gradient accumulation: microbatches of each rank in an optimizer step."""
 
     epochs: int = 0
     """Passes over the data; 0: as many as --batchplan has, else one."""
@@ -58,109 +65,88 @@ class SftConfig:
     lr: float = 1e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after warm-up."""
+    """Learning rate schedule after warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from zero."""
+    """Steps of linear learning rate warm-up."""
     weight_decay: float = 0.0
-    """Decay of matrices; biases and norms are left alone."""
+    """AdamW weight decay of matrices; biases and norms have none."""
     clip: float = 1.0
-    """Largest gradient norm; 0: no clipping."""
+    """Gradient clipping: largest gradient norm; 0: no clipping."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 where the accelerator is made for it, else float32."""
+    """Autocast precision; auto: bfloat16 where the accelerator supports it, else float32."""
     activation_checkpointing: bool = False
-    """Compute activations twice instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     lora_rank: int = 0
-    """Train low-rank adapters of this rank instead of the weights; 0: the weights."""
+    """LoRA rank: train adapters of this rank instead of the weights; 0: full fine-tuning."""
     lora_alpha: float = 16.0
-    """Scale of the adapters."""
+    """LoRA alpha: the adapters are scaled by alpha / rank."""
     attention: Literal["auto", "flash", "segments", "sdpa", "flex"] = "auto"
-    """How packed samples are kept apart; auto takes the fastest that is here."""
+    """Attention backend that isolates packed samples; auto: the fastest that is available."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
+    """Device to train on."""
     fsdp: bool = False
-    """Shard weights over the ranks (FSDP2) instead of copying them (DDP)."""
+    """Shard weights over the ranks (FSDP2) instead of replicating them (DDP)."""
     seed: int = 42
-    """Of the plan's order and of dropout."""
+    """Random seed of the plan's order, of dropout and of LoRA initialisation."""
 
     eval_data: str | None = None
-    """Rows to evaluate on."""
+    """Held-out rows to evaluate on, in any form that --data takes."""
     eval_fraction: float = 0.0
-    """Share of the data held out by a hash of the id, where there is no --eval-data."""
+    """Share of the data that is held out by a hash of the id, without --eval-data."""
     eval_every: int = 0
     """Steps between evaluations; 0: only at the end."""
 
     run_dir: Path = Path("runs/sft")
-    """Where everything is written."""
+    """The folder to write the run to."""
     save_every: int = 0
     """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
     keep: int = 2
-    """Checkpoints to keep; older ones are removed once a newer one is safe."""
+    """Checkpoints to keep; older ones are removed once a newer one is written."""
     track: tuple[str, ...] = ()
-    """tensorboard, wandb or mlflow, beside events.jsonl."""
+    """Experiment tracker besides events.jsonl: tensorboard, wandb or mlflow."""
     tokenizer: str | None = None
-    """Default: the model's own."""
+    """Tokenizer; default: the model's own."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """Stop at a row that cannot be read, or skip and count it."""
 
     def __post_init__(self) -> None:
-        for name in ("token_budget", "pack_max_len", "grad_accum", "keep"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 1 or more")
-        for name in (
-            "epochs",
-            "step_size",
-            "max_steps",
-            "warmup_steps",
-            "eval_every",
-            "save_every",
-            "stop_after",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
-        for name in ("weight_decay", "clip", "lora_rank", "lora_alpha"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{flag(name)} {getattr(self, name)} is not 0 or more")
+        self.at_least(1, "token_budget", "pack_max_len", "grad_accum", "keep")
+        self.at_least(0, "epochs", "step_size", "max_steps", "warmup_steps", "eval_every")
+        self.at_least(0, "save_every", "stop_after", "weight_decay", "clip", "lora_rank")
+        self.at_least(0, "lora_alpha")
         # The optimizer computes in 32 bits; a rate like 1e38 would overflow there.
         if not 0 < self.lr <= 1e30:
-            raise ConfigError(f"--lr {self.lr} is not a number above 0 and up to 1e30")
+            raise ConfigError(f"--lr must be above 0 and at most 1e30, got {self.lr}")
         if not 0 <= self.eval_fraction < 1:
-            raise ConfigError(f"--eval-fraction {self.eval_fraction} is not from 0 to below 1")
+            raise ConfigError(
+                f"--eval-fraction must be from 0 to below 1, got {self.eval_fraction}"
+            )
         if self.eval_fraction and (self.eval_data or self.batchplan):
             raise ConfigError(
-                "--eval-fraction takes its samples from the data that a plan covers; "
+                "--eval-fraction holds out samples of the data that a plan covers; "
                 "give either it, or --eval-data and --batchplan"
             )
         if self.pack and self.layout not in ("auto", "packed"):
             raise ConfigError(f"--pack contradicts --layout {self.layout}; give one of them")
         if self.batchplan:
             defaults = {field.name: field.default for field in fields(self)}
-            given = [name for name in _PLANNED if getattr(self, name) != defaults[name]]
-            if given:
+            self.refuse_planned(n for n in _PLANNED if getattr(self, n) != defaults[n])
+
+    @classmethod
+    def refuse_planned(cls, given: Iterable[str]) -> None:
+        """Refuse settings beside a plan that are part of the plan."""
+        for name in given:
+            if name in _PLANNED:
                 raise ConfigError(
-                    f"{flag(given[0])} is part of the plan that --batchplan names; "
+                    f"{cls.flag(name)} is part of the plan that --batchplan names; "
                     f"build the plan with it, or leave one of them out"
                 )
 
-    def named(self) -> "SftConfig":
-        """Itself, if it says what to train and on what."""
-        for name in ("model", "data"):
-            if not getattr(self, name):
-                raise ConfigError(f"no --{name}; name one, or go on with a run by --resume RUN")
-        return self
-
     @property
     def chosen_layout(self) -> Literal["bucketed", "sorted", "packed"]:
+        """The layout that --layout, --pack and --bucket-edges come to."""
         if self.layout != "auto":
             return self.layout
         if self.pack:
             return "packed"
         return "bucketed" if self.bucket_edges else "sorted"
-
-    def to_toml(self) -> str:
-        """The settings as `config.toml`."""
-        return to_toml(self)
-
-    @classmethod
-    def load(cls, path: Path) -> "SftConfig":
-        """Read a `config.toml`."""
-        return from_toml(cls, path)

@@ -3,9 +3,9 @@
     rows -> tokens -> plan -> steps of microbatches -> loss -> step -> run directory
 
 The loss of a step is the sum over all tokens that carry loss, over all its microbatches on
-all ranks, divided by their number. So neither the shape of the batches, nor accumulation, nor
-the number of ranks changes the gradient. Dropout is seeded by the step, so a resumed run
-repeats what an uninterrupted one does.
+all ranks, divided by their number. So neither the shape of the batches, nor gradient
+accumulation, nor the number of ranks changes the gradient. Dropout is seeded by the step, so a
+resumed run repeats what an uninterrupted one does.
 """
 
 import inspect
@@ -27,26 +27,25 @@ from numpy.typing import NDArray
 from batchwright import rng
 from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
 from batchwright.batching.collate import CollatedBatch
+from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need
-from batchwright.events import EventLog
-from batchwright.files import atomic_folder, write_atomic
+from batchwright.files import atomic_folder
 from batchwright.models.transformers import context_length, load_model, write_tokenizer
-from batchwright.train import checkpoint as checkpoints
 from batchwright.train import ranks
 from batchwright.train.attention import choose_backend, packed_inputs, use_backend
+from batchwright.train.run import Run
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.isolation import refuse_leaks
 from batchwright.train.sft.prepare import Prepared, open_prepared, prepare
-from batchwright.train.stamp import write_stamp
-from batchwright.train.stopping import interrupts
+from batchwright.train.sft.state import load_state, training_state
 from batchwright.world import World
 
 __all__ = ["SftResult", "Tracker", "learning_rate", "microbatch_loss", "train_sft"]
 
 
 class Tracker(Protocol):
-    """Where numbers go beside the run log."""
+    """An experiment tracker: it receives the metrics of the run log as well."""
 
     def start(self, config: Mapping[str, Any]) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
@@ -72,7 +71,7 @@ class SftResult:
 
     @property
     def ullage(self) -> float | None:
-        """The part of the capacity that held no sample: 1 - useful / capacity."""
+        """The share of the capacity that held no sample: 1 - useful / capacity."""
         return 1 - self.useful_tokens / self.padded_tokens if self.padded_tokens else None
 
 
@@ -84,17 +83,18 @@ def train_sft(
     progress: Callable[[int, int, float], None] | None = None,
     preparing: Callable[[int, int], None] | None = None,
 ) -> SftResult:
-    """Train, or go on with the run in `config.run_dir`.
+    """Train, or resume the run in `config.run_dir`.
 
-    Ctrl-C once ends the step and saves; a second one stops at once. `progress` is told steps
-    done, steps in all and the loss.
+    Ctrl-C once ends the step and saves; a second one stops at once. `progress` is called with
+    steps done, steps in all and the loss.
     """
-    config = config.named()
     world = World.detect()
+    main = world.rank == 0
+    run = Run(config, resume=resume, writes=main)
+    trackers = trackers if main else ()
     device = ranks.device_of(config.device, world)
     backend = choose_backend(config.attention, device)
-    with ranks.joined(world, device), ExitStack() as open_things:
-        main = world.rank == 0
+    with run, ranks.joined(world, device), ExitStack() as open_things:
         model, tokenizer, _ = load_model(config.model, device=device, dtype=torch.float32)
         if config.tokenizer is not None:
             from batchwright.data.tokenizers import load_tokenizer
@@ -102,7 +102,6 @@ def train_sft(
             tokenizer = load_tokenizer(config.tokenizer)
         _check_vocabulary(model, tokenizer.vocab_size)
         if main and not resume:
-            _is_new(config)
             prepare(config, tokenizer, world.size, preparing)
         ranks.wait(world)
 
@@ -126,53 +125,35 @@ def train_sft(
         bare = model
         model = ranks.spread(model, world, device, fsdp=config.fsdp)
         optimizer = _optimizer(model, config)
-        if main and not resume:
-            # Last of all: what was refused up to here can be started anew in the same place.
-            write_stamp(config.run_dir, seed=config.seed, world=world)
-            write_atomic(config.run_dir / "config.toml", config.to_toml().encode())
 
         at = CheckpointPosition(plan=plan.whole_fingerprint)
-        # A run that was killed before its first checkpoint begins again, and comes to the same.
-        found = checkpoints.latest(config.run_dir / "checkpoints") if resume else None
-        if found:
-            if found.position.plan != plan.whole_fingerprint:
-                raise Mismatch(
-                    f"the checkpoint belongs to plan {found.position.plan[:16]}, the run has "
-                    f"{plan.whole_fingerprint[:16]}; restore the plan of the run"
-                )
-            checkpoints.load_into(found, bare, optimizer)
-            at = found.position
+        if found := run.latest():
+            _same_plan(found, plan)
+            at = load_state(found, bare, optimizer)
         epochs = config.epochs or plan.num_epochs
         total = at.global_step + _steps_left(plan, at, epochs)
         total = min(total, config.max_steps) if config.max_steps else total
-
-        log = EventLog(config.run_dir / "events.jsonl") if main else None
-        if log:
-            open_things.callback(log.close)
-            log.write(
-                "resume" if resume else "start",
-                step=at.global_step,
-                steps=total,
-                plan=plan.whole_fingerprint,
-                world=world.size,
-                device=str(device),
-                attention=attention,
-                skipped_rows=train.skipped,
-                passed_over=list(found.passed_over) if found else [],
-            )
-        for tracker in trackers if main else ():
+        run.start(
+            step=at.global_step,
+            steps=total,
+            plan=plan.whole_fingerprint,
+            world=world.size,
+            device=str(device),
+            attention=attention,
+            skipped_rows=train.skipped,
+        )
+        for tracker in trackers:
             tracker.start({k: str(v) for k, v in vars(config).items()})
             open_things.callback(tracker.finish)
 
-        step = began_at = at.global_step
+        step = begun_at = at.global_step
         first_loss = loss = None
         useful = padded = 0
         waited = 0.0
         began = time.perf_counter()
 
-        def save(position: CheckpointPosition) -> None:
-            folder = config.run_dir / "checkpoints"
-            checkpoints.save(folder, bare, optimizer, position, keep=config.keep, write=main)
+        def save() -> None:
+            run.save(step, training_state(bare, optimizer, at), keep=config.keep)
 
         def evaluate() -> float | None:
             if held_out is None:
@@ -180,14 +161,19 @@ def train_sft(
             model.eval()
             value = _evaluate(model, held_out, world, device, keeps, dtype)
             model.train()
-            if log:
-                log.write("eval", step=step, loss=value)
-            for tracker in trackers if main else ():
+            run.event("eval", step=step, loss=value)
+            for tracker in trackers:
                 tracker.log(step, {"eval/loss": value})
             return value
 
+        def refused(why: str, ready: Sequence[CollatedBatch], sentence: str) -> BadLoss:
+            """Save the state of the last good step, and say which samples follow it."""
+            save()
+            run.event("stop", step=step, why=why, samples=_names(ready))
+            return BadLoss(f"step {step + 1}: {sentence}")
+
         model.train()
-        interrupted = open_things.enter_context(interrupts())
+        stop = open_things.enter_context(run.stopping())
         steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=epochs - at.epoch)
         for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
             if step == total:
@@ -199,13 +185,11 @@ def train_sft(
             count = sum(batch.num_loss_tokens for batch in ready)
             (counted,) = ranks.summed([float(count)], world, device)
             if not counted:
-                save(at)
-                if log:
-                    log.write("stop", step=step, why="no loss tokens", samples=_names(ready))
-                raise BadLoss(
-                    f"step {step + 1}: none of its tokens carries loss, samples "
-                    f"{_names(ready)}; the state before it is saved, check the loss masks of "
-                    f"these rows"
+                raise refused(
+                    "no loss tokens",
+                    ready,
+                    f"none of its tokens carries loss, samples {_names(ready)}; the state before "
+                    f"it is saved, check the loss masks of these rows",
                 )
             _set_rate(optimizer, learning_rate(config, step, total))
             _seed(config.seed, step, world.rank)
@@ -221,19 +205,18 @@ def train_sft(
                 float(loss_sum),
                 float(sum(b.token_count for b in ready if b.weight)),
                 float(sum(b.batch_size * b.max_len for b in ready)),
-                float(interrupted()),
+                # Ctrl-C may have reached one rank and not yet another; all stop together.
+                float(stop(step + 1 - begun_at)),
             ]
-            summed, tokens, capacity, pressed = ranks.summed(totals, world, device)
+            summed, tokens, capacity, stops = ranks.summed(totals, world, device)
             loss = summed / counted
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                # The weights are still those of the last good step: worth keeping.
-                save(at)
-                if log:
-                    log.write("stop", step=step, why="loss is not finite", samples=_names(ready))
-                raise BadLoss(
-                    f"step {step + 1}: the loss is {loss} and the gradient norm {norm} on samples "
-                    f"{_names(ready)}; the state before it is saved, start anew with a lower --lr "
-                    f"or without these samples"
+                raise refused(
+                    "loss is not finite",
+                    ready,
+                    f"the loss is {loss} and the gradient norm {norm} on samples {_names(ready)}; "
+                    f"the state before it is saved, start a new run with a lower --lr or without "
+                    f"these samples",
                 )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -255,25 +238,23 @@ def train_sft(
                 "tokens_per_s": tokens / seconds,
                 "data_wait_s": wait,
             }
-            if log:
-                log.write("step", step=step, epoch=planned.epoch, first=planned.first, **metrics)
-            for tracker in trackers if main else ():
+            run.event("step", step=step, epoch=planned.epoch, first=planned.first, **metrics)
+            for tracker in trackers:
                 tracker.log(step, {f"train/{name}": float(v) for name, v in metrics.items()})
             if progress and main:
                 progress(step, total, loss)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
-            enough = config.stop_after and step - began_at >= config.stop_after
-            stopping = bool(pressed or enough) and step < total
+            stopping = bool(stops) and step < total
             if stopping or (config.save_every and step % config.save_every == 0):
-                save(at)
+                save()
             if stopping:
                 break
 
         finished = step >= total
         eval_loss = evaluate() if finished else None
         if finished:
-            save(at)
+            save()
             _export(bare, config, main)
         result = SftResult(
             run_dir=config.run_dir,
@@ -288,9 +269,8 @@ def train_sft(
             data_wait_s=waited,
             backend=attention,
         )
-        if log:
-            why = "done" if finished else "stopped"
-            log.write("stop", step=step, why=why, loss=loss, ullage=result.ullage)
+        why = "done" if finished else "stopped"
+        run.event("stop", step=step, why=why, loss=loss, ullage=result.ullage)
         return result
 
 
@@ -302,10 +282,10 @@ def microbatch_loss(
 ) -> torch.Tensor:
     """The sum of the loss over the tokens of `batch` that carry it.
 
-    Packed samples go through the model end to end in one row, kept apart by the backend that
-    `use_backend` gave it. Padded rows need no mask: padding stands behind its sample, where
-    causal attention never looks. Logits are made only where some label asks for them (`keeps`),
-    which is most of the memory.
+    Packed samples go through the model end to end in one row, isolated by the backend that
+    `use_backend` set. Padded rows need no mask: padding follows its sample, where causal
+    attention never looks. With `keeps`, logits are computed only where a label needs them, which
+    saves most of the memory.
     """
     ids, labels = _tensor(batch.input_ids, device), _tensor(batch.labels, device)
     inputs: dict[str, Any] = {"use_cache": False}
@@ -330,7 +310,7 @@ def microbatch_loss(
 
 
 def learning_rate(config: SftConfig, step: int, total: int) -> float:
-    """The rate of step `step` (from 0) of `total`.
+    """The learning rate of step `step` (from 0) of `total`.
 
     >>> config = SftConfig(model="tiny", data="x", lr=1.0, warmup_steps=2, schedule="linear")
     >>> [round(learning_rate(config, step, 6), 2) for step in range(6)]
@@ -351,7 +331,7 @@ def _batches(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
 def _ahead(
     steps: Iterator[Step], make: Callable[[Step], list[CollatedBatch]]
 ) -> Iterator[tuple[Step, "Future[list[CollatedBatch]]"]]:
-    """Steps with their batches, the next one being made while this one trains."""
+    """Steps with their batches; the next one is collated while this one trains."""
     with ThreadPoolExecutor(1) as worker:
         waiting: deque[tuple[Step, Future[list[CollatedBatch]]]] = deque()
         for step in steps:
@@ -373,7 +353,7 @@ def _evaluate(
     ready = data.plan
     if world.size <= ready.num_microbatches():
         ready = ready.shard(world.rank, world.size)
-    # Fewer microbatches than ranks: every rank takes them all, and the mean is the same.
+    # With fewer microbatches than ranks, every rank takes them all, and the mean is the same.
     loss = count = 0.0
     with torch.no_grad():
         for step in ready.iter_steps(epochs=1):
@@ -383,20 +363,21 @@ def _evaluate(
                 count += batch.num_loss_tokens
     loss, count = ranks.summed([loss, count], world, device)
     if not count:
-        raise BadLoss("no token of the evaluation data carries loss; check its loss masks")
+        raise BadLoss("no token of the held-out data carries loss; check its loss masks")
     return loss / count
 
 
-def _is_new(config: SftConfig) -> None:
-    if (config.run_dir / "config.toml").exists():
-        raise ConfigError(
-            f"{config.run_dir} holds a run already; go on with --resume {config.run_dir} "
-            f"or give another --run-dir"
+def _same_plan(found: Checkpoint, plan: BatchPlan) -> None:
+    trained_on = found.state["position"]["plan"]
+    if trained_on != plan.whole_fingerprint:
+        raise Mismatch(
+            f"the checkpoint belongs to plan {trained_on[:16]}, the run has "
+            f"{plan.whole_fingerprint[:16]}; restore the plan of the run"
         )
 
 
 def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
-    """Steps from a position on; with another number of ranks, a step may take more or fewer."""
+    """Steps left from a position; on another number of ranks, a step may have more or fewer."""
     if at.epoch >= epochs:
         return 0
     this = -(-(plan.num_microbatches(at.epoch) - at.microbatch_idx) // plan.step_microbatches)
@@ -406,7 +387,7 @@ def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
 def _opened(run: Path) -> Prepared:
     train = open_prepared(run)
     if train is None:
-        raise MissingFile(f"{run} has no plan; start the run anew in another --run-dir")
+        raise MissingFile(f"{run} has no plan; start a new run in another --run-dir")
     return train
 
 
@@ -466,8 +447,8 @@ def _seed(seed: int, step: int, rank: int) -> None:
 
 def _dtype(config: SftConfig, device: torch.device) -> torch.dtype:
     if config.dtype == "auto":
-        made_for = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if made_for else torch.float32
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
     return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
@@ -491,7 +472,7 @@ def _names(batches: Sequence[CollatedBatch]) -> str:
 
 
 def _export(model: Any, config: SftConfig, main: bool) -> None:
-    """The trained model as transformers saves it, for everything that reads such folders."""
+    """Write the trained model as transformers saves it."""
     # All ranks: sharded weights are gathered, tied ones once.
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     gathered: dict[int | str, torch.Tensor] = {}
@@ -499,7 +480,7 @@ def _export(model: Any, config: SftConfig, main: bool) -> None:
     for name, value in model.state_dict().items():
         same = parameters.get(name, name)
         if same not in gathered:
-            gathered[same] = checkpoints.whole(value)
+            gathered[same] = ranks.gathered(value)
         weights[name] = gathered[same]
     if not main:
         return

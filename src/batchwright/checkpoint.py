@@ -1,0 +1,162 @@
+"""Checkpoints: any nested state as safetensors and JSON, checksummed, whole or not there."""
+
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from batchwright.errors import BadFile, BatchwrightError, ConfigError
+from batchwright.sealed import SealedFolder
+
+__all__ = [
+    "Checkpoint",
+    "State",
+    "latest",
+    "load_checkpoint",
+    "read_arrays",
+    "save_checkpoint",
+    "write_arrays",
+]
+
+CHECKPOINT = SealedFolder("batchwright.checkpoint", 2, "checkpoint", "resume from an older one")
+ARRAYS = "arrays.safetensors"
+
+State = Mapping[str, Any]
+"""Nested mappings with text keys; leaves are arrays, tensors on any device, or JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was found whole."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, each with its reason."""
+
+
+def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> Path:
+    """Write `step_<n>` into `folder`, then remove older ones until `keep` are left.
+
+    A tuple comes back as a list and a tensor as an array; everything else comes back as it was.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    plain = _plain(state, [], arrays)
+    path = folder / f"step_{step:08d}"
+    with CHECKPOINT.replacing(path) as temporary:
+        write_arrays(temporary / ARRAYS, arrays)
+        CHECKPOINT.write(temporary, {"step": step, "state": plain}, [ARRAYS])
+    # A newer one is damaged, or the run would have resumed from it: it does not count.
+    for old in [found for found in _found(folder) if found.name < path.name][keep - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, every byte of it checked."""
+    fields = CHECKPOINT.read(path)
+    CHECKPOINT.check_files(path, fields)
+    state: dict[str, Any] = fields["state"]
+    for name, array in read_arrays(path / ARRAYS, CHECKPOINT).items():
+        *parents, last = name.split("/")
+        place = state
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = array
+    return Checkpoint(path, int(fields["step"]), state)
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint; None if there is none, `BadFile` if all are damaged."""
+    passed_over: list[str] = []
+    for path in _found(folder):
+        try:
+            found = load_checkpoint(path)
+        except (BatchwrightError, KeyError, OSError) as error:
+            passed_over.append(f"{path.name}: {error}")
+            continue
+        return Checkpoint(path, found.step, found.state, tuple(passed_over))
+    if passed_over:
+        raise BadFile(f"no checkpoint in {folder} is whole; the newest: {passed_over[0]}")
+    return None
+
+
+def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write a safetensors file; what the disk refuses is an `OSError`, as for any other file."""
+    try:
+        save_file(dict(arrays), path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+
+
+def read_arrays(path: Path, kind: SealedFolder) -> dict[str, NDArray[Any]]:
+    """Read a safetensors file, or raise that the folder it is in, of that `kind`, is damaged."""
+    try:
+        arrays: dict[str, NDArray[Any]] = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise kind.damaged(path.parent, f"{path.name} cannot be read: {error}") from None
+    return arrays
+
+
+def _plain(value: Any, names: list[str], arrays: dict[str, NDArray[Any]]) -> Any:
+    """The JSON part of a state; its arrays are put into `arrays` by their path in it."""
+    if isinstance(value, Mapping):
+        plain: dict[str, Any] = {}
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"{'/'.join(names)} has the key {name!r}; keys must be text")
+            path = [*names, name]
+            array = _array(inner, path)
+            if array is None:
+                plain[name] = _plain(inner, path, arrays)
+            else:
+                arrays["/".join(path)] = array
+        return plain
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        inside: dict[str, NDArray[Any]] = {}
+        items = [_plain(item, names, inside) for item in value]
+        if not inside:
+            return items
+    raise ConfigError(
+        f"{'/'.join(names)} is a {type(value).__name__}; a checkpoint holds numbers, text, None, "
+        f"lists of them, and mappings of those and of arrays"
+    )
+
+
+def _array(value: Any, names: list[str]) -> NDArray[Any] | None:
+    """An array or tensor as a contiguous array of numbers, None for anything else."""
+    # There is no tensor where torch was not imported, and no need to do it here.
+    torch = sys.modules.get("torch")
+    path = "/".join(names)
+    if torch is not None and isinstance(value, torch.Tensor):
+        try:
+            value = value.detach().cpu().numpy()
+        except TypeError as error:
+            raise ConfigError(f"{path} cannot be saved in a checkpoint: {error}") from None
+    if not isinstance(value, np.ndarray):
+        return None
+    if value.dtype.kind not in "biuf":
+        raise ConfigError(f"{path} is an array of {value.dtype}; a checkpoint holds numbers")
+    if any("/" in name for name in names):
+        raise ConfigError(f"{path} has a / in one of its names; arrays are saved by their path")
+    # np.ascontiguousarray would give an array without axes one.
+    return value if value.flags.c_contiguous else np.array(value, order="C")
+
+
+def _found(folder: Path) -> list[Path]:
+    """Checkpoint folders, the newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.glob("step_*") if p.is_dir()), reverse=True)

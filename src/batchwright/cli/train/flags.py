@@ -1,0 +1,47 @@
+"""From the flags that were typed to the settings of a run, in the same way for all trainers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Parameter
+
+from batchwright.train.run import RunConfig, changes
+
+__all__ = ["Given", "Resume", "ending", "settings"]
+
+Config = TypeVar("Config", bound=RunConfig)
+
+Resume = Annotated[
+    Path | None,
+    Parameter(help="Resume the run in this folder, with its own settings."),
+]
+
+
+class Given:
+    """Put before a config among the bases of a class, it holds only the flags that were typed.
+
+    cyclopts makes flags of the config's fields, and calls the class with those that were given.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+def settings(config: type[Config], given: Given, resume: Path | None) -> Config:
+    """The settings of a new run, or those of the run to resume with what may change and was given.
+
+    A flag is given if it was typed, whatever its value.
+    """
+    if resume is None:
+        return config(**vars(given)).named()
+    saved = config.of_run(resume)
+    changed: Config = replace(saved, **changes(saved, vars(given)))  # type: ignore[type-var]
+    return changed.named()
+
+
+def ending(finished: bool, done: str, trainer: str, run: Path) -> str:
+    """The last line of a trainer's report: what is done, or how to resume what is not."""
+    if finished:
+        return done
+    return f"stopped and saved; resume with: batchwright train {trainer} --resume {run}"
