@@ -1,19 +1,83 @@
-"""One decorator for every numba kernel."""
+"""One decorator for every numba kernel, and when a kernel is worth loading numba for."""
 
-from collections.abc import Callable
-from typing import TypeVar, cast
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
 
-import numba
-
-__all__ = ["kernel"]
+__all__ = ["interpreted", "kernel", "quicker_without_numba"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
+_PATIENCE_US = 250_000
+"""What a process may spend without numba; to import it takes about 400,000 microseconds."""
+
+_spent_us = 0
+_interpreting = ContextVar("interpreting", default=False)
+
 
 def kernel(function: F) -> F:
-    """Compile `function` on first call and keep the machine code on disk for the next process.
+    """Compile `function` on its first call and cache the machine code for the next process.
 
-    Single-threaded: on shared machines numba's parallel loops were far slower than one thread.
-    The plain function stays reachable as `.py_func`.
+    Numba itself is imported by that call. Single-threaded: on shared machines numba's parallel
+    loops were far slower than one thread. The plain function stays reachable as `.py_func`.
     """
-    return cast(F, numba.njit(cache=True, boundscheck=False, nogil=True)(function))
+    return cast(F, _Kernel(function))
+
+
+def quicker_without_numba(microseconds: float) -> bool:
+    """Whether to do something that takes plain numpy this long without loading numba for it.
+
+    Never once numba is loaded, nor once a process has done many small things: then it pays.
+    """
+    global _spent_us
+    if "numba" in sys.modules or _spent_us + microseconds > _PATIENCE_US:
+        return False
+    _spent_us += int(microseconds)
+    return True
+
+
+@contextlib.contextmanager
+def interpreted(on: bool = True) -> Iterator[None]:
+    """Inside, kernels run as the plain Python they are written in, if `on`."""
+    import numpy as np
+
+    token = _interpreting.set(on or _interpreting.get())
+    try:
+        # Kernels compute hashes in 64 bits that wrap around.
+        with np.errstate(over="ignore"):
+            yield
+    finally:
+        _interpreting.reset(token)
+
+
+class _Kernel:
+    """A function that is compiled when it is called, or when another kernel calls it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.py_func = function
+
+    @functools.cached_property
+    def dispatcher(self) -> Callable[..., Any]:
+        import numba
+
+        options = {"boundscheck": False, "nogil": True}
+        try:
+            compiled = numba.njit(cache=True, **options)(self.py_func)
+        except RuntimeError:
+            # No folder takes the machine code, neither the package's nor the user's.
+            compiled = numba.njit(**options)(self.py_func)
+        return cast(Callable[..., Any], compiled)
+
+    @property
+    def _numba_type_(self) -> Any:
+        # How numba asks a global of a kernel what it is: a kernel calls the compiled one.
+        return self.dispatcher._numba_type_  # type: ignore[attr-defined]
+
+    def __call__(self, *args: Any) -> Any:
+        if _interpreting.get():
+            return self.py_func(*args)
+        return self.dispatcher(*args)

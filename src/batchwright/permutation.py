@@ -8,9 +8,9 @@ to walk twice. Both are functions of (n, key) alone and are held still by golden
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.jit import kernel
+from batchwright.jit import interpreted, kernel
 
-__all__ = ["below", "mix", "permutation", "permute", "unpermute"]
+__all__ = ["below", "mix", "permutation", "permute", "permute_many", "unpermute"]
 
 SMALL = 64
 """Up to here an index costs a whole shuffle; beyond, a Feistel network is uniform enough."""
@@ -48,7 +48,13 @@ def _shuffled(n: int, key: np.uint64) -> NDArray[np.int64]:
 
 @kernel
 def _sides(n: int) -> tuple[int, int]:
-    a = np.int64(np.ceil(np.sqrt(np.float64(n))))
+    """The smallest a with a * a >= n, and b with a * b >= n."""
+    a = np.int64(np.sqrt(np.float64(n)))
+    # The root is only a guess: whole numbers decide, so no processor can differ.
+    while a * a < n:
+        a += 1
+    while (a - 1) * (a - 1) >= n:
+        a -= 1
     return a, (n + a - 1) // a
 
 
@@ -121,3 +127,45 @@ def permutation(n: int, key: np.uint64) -> NDArray[np.int64]:
     for index in range(n):
         out[index] = permute(index, n, key)
     return out
+
+
+def permute_many(
+    index: NDArray[np.int64], n: NDArray[np.int64], keys: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """`permute` of many indices, each in an order of its own, by numpy alone.
+
+    >>> n, keys = np.array([5, 100]), np.array([7, 8], np.uint64)
+    >>> permute_many(np.array([3, 42]), n, keys).tolist()
+    [1, 55]
+    """
+    out = np.empty(len(index), np.int64)
+    with interpreted():
+        few = np.flatnonzero(n <= SMALL)
+        orders = np.stack((n[few].astype(np.uint64), keys[few]))
+        (sizes, own), which = np.unique(orders, axis=1, return_inverse=True)
+        out[few] = _shuffled_many(sizes.astype(np.int64), own)[which, index[few]]
+        walking = np.flatnonzero(n > SMALL)
+        roots, which = np.unique(n[walking], return_inverse=True)
+        sides = np.array([_sides(int(root)) for root in roots]).reshape(-1, 2)[which]
+        at = index[walking]
+        while walking.size:
+            (a, b), key = sides.T, keys[walking]
+            left, right = np.divmod(at, b)
+            for number in range(0, ROUNDS, 2):
+                left = (left + _round(key, number, right, a)) % a
+                right = (right + _round(key, number + 1, left, b)) % b
+            at = left * b + right
+            out[walking] = at
+            outside = at >= n[walking]
+            walking, sides, at = walking[outside], sides[outside], at[outside]
+    return out
+
+
+def _shuffled_many(n: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The shuffled orders of several small n, a row each."""
+    orders = np.tile(np.arange(SMALL), (len(n), 1))
+    for last in range(int(n.max(initial=1)) - 1, 0, -1):
+        rows = np.flatnonzero(n > last)
+        other = below(keys[rows], last, last + 1)
+        orders[rows, last], orders[rows, other] = orders[rows, other], orders[rows, last]
+    return orders

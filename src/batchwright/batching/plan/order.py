@@ -17,11 +17,15 @@ from batchwright import rng
 from batchwright.batching.config import BatchingConfig, PadPolicy
 from batchwright.batching.plan import order_kernels as kernels
 from batchwright.errors import UnknownSample
+from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import permute, unpermute
 
 __all__ = ["Arrays", "MaterialisedOrder", "Order", "Place", "Rows", "VirtualOrder", "order_of"]
 
 Arrays = dict[str, NDArray[np.generic]]
+
+_DRAW_US = 80.0
+"""Microseconds to find one sample of a batch by kernels that are interpreted."""
 
 
 class Rows(NamedTuple):
@@ -149,6 +153,12 @@ class VirtualOrder:
         return len(self.batch_start)
 
     def rows(self, epoch: int, index: int) -> Rows:
+        if self._quicker_without_numba(batches=1):
+            with interpreted():
+                return self._rows(epoch, index)
+        return self._rows(epoch, index)
+
+    def _rows(self, epoch: int, index: int) -> Rows:
         key = self._key("class", epoch)
         if self.config.layout == "packed":
             first = index * self.rows_per_batch
@@ -191,22 +201,29 @@ class VirtualOrder:
         self, epoch: int, first: int, stop: int, linear: int, quadratic: int
     ) -> NDArray[np.int64]:
         if self.config.layout == "packed":
-            return kernels.pack_costs(
-                first,
-                stop,
-                self.rows_per_batch,
-                self._pack_width,
-                self._key("bins", epoch),
-                self.class_offsets,
-                self.distinct,
-                self.bin_starts,
-                self.entry_offsets,
-                self.entry_position,
-                self.entry_count,
-                linear,
-                quadratic,
-            )
-        return kernels.range_costs(
+            if not quadratic:
+                left = self.bin_starts[-1] - np.arange(first, stop) * self.rows_per_batch
+                return linear * self._pack_width * np.minimum(left, self.rows_per_batch)
+            with interpreted(self._quicker_without_numba(stop - first)):
+                return kernels.pack_costs(
+                    first,
+                    stop,
+                    self.rows_per_batch,
+                    self._pack_width,
+                    self._key("bins", epoch),
+                    self.class_offsets,
+                    self.distinct,
+                    self.bin_starts,
+                    self.entry_offsets,
+                    self.entry_position,
+                    self.entry_count,
+                    linear,
+                    quadratic,
+                )
+        # Numpy is a hundred times quicker at this than the kernel interpreted.
+        by_numpy = self._quicker_without_numba((stop - first) / 100)
+        costs = kernels.range_costs_by_numpy if by_numpy else kernels.range_costs
+        return costs(
             first,
             stop,
             self.config.interleave_buckets,
@@ -230,8 +247,14 @@ class VirtualOrder:
         return int(self.distinct.astype(np.int64) @ np.diff(self.distinct_offsets))
 
     def places(self, epoch: int, item: int) -> list[Place]:
+        origins = np.flatnonzero(self.items == item)
+        entries = len(self.entry_position)
+        with interpreted(quicker_without_numba(len(origins) * (200 + 2 * entries))):
+            return self._places(epoch, origins)
+
+    def _places(self, epoch: int, origins: NDArray[np.int64]) -> list[Place]:
         found = []
-        for origin in np.flatnonzero(self.items == item):
+        for origin in origins:
             position = kernels.unsettle(int(origin), self.class_offsets, self._key("class", epoch))
             start = int(self.starts[origin]) if self.starts.size else 0
             length_class = np.searchsorted(self.distinct_offsets, origin, "right") - 1
@@ -266,6 +289,9 @@ class VirtualOrder:
         if not self.config.interleave_buckets:
             return count - 1 - batch
         return unpermute(batch, count, self._key("batches", epoch))
+
+    def _quicker_without_numba(self, batches: float) -> bool:
+        return quicker_without_numba(_DRAW_US * batches * len(self.items) / self.size(0))
 
     def _key(self, purpose: str, epoch: int) -> np.uint64:
         return _epoch_key(self.config.seed, purpose, epoch)

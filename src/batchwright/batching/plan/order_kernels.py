@@ -8,8 +8,8 @@ batch is found by following its own positions and nothing else.
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.jit import kernel
-from batchwright.permutation import mix, permute, unpermute
+from batchwright.jit import interpreted, kernel
+from batchwright.permutation import mix, permute, permute_many, unpermute
 
 __all__ = [
     "cut_by_budget",
@@ -18,6 +18,7 @@ __all__ = [
     "find_bin",
     "pack_costs",
     "range_costs",
+    "range_costs_by_numpy",
     "settle",
     "unsettle",
 ]
@@ -209,6 +210,45 @@ def range_costs(
             width = np.int64((longest + align - 1) // align * align)
         out[index - first] = batch_size[batch] * (linear * width + quadratic * width * width)
     return out
+
+
+def range_costs_by_numpy(
+    first: int,
+    stop: int,
+    shuffle: bool,
+    batches_key: np.uint64,
+    key: np.uint64,
+    batch_start: Longs,
+    batch_size: Ints,
+    class_offsets: Longs,
+    class_width: Ints,
+    align: int,
+    distinct: Ints,
+    distinct_offsets: Longs,
+    linear: int,
+    quadratic: int,
+) -> Longs:
+    """`range_costs` for as long as numba is not worth loading."""
+    batch, count = np.arange(first, stop), np.full(stop - first, batch_start.size)
+    if shuffle:
+        batch = permute_many(batch, count, np.full(stop - first, batches_key))
+    else:
+        batch = count - 1 - batch
+    start, size = batch_start[batch], batch_size[batch].astype(np.int64)
+    width = class_width[np.searchsorted(class_offsets, start, side="right") - 1].astype(np.int64)
+    unknown = np.flatnonzero(width == 0)
+    if unknown.size:
+        ends = np.cumsum(size[unknown])
+        begins = ends - size[unknown]
+        position = np.repeat(start[unknown] - begins, size[unknown]) + np.arange(ends[-1])
+        which = np.searchsorted(class_offsets, position, side="right") - 1
+        low, high = class_offsets[which], class_offsets[which + 1]
+        with interpreted():
+            keys = mix(key, which.astype(np.uint64))
+        origin = low + permute_many(position - low, high - low, keys)
+        length = distinct[np.searchsorted(distinct_offsets, origin, side="right") - 1]
+        width[unknown] = -(-np.maximum.reduceat(length, begins) // align) * align
+    return size * (linear * width + quadratic * width * width)
 
 
 @kernel

@@ -1,0 +1,128 @@
+"""Processor time of the installed command: help of every group, and commands that only read.
+
+Each line is a process of its own, run several times after one run that is not counted (it fills
+the page cache and the cache of compiled code). User and system time of the process and its
+children are added; the least of all runs counts, because on a shared machine noise only adds.
+The commands read what the shipped rows give (413 samples, by `batchwright demo`'s commands), and
+plans of 50,000 samples.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from batchwright.calls.cache.store import Cache
+from batchwright.data.lengths import LengthCache
+from batchwright.rng import stream
+from common import Report, arguments
+
+COMMAND = Path(sys.executable).parent / "batchwright"
+HELP_S, READ_S = 0.3, 0.6
+LARGE = 50_000
+
+HELPS = (
+    *("", "data", "data lengths", "data batchplan", "data batching", "data batch", "data kg"),
+    *("calls", "calls run", "calls cache", "reward", "models", "pack"),
+    *("train", "train sft", "train kge", "train prover", "train query-mutator", "evaluate"),
+)
+SETUP = (
+    "data lengths build -d rows.jsonl -t bytes -o small.jsonl --quiet",
+    "data batchplan build -l {0}.jsonl -e 3 --overflow truncate -o {0}_bucketed",
+    "data batchplan build -l {0}.jsonl -e 3 --overflow truncate --layout sorted -o {0}_sorted",
+    "data batchplan build -l {0}.jsonl -e 3 --overflow truncate --layout packed -o {0}_packed",
+)
+READS = (
+    "data lengths stats -c {0}.jsonl",
+    "data batching histogram -c {0}.jsonl",
+    "data batching analyze -c {0}.jsonl",
+    "data batching suggest -c {0}.jsonl",
+    "data batchplan info -p {0}_bucketed",
+    "data batchplan info -p {0}_sorted",
+    "data batchplan info -p {0}_packed",
+    "data batchplan info -p {0}_packed -n 4 -r 0 -w 4",
+    "data batchplan draw -p {0}_packed",
+    "data batchplan explain {1} -p {0}_bucketed",
+    "data batchplan explain {1} -p {0}_packed",
+    "data batchplan verify -p {0}_bucketed -l {0}.jsonl",
+    "data batchplan verify -p {0}_packed -l {0}.jsonl",
+    "data batchplan diff {0}_bucketed {0}_packed",
+)
+OTHERS = (
+    "--version",
+    "data kg info family",
+    "data kg check family",
+    "calls cache stats calls.db",
+    "models list",
+    "reward explain 0 -i responses.jsonl -c rewards.toml",
+    "reward agree -s scores.jsonl",
+)
+
+
+def processor_s(line: str, folder: Path, runs: int) -> float:
+    """The least user and system seconds of one command over `runs` runs, after one to warm up."""
+    spent = []
+    for _ in range(runs + 1):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([COMMAND, *line.split()], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return min(spent[1:])
+
+
+def prepare(folder: Path, sizes: Sequence[str]) -> None:
+    """The files that the commands read."""
+    shipped = files("batchwright.shipped")
+    (folder / "rows.jsonl").write_bytes(shipped.joinpath("demo.jsonl").read_bytes())
+    (folder / "family").mkdir()
+    for name in ("train.txt", "valid.txt", "test.txt"):
+        (folder / "family" / name).write_bytes(shipped.joinpath("family", name).read_bytes())
+    lengths = np.clip(stream(42, "bench/startup").lognormal(5.5, 0.9, LARGE), 1, 2048).astype(int)
+    with LengthCache.create(folder / "large.jsonl", tokenizer_hash="none") as cache:
+        cache.extend([f"row-{number:06d}" for number in range(LARGE)], lengths.tolist())
+    for size in sizes:
+        for line in SETUP[0 if size == "small" else 1 :]:
+            words = line.format(size).split()
+            subprocess.run([COMMAND, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    rows = [{"id": str(i), "response": "4", "ground_truth": "4", "dataset": "d"} for i in range(9)]
+    (folder / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scores = [{"id": str(i), "score": i / 9, "label": i > 4} for i in range(9)]
+    (folder / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    (folder / "rewards.toml").write_text('[[part]]\nkind = "exact"\n')
+    Cache(folder / "calls.db").close()
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    report = Report("startup", args)
+    runs = 2 if args.quick else 7
+    sizes = ("small",) if args.quick else ("small", "large")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
+        folder = Path(name)
+        prepare(folder, sizes)
+        helps = [f"{words} --help".strip() for words in HELPS]
+        groups = [("help", helps, HELP_S)]
+        for size, sample in (("small", "demo-0007"), ("large", "row-000007")):
+            if size in sizes:
+                count = "413" if size == "small" else f"{LARGE:,}"
+                lines = [line.format(size, sample) for line in READS]
+                groups.append((f"reading {count} samples", lines, READ_S))
+        groups.append(("reading other files", list(OTHERS), READ_S))
+        for title, lines, goal in groups:
+            spent = {line: processor_s(line, folder, runs) for line in lines}
+            columns = ("batchwright ...", "processor s", "goal")
+            report.table(title, columns, [[line, s, goal] for line, s in spent.items()])
+            report.target(f"{title}: the slowest, processor s", max(spent.values()), most=goal)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
