@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from batchwright.calls.limit.auto import Limit
+from batchwright.calls.limit import Limit
 from batchwright.rng import stream
 
 __all__ = ["KINDS", "Kind", "Oracle", "Run", "World", "oracle_seconds", "run"]
@@ -77,9 +77,6 @@ class Oracle:
     @property
     def limit(self) -> int:
         return max(1, round(self.share * self.world.knee(self.done)))
-
-    def on_start(self, now: float, in_flight: int) -> None:
-        pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         self.done += 1
@@ -174,7 +171,6 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
         if waiting and in_flight + held < allowed and now >= limit.pause_until:
             call = waiting.popleft()
             in_flight += 1
-            limit.on_start(now, in_flight)
             if not server.admit(call, works[call], now):
                 heapq.heappush(refused, (now + 0.02 * world.latency_s, call))
             continue
