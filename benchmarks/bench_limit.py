@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from batchwright.calls.limit.auto import AutoLimit, Limit
+from batchwright.calls.limit import AutoLimit, Limit
 from common import Report, arguments
 from limit_peers import Aimd, Fixed, Gradient2, Inspect, Vegas
 from limit_world import KINDS, Run, World, oracle_seconds, run

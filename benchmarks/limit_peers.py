@@ -27,9 +27,6 @@ class Peer:
     def limit(self) -> int:
         return int(self.value)
 
-    def on_start(self, now: float, in_flight: int) -> None:
-        pass
-
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         pass
 

@@ -19,7 +19,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from batchwright.calls.limit.auto import Limit
+from batchwright.calls.limit import Limit
 from batchwright.calls.simulator.service import ServerKind
 from batchwright.rng import stream
 
@@ -76,9 +76,6 @@ class Oracle:
     @property
     def limit(self) -> int:
         return max(1, round(self.share * self.world.knee(self.done)))
-
-    def on_start(self, now: float, in_flight: int) -> None:
-        pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         self.done += 1
@@ -173,7 +170,6 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
         if waiting and in_flight + held < allowed and now >= limit.pause_until:
             call = waiting.popleft()
             in_flight += 1
-            limit.on_start(now, in_flight)
             if not server.admit(call, works[call], now):
                 heapq.heappush(refused, (now + 0.02 * world.latency_s, call))
             continue

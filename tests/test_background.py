@@ -5,14 +5,14 @@ import threading
 
 import pytest
 
-from batchwright.calls.engine.loop import aside
+from batchwright.calls.loop import in_thread
 
 
 def test_what_is_done_aside_comes_back_or_raises() -> None:
     async def both() -> int:
         with pytest.raises(ZeroDivisionError):
-            await aside(lambda: 1 // 0)
-        return await aside(lambda: 6 * 7)
+            await in_thread(lambda: 1 // 0)
+        return await in_thread(lambda: 6 * 7)
 
     assert asyncio.run(both()) == 42
 
@@ -35,7 +35,7 @@ def test_a_caller_may_leave_before_the_work_ends(
         return 1
 
     async def go() -> None:
-        task = asyncio.create_task(aside(work))
+        task = asyncio.create_task(in_thread(work))
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.calls import Done, Failed, Kind, Request, Usage, chat, complete, embed
-from batchwright.calls.cache.owners import is_dead, new_owner
+from batchwright.calls.cache.process_id import has_exited, new_owner
 from batchwright.calls.cache.sqlite import filesystem
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.wire.openai import decode
@@ -229,7 +229,7 @@ def test_a_cut_off_answer_is_kept_if_asked_and_never_given_to_who_did_not_ask(
         assert keeping.put_many([(request, cut)]) == 1
         assert keeping.get_many([request.key])[request.key].text == "ans"
         assert skipping.get_many([request.key]) == {}
-        assert skipping.lease(request.key, "me", 60)
+        assert skipping.lease_many([request.key], "me", 60)
         skipping.put_many([(request, answer(1))])
         assert keeping.get_many([request.key])[request.key].text == "answer 1"
 
@@ -337,7 +337,7 @@ def test_of_many_processes_one_makes_the_call(tmp_path: Path) -> None:
             for number in range(30):
                 key = question(number).key
                 while not cache.get_many([key]):
-                    if cache.lease(key, cache.owner, 60):
+                    if cache.lease_many([key], cache.owner, 60):
                         calls.append(number)
                         time.sleep(0.002)
                         cache.put_many([(question(number), answer(number))])
@@ -389,18 +389,18 @@ def test_two_connections_know_at_once_what_the_other_did(steps: list[Any]) -> No
 def test_a_lease_is_for_one_owner_until_it_ends(cache: Cache) -> None:
     key, other = question(1).key, question(2).key
 
-    assert cache.lease(key, "a", 60)
-    assert not cache.lease(key, "b", 60)
-    assert cache.lease(key, "a", 60)
+    assert cache.lease_many([key], "a", 60)
+    assert not cache.lease_many([key], "b", 60)
+    assert cache.lease_many([key], "a", 60)
     assert cache.lease_many([key, other], "b", 60) == {other}
     cache.release(key, owner="b")
-    assert not cache.lease(key, "b", 60)
+    assert not cache.lease_many([key], "b", 60)
     cache.release(key, other, owner="a")
-    assert cache.lease(key, "b", -1.0)
-    assert cache.lease(key, "a", 60)
+    assert cache.lease_many([key], "b", -1.0)
+    assert cache.lease_many([key], "a", 60)
     cache.put_many([(question(1), answer(1))])
-    assert not cache.lease(key, "a", 60)
-    assert not cache.lease(key, "b", 60)
+    assert not cache.lease_many([key], "a", 60)
+    assert not cache.lease_many([key], "b", 60)
 
 
 @pytest.mark.parametrize("count", [5, 300])
@@ -425,34 +425,34 @@ def test_the_lease_of_a_process_that_died_can_be_taken_at_once(tmp_path: Path) -
     process = start(
         """
         cache = Cache(sys.argv[1])
-        print(cache.lease(question(1).key, cache.owner, 3600), flush=True)
+        print(len(cache.lease_many([question(1).key], cache.owner, 3600)), flush=True)
         time.sleep(60)
         """,
         path,
     )
     with process, Cache(path) as cache:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"True\n"
-        assert not cache.lease(question(1).key, cache.owner, 60)
+        assert process.stdout.readline() == b"1\n"
+        assert not cache.lease_many([question(1).key], cache.owner, 60)
         # Killed and not yet waited for: its pid is still taken.
         process.kill()
         for _ in range(500):
-            if cache.lease(question(1).key, cache.owner, 60):
+            if cache.lease_many([question(1).key], cache.owner, 60):
                 break
             time.sleep(0.01)
         else:
             pytest.fail("the lease was not given up")
 
 
-def test_only_those_owners_are_dead_that_certainly_are() -> None:
+def test_only_those_owners_count_as_exited_that_certainly_have() -> None:
     boot, space, pid, started, number = new_owner().split()
 
-    assert not is_dead(f"{boot} {space} {pid} {started} {number}")
-    assert is_dead(f"{boot} {space} {pid} {int(started) - 1} {number}")
-    assert is_dead(f"another-boot {space} {pid} {started} {number}")
-    assert not is_dead(f"{boot} pid:[1] 999999999 1 {number}")
-    assert not is_dead("somebody")
-    assert not is_dead("")
+    assert not has_exited(f"{boot} {space} {pid} {started} {number}")
+    assert has_exited(f"{boot} {space} {pid} {int(started) - 1} {number}")
+    assert has_exited(f"another-boot {space} {pid} {started} {number}")
+    assert not has_exited(f"{boot} pid:[1] 999999999 1 {number}")
+    assert not has_exited("somebody")
+    assert not has_exited("")
 
 
 def test_a_fork_has_a_connection_and_an_owner_of_its_own(tmp_path: Path) -> None:
@@ -578,8 +578,8 @@ def test_a_damaged_answer_is_called_again_and_replaced(tmp_path: Path) -> None:
             "damaged",
         ),
         (lambda path: path.write_bytes(b"short"), "damaged"),
-        (lambda path: foreign(path, "CREATE TABLE mine(x)"), "another kind"),
-        (lambda path: foreign(path, "PRAGMA application_id = 7"), "another kind"),
+        (lambda path: foreign(path, "CREATE TABLE mine(x)"), "not a call cache"),
+        (lambda path: foreign(path, "PRAGMA application_id = 7"), "not a call cache"),
         (lambda path: (Cache(path).close(), foreign(path, "PRAGMA user_version = 1")), "format 1"),
         (lambda path: (Cache(path).close(), foreign(path, "DROP TABLE entries")), "no such table"),
     ],
@@ -613,9 +613,9 @@ def test_an_empty_file_becomes_a_cache(tmp_path: Path) -> None:
 def test_a_folder_or_an_unknown_setting_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         Cache(tmp_path)
-    with pytest.raises(ConfigError, match="cut_off='yes'"):
+    with pytest.raises(ConfigError, match="got 'yes'"):
         Cache(tmp_path / "calls.db", cut_off="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="mode='record'"):
+    with pytest.raises(ConfigError, match="got 'record'"):
         Cache(tmp_path / "calls.db", mode="record")  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(CannotWrite, match="cannot make a folder"):
@@ -634,11 +634,11 @@ def test_a_cassette_is_only_read_and_leaves_nothing_beside_it(tmp_path: Path) ->
         found = cassette.get_many([question(1).key, question(2).key])
         assert [done.text for done in found.values()] == ["answer 1"]
         assert (cassette.mode, cassette.misses) == ("replay", 1)
-        with pytest.raises(ConfigError, match="read only"):
+        with pytest.raises(ConfigError, match="read-only"):
             cassette.put_many([(question(2), answer(2))])
-        with pytest.raises(ConfigError, match="read only"):
-            cassette.lease(question(2).key, "me", 1)
-        with pytest.raises(ConfigError, match="read only"):
+        with pytest.raises(ConfigError, match="read-only"):
+            cassette.lease_many([question(2).key], "me", 1)
+        with pytest.raises(ConfigError, match="read-only"):
             cassette.prune(model="m")
         assert cassette.stats().entries == 1
     assert path.read_bytes() == before
@@ -858,7 +858,7 @@ def test_the_commands_count_prune_and_export(tmp_path: Path, call: Callable[...,
         ("stats none.db", "no call cache at none.db"),
         ("prune none.db --model m", "no call cache at none.db"),
         ("export none.db -o out.jsonl", "no call cache at none.db"),
-        ("prune calls.db", "give an age, a size or a model"),
+        ("prune calls.db", "needs an age, a size or a model"),
         ("prune calls.db --older-than soon", "'soon' is no age"),
         ("prune calls.db --max-size 3X", "'3X' is no size"),
     ],

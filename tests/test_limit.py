@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.calls.limit import AutoLimit, Change, FixedLimit, Limit
 from batchwright.calls.limit import auto as limits
-from batchwright.calls.limit.auto import AutoLimit, Change, FixedLimit, Limit
 from batchwright.calls.limit.curve import Curve
 from batchwright.errors import ConfigError, Mismatch
 
@@ -52,7 +52,6 @@ def play(limit: Limit, script: list[Any], start: float = 0.0) -> Iterator[int]:
     for what, later, seconds, share, retry_after_s in script:
         now += later
         in_flight = max(1, round(share * limit.limit))
-        limit.on_start(now, in_flight)
         if what == "reject":
             limit.on_reject(now, in_flight, retry_after_s)
         else:
@@ -303,7 +302,7 @@ def test_a_fixed_limit_stays_and_waits_only_for_a_server_that_refuses_everything
 def test_impossible_bounds_are_refused(least: int, most: int) -> None:
     with pytest.raises(ConfigError, match=f"least={least}, most={most}"):
         AutoLimit(least=least, most=most)
-    with pytest.raises(ConfigError, match="limit of 0"):
+    with pytest.raises(ConfigError, match="limit must be at least 1, got 0"):
         FixedLimit(0)
 
 

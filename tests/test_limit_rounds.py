@@ -1,4 +1,4 @@
-"""A round tells growth, falls and noise apart; bursts set a ceiling, one call tries it."""
+"""A window of calls separates growth, falls and noise; bursts set a ceiling, one call tests it."""
 
 import heapq
 import math
@@ -13,8 +13,8 @@ from batchwright.calls.limit.ceiling import Ceiling
 from batchwright.calls.limit.curve import Curve
 from batchwright.calls.limit.probes import Probes
 from batchwright.calls.limit.window import (
-    Round,
-    Rung,
+    RampStep,
+    Window,
     far_from_expected,
     probe_verdict,
     ramp_verdict,
@@ -22,12 +22,12 @@ from batchwright.calls.limit.window import (
 )
 
 
-def steady(rate: float, calls: int, limit: int, ok: bool = True) -> tuple[Round, float]:
+def steady(rate: float, calls: int, limit: int, ok: bool = True) -> tuple[Window, float]:
     """A round in which calls ended `rate` times a second, without any noise, and its end."""
-    stretch = Round(0.0, 0, full=True)
+    window = Window(0.0, 0, full=True)
     for call in range(1, calls + 1):
-        stretch.count(call / rate, limit / rate, limit, ok)
-    return stretch, calls / rate
+        window.count(call / rate, limit / rate, limit, ok)
+    return window, calls / rate
 
 
 def known(knee: float, fall: float, scale: float = 1.0) -> Curve:
@@ -65,34 +65,34 @@ def test_scatter_is_that_of_a_server_that_is_always_full(
 def test_a_fall_is_noticed_in_a_dozen_calls_however_many_came_before(
     usual: float, before: int, share: float
 ) -> None:
-    stretch = Round(0.0, 0, full=True, usual=usual)
+    window = Window(0.0, 0, full=True, usual=usual)
     now = 0.0
     for _ in range(before):
         now += 1 / usual
-        stretch.count(now, 1.0, 16, True)
-    assert stretch.alarm < 1
+        window.count(now, 1.0, 16, True)
+    assert window.alarm < 1
     for _ in range(12):
         now += 1 / (share * usual)
-        stretch.count(now, 1.0, 16, True)
-    assert stretch.alarm > 6
+        window.count(now, 1.0, 16, True)
+    assert window.alarm > 6
 
 
 def test_the_scatter_of_answers_seldom_looks_like_a_fall() -> None:
     alarms = 0
     for seed in range(200):
-        stretch = Round(0.0, 0, full=True, usual=1.0)
+        window = Window(0.0, 0, full=True, usual=1.0)
         # Every end is followed by a new call: quieter than independent ends.
         for now in np.cumsum(np.random.default_rng(seed).gamma(2.0, 0.5, 300)):
-            stretch.count(float(now), 1.0, 16, True)
-            alarms += stretch.alarm > 6
+            window.count(float(now), 1.0, 16, True)
+            alarms += window.alarm > 6
     assert alarms == 0
 
 
 def test_answers_that_all_fail_are_a_fall() -> None:
-    stretch = Round(0.0, 0, full=True, usual=10.0)
+    window = Window(0.0, 0, full=True, usual=10.0)
     for call in range(1, 40):
-        stretch.count(call / 10.0, 1.0, 16, False)
-    assert stretch.alarm > 6
+        window.count(call / 10.0, 1.0, 16, False)
+    assert window.alarm > 6
 
 
 @given(st.integers(20, 2000), st.floats(1.3, 3.0), st.floats(-1.0, 1.2), st.floats(0.01, 1000.0))
@@ -100,9 +100,9 @@ def test_answers_that_all_fail_are_a_fall() -> None:
 def test_a_step_of_the_ramp_pays_if_goodput_grows_with_it(
     limit: int, growth: float, slope: float, scale: float
 ) -> None:
-    rung = Rung(limit / growth, scale, limit / scale, 0.002)
-    stretch, now = steady(scale * growth**slope, 3 * limit, limit)
-    verdict = ramp_verdict(stretch, now, limit, 0.5, rung)
+    before = RampStep(limit / growth, scale, limit / scale, 0.002)
+    window, now = steady(scale * growth**slope, 3 * limit, limit)
+    verdict = ramp_verdict(window, now, limit, 0.5, before)
     if slope > 0.6:
         assert verdict == "paid"
     if 0.25 < slope < 0.6:
@@ -116,19 +116,19 @@ def test_a_step_of_the_ramp_pays_if_goodput_grows_with_it(
 def test_a_step_is_open_until_calls_end_and_a_first_step_is_never_refused(
     limit: int, ratio: float, calls: int
 ) -> None:
-    stretch, now = steady(ratio, calls, limit)
-    assert ramp_verdict(stretch, now, limit, 0.5, None) in ("open", "paid")
-    rung = Rung(limit / 2, 1.0, limit / 2, 0.01)
+    window, now = steady(ratio, calls, limit)
+    assert ramp_verdict(window, now, limit, 0.5, None) in ("open", "paid")
+    before = RampStep(limit / 2, 1.0, limit / 2, 0.01)
     if calls < 10 and now < 20:
-        assert ramp_verdict(stretch, now, limit, 0.5, rung) == "open"
+        assert ramp_verdict(window, now, limit, 0.5, before) == "open"
     if calls < 0.4 * limit:
-        assert ramp_verdict(stretch, now, limit, 0.5, rung) in ("open", "did not pay")
+        assert ramp_verdict(window, now, limit, 0.5, before) in ("open", "did not pay")
 
 
 def test_where_the_step_slows_the_calls_before_it_the_ramp_is_over_soon() -> None:
-    rung = Rung(100, 100.0, 1.0, 0.01)
-    stretch, now = steady(35.0, 20, 200)  # doubled far above the knee of a thrashing server
-    assert ramp_verdict(stretch, now, 200, 0.5, rung) == "did not pay"
+    before = RampStep(100, 100.0, 1.0, 0.01)
+    window, now = steady(35.0, 20, 200)  # doubled far above the knee of a thrashing server
+    assert ramp_verdict(window, now, 200, 0.5, before) == "did not pay"
 
 
 @given(st.floats(8, 300), st.sampled_from([0.0, -0.5]), st.floats(0.01, 100.0))
@@ -150,12 +150,12 @@ def test_a_probe_up_shows_a_moved_knee_and_only_that(
 @settings(max_examples=40, deadline=None)
 def test_doubt_is_confirmed_on_its_own_side_only(knee: float, ratio: float) -> None:
     curve, limit = known(knee, 0.0), round(knee)
-    stretch, now = steady(ratio * curve.knee().limit, 400, limit)
-    apart = far_from_expected(stretch, now, limit, curve, 0.0)
+    window, now = steady(ratio * curve.knee().limit, 400, limit)
+    apart = far_from_expected(window, now, limit, curve, 0.0)
     if abs(math.log(ratio)) > 0.3:
         assert apart * math.log(ratio) > 0
-        assert far_from_expected(stretch, now, limit, curve, apart) == apart
-        assert far_from_expected(stretch, now, limit, curve, -apart) == 0
+        assert far_from_expected(window, now, limit, curve, apart) == apart
+        assert far_from_expected(window, now, limit, curve, -apart) == 0
     if abs(math.log(ratio)) < 0.04:
         assert not apart
 
@@ -174,10 +174,10 @@ def test_a_burst_takes_half_at_most(
         now += later
         if now > until:
             found, until = limit, now + 0.2
-        borne = ceiling.borne(now, limit, in_flight, least, 0.2)
-        assert borne >= max(least, found // 2)
-        assert borne <= max(least, found // 2, in_flight - 1)
-        limit = min(limit, borne)
+        sustained = ceiling.sustained(now, limit, in_flight, least, 0.2)
+        assert sustained >= max(least, found // 2)
+        assert sustained <= max(least, found // 2, in_flight - 1)
+        limit = min(limit, sustained)
 
 
 def test_a_ceiling_is_tried_less_often_after_each_reject() -> None:

@@ -25,6 +25,7 @@ from batchwright.calls import (
     Endpoint,
     ErrorBudget,
     Failed,
+    FixedLimit,
     Kind,
     Outcome,
     Pool,
@@ -35,9 +36,9 @@ from batchwright.calls import (
     chat,
     embed,
 )
-from batchwright.calls.engine.breaker import Breaker
+from batchwright.calls.cache.limits import limits_path
 from batchwright.calls.engine.budgets import Failures
-from batchwright.calls.engine.endpoint import memory_path
+from batchwright.calls.engine.endpoint import Breaker, Upstream
 from batchwright.calls.engine.retry import Retry
 from batchwright.calls.queries import NO_ANSWER
 from batchwright.calls.simulator import Simulator
@@ -134,7 +135,7 @@ def test_an_error_in_the_callers_generator_is_the_callers():
     with RawServer(quick) as server, Pool(server.url, limit=4) as pool:
         with pytest.raises(LookupError, match="no more"):
             pool.map(requests())
-        with pytest.raises(ConfigError, match="not a str"):
+        with pytest.raises(ConfigError, match="got a str"):
             pool.map(["not a request"])
         with pytest.raises(ConfigError, match="stream"):
             pool.map([chat("m", "x", stream=True)])
@@ -358,7 +359,7 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
             counts = pool.stats()
         # 0.004 a call: 25 of them.
         assert 20 <= len(server.seen) <= 25
-        with pytest.raises(ConfigError, match="no price for the model 'other'"):
+        with pytest.raises(ConfigError, match="'other' has none"):
             Pool(server.url, prices=prices, max_cost=1).map([chat("other", "x")])
         with pytest.raises(ConfigError, match="needs prices"):
             Pool(server.url, max_cost=1)
@@ -457,7 +458,7 @@ def test_the_limit_that_was_found_is_remembered(tmp_path):
     with Simulator(knee=4, latency_s=0.01).running() as url:
         with Pool(url) as pool:
             assert all(pool.map([chat("sim", f"q {i}") for i in range(300)]))
-        known = json.loads(memory_path().read_text())
+        known = json.loads(limits_path().read_text())
         assert list(known) == [f"{url}/v1"]
         learned = AutoLimit()
         learned.load_state_dict(known[f"{url}/v1"])
@@ -465,7 +466,7 @@ def test_the_limit_that_was_found_is_remembered(tmp_path):
         assert limit_of() == learned.limit
         assert limit_of(remember=False) == AutoLimit().limit
         assert limit_of(limit=9) == 9
-        memory_path().write_text("not JSON")
+        limits_path().write_text("not JSON")
         assert limit_of() == AutoLimit().limit
 
 
@@ -548,11 +549,11 @@ def test_a_high_limit_is_used():
 
 WRONG = {
     "no endpoint": (lambda: Pool(), "needs an endpoint"),
-    "a limit of 0": (lambda: Pool("http://h/v1", limit=0), "limit=0"),
-    "a word for a limit": (lambda: Pool("http://h/v1", limit="fast"), "limit='fast'"),
-    "no time": (lambda: Pool("http://h/v1", deadline_s=0), "deadline_s=0"),
-    "no tries": (lambda: Pool("http://h/v1", tries=0), "tries=0"),
-    "twice the same": (lambda: Pool("http://h", "http://h/v1"), "one name"),
+    "a limit of 0": (lambda: Pool("http://h/v1", limit=0), "limit must be at least 1, got 0"),
+    "a word for a limit": (lambda: Pool("http://h/v1", limit="fast"), "got 'fast'"),
+    "no time": (lambda: Pool("http://h/v1", deadline_s=0), "deadline_s must be above 0"),
+    "no tries": (lambda: Pool("http://h/v1", tries=0), "tries must be at least 1"),
+    "twice the same": (lambda: Pool("http://h", "http://h/v1"), "different names"),
     "a budget over 1": (lambda: ErrorBudget(1.5), "1.5"),
     "a key that is not set": (lambda: Pool(Endpoint("http://h", key_env="NO_KEY")), "NO_KEY"),
 }
@@ -607,18 +608,23 @@ def test_calls_that_failed_together_do_not_come_back_together():
     assert max(waits) / min(waits) > 1.8
 
 
-def test_a_breaker_opens_once_probes_singly_and_forgets_at_the_first_good_answer():
-    breaker = Breaker(most_bad=3, first_s=1.0, most_s=4.0)
+def test_a_breaker_opens_once_probes_singly_and_closes_at_the_first_success():
+    breaker = Breaker(max_failures=3, first_s=1.0, max_s=4.0)
+    endpoint = Upstream(Endpoint("http://h/v1"), FixedLimit(60), False, breaker=breaker)
+
     for now in (0.0, 0.1, 0.2, 0.3, 0.4):
-        breaker.on_bad(now)
-    assert not breaker.allows(1.1, 0)
-    assert breaker.allows(1.3, 0)
-    assert not breaker.allows(1.3, in_flight=1)
-    breaker.on_bad(1.3)
-    assert not breaker.allows(3.2, 0)
-    assert breaker.allows(3.4, 0)
-    breaker.on_good()
-    assert breaker.allows(3.4, 60)
+        breaker.on_failure(now)
+    assert not endpoint.has_room(1.1)
+    assert endpoint.has_room(1.3)
+    endpoint.in_flight = 1
+    assert not endpoint.has_room(1.3)
+    breaker.on_failure(1.3)
+    endpoint.in_flight = 0
+    assert not endpoint.has_room(3.2)
+    assert endpoint.has_room(3.4)
+    breaker.on_success()
+    endpoint.in_flight = 59
+    assert endpoint.has_room(3.4)
     assert breaker.opened == 1
 
 

@@ -351,7 +351,7 @@ def test_too_many_failures_stop_the_run_with_a_table_of_kinds():
         pool_of(server.url, budget=ErrorBudget(0.1, window=20), limit=2) as pool,
     ):
         with pytest.raises(
-            BudgetExceeded, match=r"3 of the last \d+ calls failed and 2 may: 3 htt"
+            BudgetExceeded, match=r"3 of the last \d+ calls failed, 2 allowed: 3 htt"
         ):
             pool.map(questions(500))
         assert len(server.seen) < 100
@@ -444,8 +444,7 @@ def test_two_processes_with_one_cache_make_every_call_once(tmp_path):
 KILLED = """
 import os, random, signal, sys, time
 from batchwright.calls import Pool, chat
-import batchwright.calls.cache, batchwright.calls.keeper, batchwright.calls.limit
-import batchwright.calls.transport
+import batchwright.calls.wire.http
 
 url, cache, log, n, kills = sys.argv[1:4] + [int(a) for a in sys.argv[4:6]]
 draw = random.Random(7)

@@ -1,5 +1,6 @@
-"""Buckets never let more through than they say, nor less, alone or shared by processes."""
+"""Token buckets let through exactly what they say, alone or shared by processes."""
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.calls.cache.store import Cache
-from batchwright.calls.limit.rates import Bucket, RateBuckets
+from batchwright.calls.engine.endpoint import SharedRateLimit
+from batchwright.calls.limit.rates import Bucket, RateLimit
 from batchwright.errors import BadFile, ConfigError
 
 rates = st.floats(0.5, 1e7)
@@ -94,7 +96,7 @@ def test_settled_at_once_it_is_as_if_the_true_count_had_been_known(
 @pytest.mark.parametrize("error", [0.25, 1.0, 4.0])
 def test_wrong_estimates_do_not_change_how_many_tokens_go_through(error: float) -> None:
     actual, tpm, now, taken = 500.0, 60_000.0, 0.0, 0.0
-    rates = RateBuckets(None, tpm=tpm)
+    rates = RateLimit(tpm=tpm)
     while now < 600.0:
         wait = rates.reserve(actual * error, now)
         now += wait
@@ -106,7 +108,7 @@ def test_wrong_estimates_do_not_change_how_many_tokens_go_through(error: float) 
 
 
 def test_both_limits_hold_and_a_refusal_takes_from_neither() -> None:
-    rates = RateBuckets(None, rpm=600, tpm=6000, burst_s=1)
+    rates = RateLimit(rpm=600, tpm=6000, burst_s=1)
 
     assert rates.reserve(100, now=0.0) == 0.0
     assert rates.reserve(100, now=0.0) == 1.0
@@ -117,7 +119,7 @@ def test_both_limits_hold_and_a_refusal_takes_from_neither() -> None:
 
 
 def test_what_is_larger_than_the_bucket_goes_through_and_is_paid_off() -> None:
-    rates = RateBuckets(None, tpm=60)
+    rates = RateLimit(tpm=60)
 
     assert rates.reserve(30, now=0.0) == 0.0
     assert rates.reserve(1, now=0.0) == 30.0
@@ -126,7 +128,7 @@ def test_what_is_larger_than_the_bucket_goes_through_and_is_paid_off() -> None:
 
 @pytest.mark.parametrize("rpm", [0.1, 1.0, 7.0, 60.0, 90.0])
 def test_a_slow_rate_still_lets_one_request_go(rpm: float) -> None:
-    rates = RateBuckets(None, rpm=rpm)
+    rates = RateLimit(rpm=rpm)
 
     assert rates.reserve(0, now=5.0) == 0.0
     wait = rates.reserve(0, now=5.0)
@@ -134,49 +136,52 @@ def test_a_slow_rate_still_lets_one_request_go(rpm: float) -> None:
     assert rates.reserve(0, now=5.0 + wait) == 0.0
 
 
-def test_without_limits_nothing_waits_and_no_file_is_made(tmp_path: Path) -> None:
-    with RateBuckets(tmp_path / "rates.db") as rates:
-        assert [rates.reserve(10**9, now=0.0) for _ in range(3)] == [0.0] * 3
-        rates.settle(5, 10)
-    assert list(tmp_path.iterdir()) == []
+def test_without_limits_nothing_waits() -> None:
+    rates = RateLimit()
+
+    assert [rates.reserve(10**9, now=0.0) for _ in range(3)] == [0.0] * 3
+    rates.settle(5, 10)
 
 
 @pytest.mark.parametrize("wrong", [{"rpm": 0}, {"tpm": -5}, {"rpm": math.inf}, {"tpm": math.nan}])
 def test_an_impossible_rate_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="give a number above 0"):
-        RateBuckets(None, **wrong)
+    with pytest.raises(ConfigError, match="must be a finite number above 0"):
+        RateLimit(**wrong)
+
+
+def shared(path: Path, name: str, **limits: float) -> contextlib.closing[SharedRateLimit]:
+    return contextlib.closing(SharedRateLimit(path, name, **limits))
 
 
 def test_endpoints_of_different_names_do_not_share(tmp_path: Path) -> None:
     path = tmp_path / "rates.db"
-    with RateBuckets(path, rpm=60, name="a") as one, RateBuckets(path, rpm=60, name="b") as other:
+    with shared(path, "a", rpm=60) as one, shared(path, "b", rpm=60) as other:
         assert (one.reserve(0, now=0.0), other.reserve(0, now=0.0)) == (0.0, 0.0)
-        with RateBuckets(path, rpm=60, name="a") as again:
+        with shared(path, "a", rpm=60) as again:
             assert again.reserve(0, now=0.25) == 0.75
 
 
 def test_one_that_knows_only_one_limit_leaves_the_other_alone(tmp_path: Path) -> None:
     path = tmp_path / "rates.db"
-    with (
-        RateBuckets(path, rpm=60, tpm=60, name="a") as both,
-        RateBuckets(path, rpm=60, name="a") as requests,
-    ):
+    with shared(path, "a", rpm=60, tpm=60) as both, shared(path, "a", rpm=60) as requests:
         assert both.reserve(10, now=0.0) == 0.0
         assert requests.reserve(0, now=1.0) == 0.0
+        requests.settle(5, 50)
         assert both.reserve(1, now=2.0) == 8.0
 
 
-def test_a_cache_is_no_file_of_rates(tmp_path: Path) -> None:
+def test_a_cache_is_no_rate_limit_file(tmp_path: Path) -> None:
     Cache(tmp_path / "calls.db").close()
-    with pytest.raises(BadFile, match="not a file of rates"):
-        RateBuckets(tmp_path / "calls.db", rpm=1)
+    with pytest.raises(BadFile, match="not a rate limit file"):
+        SharedRateLimit(tmp_path / "calls.db", "a", rpm=1)
 
 
 def test_three_processes_together_stay_within_the_limit(tmp_path: Path) -> None:
     script = """
-import sys, time
-from batchwright.calls.rates import RateBuckets
-with RateBuckets(sys.argv[1], rpm=6000, tpm=120_000, name="server", burst_s=0.2) as rates:
+import contextlib, sys, time
+from batchwright.calls.engine.endpoint import SharedRateLimit
+rates = SharedRateLimit(sys.argv[1], "server", rpm=6000, tpm=120_000, burst_s=0.2)
+with contextlib.closing(rates):
     print("ready", flush=True)
     sys.stdin.readline()
     end = time.monotonic() + 1.5

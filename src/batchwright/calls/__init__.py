@@ -2,13 +2,13 @@
 
     request -> cache -> limit -> endpoint -> outcome
 
-`pool.py` is where callers meet it, `engine.py` where the steps meet.
+`pool.py` is what callers hold; `engine/engine.py` has the life of a request from top to bottom.
 """
 
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.endpoints import Endpoint, parse_model
 from batchwright.calls.engine.budgets import ErrorBudget
-from batchwright.calls.limit.auto import AutoLimit, FixedLimit
+from batchwright.calls.limit import AutoLimit, FixedLimit
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Source, Usage
 from batchwright.calls.pool import Interrupted, Pool, Stream
 from batchwright.calls.queries import (

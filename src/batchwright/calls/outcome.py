@@ -1,14 +1,14 @@
-"""What a call came to: the server's answer, or the kind of its failure."""
+"""The outcome of a call: the server's response, or the kind of failure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage"]
+__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "read_body"]
 
 Source = Literal["live", "cache", "shared", "hedge"]
-"""Who answered: the server, the cache, an equal call in flight, the second try of a straggler."""
+"""Where a response came from: the server, the cache, an equal call in flight, a hedged retry."""
 
 
 class Kind(StrEnum):
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens as the server counted them."""
+    """Token counts as the server reported them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -39,41 +39,41 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An answer; true in a condition."""
+    """A response; true in a condition."""
 
     text: str
     """The first choice's text; "" for embeddings."""
     body: Mapping[str, Any]
-    """The whole answer in the OpenAI shape, whatever protocol it came by."""
+    """The whole response in the OpenAI format, whatever protocol it came by."""
     finish: str | None = None
-    """`stop`, `length`, ... as the server said; `length` means that the answer was cut off."""
+    """`stop`, `length`, ... as the server reported; `length` means that the text was cut off."""
     usage: Usage | None = None
-    """None if the server did not say."""
+    """None if the server reported none."""
     seconds: float = 0.0
     tries: int = 1
     source: Source = "live"
     endpoint: str = ""
     raw: bytes | None = field(default=None, repr=False, compare=False)
-    """The body as it was sent, until the cache has it: so nobody writes it as JSON again. Only
-    where text, finish and usage are what `read_off` finds in it."""
+    """The body as the wire delivered it, for the cache: no JSON is written twice. Only where
+    `read_body` finds the same text, finish and usage in it; outcomes of a pool have none."""
 
     def __bool__(self) -> Literal[True]:
         return True
 
     @property
     def vectors(self) -> list[list[float]]:
-        """Of an embedding request: one vector an input, in the order of the inputs."""
+        """Of an embedding request: one vector per input, in the order of the inputs."""
         rows = sorted(self.body.get("data", ()), key=lambda row: row.get("index", 0))
         return [row["embedding"] for row in rows]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No answer; false in a condition. There is nothing in it that could pass for one."""
+    """No response; false in a condition. Nothing in it could pass for a response."""
 
     kind: Kind
     error: str
-    """One sentence; never holds a key or the prompt."""
+    """One sentence; never holds an API key or the prompt."""
     status: int | None = None
     seconds: float = 0.0
     tries: int = 1
@@ -85,3 +85,24 @@ class Failed:
 
 
 Outcome = Done | Failed
+
+
+def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
+    """Text, finish reason and token counts of a response in the OpenAI format.
+
+    >>> read_body({"choices": [{"text": "4", "finish_reason": "stop"}]})
+    ('4', 'stop', None)
+    """
+    text, finish, usage = "", None, None
+    choices = body.get("choices")
+    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+        message, reason = choices[0].get("message"), choices[0].get("finish_reason")
+        content = message.get("content") if isinstance(message, dict) else choices[0].get("text")
+        text = content if isinstance(content, str) else ""
+        finish = reason if isinstance(reason, str) else None
+    counts = body.get("usage")
+    if counts and isinstance(counts, dict):
+        prompt, completion = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0
+        if type(prompt) is type(completion) is int:
+            usage = Usage(prompt, completion)
+    return text, finish, usage

@@ -1,9 +1,9 @@
-"""Requests in, outcomes out, in order: the pool that scripts, notebooks and trainers hold.
+"""The pool that scripts, notebooks and trainers hold: requests in, outcomes out, in order.
 
     request -> cache -> limit -> endpoint -> outcome
 
-The work is done by `engine.py` on the background loop; here are the ways to hand it over and to
-wait: `map` and `for` in plain code, `amap`, `call` and `async for` on any event loop.
+`engine/engine.py` does the work on the background loop. Here are the ways to submit and to wait:
+`map` and `for` in plain code, `amap`, `call` and `async for` on any event loop.
 """
 
 import asyncio
@@ -11,30 +11,27 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterable, Coroutine, Iterable, Iterator, Sized
+from collections.abc import AsyncIterable, Collection, Coroutine, Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
+from batchwright.calls.cache.store import Cache
+from batchwright.calls.cache.thread import CacheThread
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.engine.budgets import ErrorBudget
-from batchwright.calls.engine.dispatch import Rules
-from batchwright.calls.engine.endpoint import Lane, limit_for
-from batchwright.calls.engine.engine import Engine
-from batchwright.calls.engine.loop import Background, background
+from batchwright.calls.engine.endpoint import SharedRateLimit, Upstream, limit_for
+from batchwright.calls.engine.engine import Engine, Rules
 from batchwright.calls.engine.retry import Retry
-from batchwright.calls.engine.stats import Ledger, Prices
-from batchwright.calls.engine.stream import Stream
-from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, setter
+from batchwright.calls.engine.stats import Prices, Stats
+from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, Stream, check
+from batchwright.calls.limit.fixed import Limit
+from batchwright.calls.loop import Background, background
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 from batchwright.events import EventLog
 from batchwright.models import registry as models
-
-if TYPE_CHECKING:
-    from batchwright.calls.cache.store import Cache
-    from batchwright.calls.limit.auto import Limit
 
 __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
@@ -42,18 +39,19 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Calls to one or several endpoints, as many at a time as they bear.
+    """Calls to one or several endpoints, with as many in flight as they sustain.
 
     Every request ends as exactly one outcome, in order: `Done`, or `Failed` with its kind, within
-    `deadline_s` seconds of its first try; retries and waits are inside. A request that cannot be
-    sent at all fails once nothing has come back for `deadline_s`. With a `cache` an answer is on
+    `deadline_s` seconds of its first try, retries and waits included. A request that cannot be
+    sent at all fails once nothing has come back for `deadline_s`. With a `cache` a response is on
     disk before the caller has it, equal exact requests are made once, in this process and in all
-    that share the file, and a run that was killed goes on where it was.
+    that share the file, and a run that was killed resumes where it was.
 
     `limit` is the number of calls in flight for each endpoint: a number, an object of
-    `batchwright.calls.limit`, or "auto", which finds out and is remembered between runs (unless
-    `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this user.
-    `prices` are dollars for a million tokens, (in, out) by model; `max_cost` stops sending.
+    `batchwright.calls.limit`, or "auto", which finds it and starts from it in the next run
+    (unless `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this
+    user. `prices` are dollars for a million tokens, (prompt, completion) by model; `max_cost` is
+    a spending cap: no call is sent that would exceed it.
 
     >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
@@ -64,10 +62,10 @@ class Pool:
     def __init__(
         self,
         *endpoints: Endpoint | str,
-        limit: "Literal['auto'] | int | Limit" = "auto",
+        limit: Literal["auto"] | int | Limit = "auto",
         deadline_s: float = 60.0,
         tries: int = 5,
-        cache: "str | os.PathLike[str] | Cache | None" = None,
+        cache: str | os.PathLike[str] | Cache | None = None,
         budget: ErrorBudget | None = None,
         hedge: bool = True,
         rpm: float | None = None,
@@ -83,13 +81,15 @@ class Pool:
             raise ConfigError("a pool needs an endpoint; give an address or Endpoint(function)")
         names = [endpoint.name for endpoint in self.endpoints]
         if len(set(names)) != len(names):
-            raise ConfigError(f"two endpoints have one name among {names}; give each another")
+            raise ConfigError(f"endpoints must have different names, got {names}; give name=...")
         for endpoint in self.endpoints:
             endpoint.api_key()
         if not deadline_s > 0:
-            raise ConfigError(f"deadline_s={deadline_s} is not possible; give a number above 0")
+            raise ConfigError(f"deadline_s must be above 0, got {deadline_s}")
         if max_cost is not None and not prices:
-            raise ConfigError("max_cost needs prices; give prices={model: (in, out)} a million")
+            raise ConfigError(
+                "max_cost needs prices; give prices={model: (prompt, completion)} per million"
+            )
         if not isinstance(limit, str | int) and len(self.endpoints) > 1:
             raise ConfigError(
                 "one limit object cannot serve several endpoints; give limit='auto' or a number"
@@ -99,7 +99,8 @@ class Pool:
         self._prices = dict(prices or {})
         self._events = events
         self._rules = Rules(deadline_s, Retry(tries, seed=seed), hedge, max_cost, budget, remember)
-        self._cache, self._own_cache = _opened(cache)
+        self._own_cache = cache is not None and not isinstance(cache, Cache)
+        self._cache = cache if cache is None or isinstance(cache, Cache) else Cache(Path(cache))
         self._lock = threading.Lock()
         self._engine: Engine | None = None
         self._background: Background | None = None
@@ -110,29 +111,13 @@ class Pool:
     def map(
         self, requests: Iterable[Request], *, progress: Progress | None = None
     ) -> list[Outcome]:
-        """Make all calls and give their outcomes in the order of the requests.
+        """Make all calls and return their outcomes in the order of the requests.
 
-        Ctrl-C once stops sending, keeps what came back and raises `Interrupted`; twice stops now.
+        Ctrl-C once stops sending, commits what came back and raises `Interrupted`; twice stops
+        at once.
         """
-        wake = threading.Event()
-        batch = Batch(self._started(), wake.set, ordered=True)
-        source = self._checked(requests)
-        total = len(requests) if isinstance(requests, Sized) else 0
-        try:
-            while batch.feed(source):
-                batch.wait(wake, batch.room, total, progress)
-            batch.wait(wake, batch.all_done, total, progress)
-        except KeyboardInterrupt:
-            batch.stop(wake, "stopped by Ctrl-C")
-            interrupted = Interrupted()
-            interrupted.outcomes = batch.results
-            raise interrupted from None
-        except BaseException:
-            batch.stop(wake, "the requests could not be read")
-            raise
-        if progress is not None:
-            progress(batch.done, batch.submitted)
-        return batch.judged(self._rules.budget is not None)
+        batch = Batch(self._started(), self._priced(), ordered=True)
+        return batch.run(requests, progress, strict=self._rules.budget is not None)
 
     async def amap(
         self,
@@ -141,47 +126,31 @@ class Pool:
         progress: Progress | None = None,
     ) -> list[Outcome]:
         """As `map`, on the caller's own event loop; cancelling it cancels the calls."""
-        wake = asyncio.Event()
-        batch = Batch(self._started(here=True), setter(wake), ordered=True)
-        total = len(requests) if isinstance(requests, Sized) else 0
-        try:
-            if isinstance(requests, AsyncIterable):
-                async for request in requests:
-                    batch.feed(iter([self._check(request)]))
-                    await batch.await_(wake, batch.room, total, progress)
-            else:
-                source = self._checked(requests)
-                while batch.feed(source):
-                    await batch.await_(wake, batch.room, total, progress)
-                    await asyncio.sleep(0)
-            await batch.await_(wake, batch.all_done, total, progress)
-        except BaseException:
-            batch.cancel("cancelled by its caller")
-            raise
-        if progress is not None:
-            progress(batch.done, batch.submitted)
-        return batch.judged(self._rules.budget is not None)
+        batch = Batch(self._started(here=True), self._priced(), ordered=True)
+        return await batch.run_async(requests, progress, strict=self._rules.budget is not None)
 
     def stream(self, requests: Iterable[Request]) -> Stream:
-        """(index, outcome) as they come, by `for` or by `async for`; leaving early cancels."""
-        return Stream(self._started, self._checked(requests))
+        """(index, outcome) as they complete, by `for` or `async for`; leaving early cancels."""
+        return Stream(self._started, requests, self._priced())
 
     async def call(self, request: Request) -> Outcome:
         """One call, from any event loop."""
-        running = self._started(here=True)
+        running, engine = self._started(here=True)
         loop = asyncio.get_running_loop()
-        sink = One(loop, loop.create_future(), running[0].loop is loop)
-        running[0].soon(running[1].submit, sink, [(0, self._check(request))])
+        sink = One(loop, loop.create_future(), running.loop is loop)
+        items = [(0, check(request, self._priced()))]
+        running.loop.call_soon_threadsafe(engine.submit, sink, items)
         try:
             return await sink.future
         except asyncio.CancelledError:
-            running[0].soon(running[1].cancel, sink, "cancelled by its caller")
+            why = "cancelled by its caller"
+            running.loop.call_soon_threadsafe(engine.cancel, sink, why)
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the pool's own loop from plain code; inside it, `await pool.call`."""
-        running = self._started()
-        future = asyncio.run_coroutine_threadsafe(work, running[0].loop)
+        running, _ = self._started()
+        future = asyncio.run_coroutine_threadsafe(work, running.loop)
         try:
             return future.result()
         except BaseException:
@@ -190,11 +159,12 @@ class Pool:
 
     def cancel(self) -> None:
         """End every open call as `cancelled`; whoever waits gets what came back before."""
-        if self._engine is not None and self._background is not None:
-            self._background.soon(self._engine.cancel, None, "cancelled by Pool.cancel")
+        engine, running = self._engine, self._background
+        if engine is not None and running is not None:
+            running.loop.call_soon_threadsafe(engine.cancel, None, "cancelled by Pool.cancel")
 
     def stats(self) -> dict[str, Any]:
-        """Counts, latencies, tokens, money, and the state of each endpoint."""
+        """Counts, latencies, tokens, cost, and the state of each endpoint."""
         running, engine = self._started(here=True)
         if running.here:
             return engine.stats()
@@ -205,7 +175,7 @@ class Pool:
         return asyncio.run_coroutine_threadsafe(stats(), running.loop).result()
 
     def close(self) -> None:
-        """Cancel what is open, keep what came back, give sockets and files back."""
+        """Cancel what is open, commit what came back, close connections and files."""
         with self._lock:
             self._closed = True
             engine, running = self._engine, self._background
@@ -226,7 +196,7 @@ class Pool:
             self._engine.abort(error)
 
     def forget(self) -> None:
-        """After a fork: leave everything to the parent and begin anew."""
+        """After a fork: leave everything to the parent and start over."""
         self._lock = threading.Lock()
         if self._engine is not None:
             # For ever: closing its sockets here would take them out of the parent's selector.
@@ -249,8 +219,12 @@ class Pool:
         names = ", ".join(repr(endpoint.name) for endpoint in self.endpoints)
         return f"Pool({names}, limit={self._limit!r}, cache={self._cache!r})"
 
+    def _priced(self) -> Collection[str] | None:
+        """The models that may be called under a spending cap; None without one."""
+        return None if self._rules.max_cost is None else self._prices.keys()
+
     def _started(self, here: bool = False) -> tuple[Background, Engine]:
-        """The engine of this process, made when first asked for, anew after a fork."""
+        """The engine of this process, made at the first call, and again after a fork."""
         running = self._background
         engine = self._engine
         if engine is None or running is None or running.pid != os.getpid():
@@ -258,8 +232,8 @@ class Pool:
                 running, engine = self._start()
         if running.here and not here:
             raise ConfigError(
-                "map, run and for wait, and this code runs on the pool's own loop, which would "
-                "wait for itself; use await pool.amap, await pool.call or async for"
+                "map, run and for block, and this code runs on the pool's own event loop, which "
+                "would deadlock; use await pool.amap, await pool.call or async for"
             )
         return running, engine
 
@@ -272,56 +246,22 @@ class Pool:
         if any(endpoint.remote for endpoint in self.endpoints):
             # Importing aiohttp takes a while, which is nobody's deadline to lose.
             import_module("batchwright.calls.wire.http")
-        keeper = None
-        if self._cache is not None:
-            from batchwright.calls.cache.writer import Keeper
-
-            keeper = Keeper(self._cache, running.loop, lambda error: engine.abort(error))
-        lanes = [self._lane(endpoint) for endpoint in self.endpoints]
-        ledger = Ledger(self._prices)
-        engine = Engine(running.loop, lanes, self._rules, ledger, keeper, self._events)
+        upstreams = [self._upstream(endpoint) for endpoint in self.endpoints]
+        cache = None if self._cache is None else CacheThread(self._cache, running.loop)
+        stats = Stats(self._prices)
+        engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events)
         self._engine, self._background = engine, running
         running.at_exit.add(self)
         weakref.finalize(self, _forgotten, running, engine, self._own_cache).atexit = False
         return running, engine
 
-    def _lane(self, endpoint: Endpoint) -> Lane:
+    def _upstream(self, endpoint: Endpoint) -> Upstream:
         limit, found = limit_for(endpoint, self._limit, self._rules.remember)
         rates = None
         if self._rates != (None, None):
-            from batchwright.calls.limit.rates import RateBuckets
-
-            rates = RateBuckets(models.home() / "rates.db", *self._rates, name=endpoint.name)
+            rates = SharedRateLimit(models.home() / "rates.db", endpoint.name, *self._rates)
         alone = len(self.endpoints) == 1
-        return Lane(endpoint, limit, found and self._rules.remember, rates, alone)
-
-    def _checked(self, requests: Iterable[Request]) -> Iterator[Request]:
-        return map(self._check, requests)
-
-    def _check(self, request: Request) -> Request:
-        if not isinstance(request, Request):
-            raise ConfigError(
-                f"a pool takes requests, not a {type(request).__name__}; write chat(model, prompt)"
-            )
-        if request.body.get("stream"):
-            raise ConfigError("answers come whole; leave `stream` out of the request")
-        if self._rules.max_cost is not None and request.model not in self._prices:
-            raise ConfigError(
-                f"there is no price for the model {request.model!r} to hold max_cost by; "
-                f"prices has {sorted(self._prices)}"
-            )
-        return request
-
-
-def _opened(given: "str | os.PathLike[str] | Cache | None") -> "tuple[Cache | None, bool]":
-    """The cache, and whether it is the pool's own to close."""
-    if given is None:
-        return None, False
-    from batchwright.calls.cache.store import Cache
-
-    if isinstance(given, Cache):
-        return given, False
-    return Cache(Path(given)), True
+        return Upstream(endpoint, limit, found and self._rules.remember, rates, alone)
 
 
 def _forgotten(running: Background, engine: Engine, own_cache: bool) -> None:

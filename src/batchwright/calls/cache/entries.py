@@ -1,115 +1,113 @@
-"""Requests and answers as the bytes that a cache keeps."""
+"""Requests and responses as the rows of a cache file."""
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from batchwright.calls.outcome import Done, Usage
+from batchwright.calls.outcome import Done, Usage, read_body
 from batchwright.calls.request import Request
-from batchwright.calls.wire.openai import read_off
 from batchwright.errors import ConfigError
 
 __all__ = [
-    "checksum",
+    "KEY_BYTES",
+    "Row",
+    "as_json",
     "is_cut_off",
-    "is_empty",
-    "is_whole",
-    "line",
-    "moment",
-    "pack",
-    "pack_request",
+    "is_intact",
+    "pack_row",
+    "timestamp",
     "unpack",
 ]
 
+Row = tuple[bytes, bytes, int, str, bytes, bytes]
+"""An entry as it stands in the file: key, checksum, time, model, response, request."""
+
+KEY_BYTES = 16
+"""Of a key in the file: it stands there twice, and half of SHA-256 tells requests apart too."""
 CUT_OFF = ("length", "content_filter")
-"""Reasons to finish that leave an answer incomplete."""
+"""Finish reasons that leave a response incomplete."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _DECODE = json.JSONDecoder().decode
 
 
-def pack(done: Done) -> bytes | None:
-    """An answer as JSON: its body, and what cannot be read off the body; None if it is not JSON.
+def pack_row(request: Request, done: Done, *, keep_cut_off: bool) -> Row | None:
+    """The row of a response; None if it may not be cached.
 
-    >>> pack(Done("4", {"choices": [{"text": "4", "finish_reason": "stop"}]}, "stop"))
-    b'{"body":{"choices":[{"text":"4","finish_reason":"stop"}]}}'
+    Cached are responses to exact requests that are neither empty nor, without `keep_cut_off`,
+    cut off.
     """
-    raw = done.raw
-    # Lines are for people and only take space; the other two are not JSON, though Python reads
-    # them: whoever exports the answer could not.
-    if raw is not None and not (b"\n" in raw or b"NaN" in raw or b"Infinity" in raw):
-        return b'{"body":' + raw + b"}"
-    text, finish, usage = read_off(done.body)
-    kept: dict[str, Any] = {}
-    if done.text != text:
-        kept["text"] = done.text
-    if done.finish != finish:
-        kept["finish"] = done.finish
-    if done.usage != usage:
-        kept["usage"] = done.usage and [done.usage.prompt_tokens, done.usage.completion_tokens]
-    kept = {"body": dict(done.body), **kept}
-    try:
-        return _json(kept)
-    except (TypeError, ValueError):
+    if not request.exact or _is_empty(request, done):
         return None
+    if not keep_cut_off and is_cut_off(done):
+        return None
+    response = _pack(done)
+    if response is None:
+        return None
+    key = request.key[:KEY_BYTES]
+    model = request.model
+    if not model.isascii():
+        # Half of a surrogate pair has no UTF-8.
+        model = model.encode(errors="replace").decode()
+    return key, _checksum(key, response), int(time.time()), model, response, _pack_request(request)
 
 
 def unpack(data: bytes) -> Done:
-    """The answer again, as it comes from a cache."""
-    kept = _DECODE(data.decode())
-    text, finish, usage = read_off(kept["body"])
-    if "usage" in kept:
-        usage = kept["usage"] and Usage(*kept["usage"])
+    """The response in a row."""
+    entry = _DECODE(data.decode())
+    text, finish, usage = read_body(entry["body"])
+    if "usage" in entry:
+        usage = entry["usage"] and Usage(*entry["usage"])
     return Done(
-        text=kept.get("text", text),
-        body=kept["body"],
-        finish=kept.get("finish", finish),
+        text=entry.get("text", text),
+        body=entry["body"],
+        finish=entry.get("finish", finish),
         usage=usage,
         tries=0,
         source="cache",
     )
 
 
-def pack_request(request: Request) -> bytes:
-    """A request as JSON, for people and for export; never read to answer one."""
-    if request.draw is None and not request.salt:
-        return b'{"kind":"' + request.kind.encode() + b'","body":' + request.data + b"}"
-    rest: dict[str, Any] = {"kind": request.kind}
-    if request.draw is not None:
-        rest["draw"] = request.draw
-    if request.salt:
-        rest["salt"] = request.salt
-    return _json(rest)[:-1] + b',"body":' + request.data + b"}"
+def is_intact(key: bytes, checksum: bytes, response: bytes) -> bool:
+    """Whether a row is what was written; SQLite may return any type for a damaged one."""
+    return (
+        isinstance(key, bytes)
+        and isinstance(response, bytes)
+        and _checksum(key, response) == checksum
+    )
 
 
-def checksum(key: bytes, answer: bytes) -> bytes:
-    """Eight bytes that tell whether these two belong together."""
-    return hashlib.blake2b(key + answer, digest_size=8).digest()
+def is_cut_off(done: Done) -> bool:
+    """Whether any choice of the response stopped before its end."""
+    if done.finish in CUT_OFF:
+        return True
+    choices = done.body.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2:
+        return False
+    return any(one.get("finish_reason") in CUT_OFF for one in _choices(done.body))
 
 
-def is_whole(key: bytes, digest: bytes, answer: bytes) -> bool:
-    """Whether a row is what was written; SQLite may give any type for a damaged one."""
-    return isinstance(key, bytes) and isinstance(answer, bytes) and checksum(key, answer) == digest
-
-
-def line(key: bytes, at: int, digest: bytes, answer: bytes, told: bytes) -> dict[str, Any] | None:
-    """An entry for people; None unless both its halves are what was written."""
-    if not is_whole(key, digest, answer):
+def as_json(
+    key: bytes, at: int, checksum: bytes, response: bytes, packed: bytes
+) -> dict[str, Any] | None:
+    """A row for export; None unless both request and response are what was written."""
+    if not is_intact(key, checksum, response):
         return None
     try:
-        kept = json.loads(told)
-        request = Request(kept["kind"], kept["body"], kept.get("draw"), kept.get("salt", ""))
+        entry = json.loads(packed)
+        request = Request(entry["kind"], entry["body"], entry.get("draw"), entry.get("salt", ""))
     except (ConfigError, ValueError, TypeError, KeyError, AttributeError):
-        # The checksum covers the answer only; a torn request may be anything.
+        # The checksum covers the response only; a damaged request may be anything.
         return None
     if not request.key.startswith(key):
         return None
-    done = unpack(answer)
+    done = unpack(response)
     return {
         "key": request.key.hex(),
-        "at": moment(at).isoformat(),
+        "at": timestamp(at).isoformat(),
         "kind": request.kind,
         "draw": request.draw,
         "salt": request.salt,
@@ -121,13 +119,55 @@ def line(key: bytes, at: int, digest: bytes, answer: bytes, told: bytes) -> dict
     }
 
 
-def moment(seconds: int) -> datetime:
-    """Seconds since 1970 as a time in UTC, inside the years that Python knows."""
+def timestamp(seconds: int) -> datetime:
+    """Seconds since 1970 as a time in UTC, clipped to the years that Python knows."""
     return datetime.fromtimestamp(min(max(seconds, 0), 253402300799), UTC)
 
 
-def is_empty(request: Request, done: Done) -> bool:
-    """Whether the server answered with nothing: no text, no call of a tool, no vector."""
+def _pack(done: Done) -> bytes | None:
+    """A response as JSON: its body, and what `read_body` does not find in it; None if not JSON.
+
+    >>> _pack(Done("4", {"choices": [{"text": "4", "finish_reason": "stop"}]}, "stop"))
+    b'{"body":{"choices":[{"text":"4","finish_reason":"stop"}]}}'
+    """
+    raw = done.raw
+    # Line breaks only take space; the other two are not JSON, though Python reads them: whoever
+    # exports the response could not.
+    if raw is not None and not (b"\n" in raw or b"NaN" in raw or b"Infinity" in raw):
+        return b'{"body":' + raw + b"}"
+    text, finish, usage = read_body(done.body)
+    entry: dict[str, Any] = {"body": dict(done.body)}
+    if done.text != text:
+        entry["text"] = done.text
+    if done.finish != finish:
+        entry["finish"] = done.finish
+    if done.usage != usage:
+        entry["usage"] = done.usage and [done.usage.prompt_tokens, done.usage.completion_tokens]
+    try:
+        return _json(entry)
+    except (TypeError, ValueError):
+        return None
+
+
+def _pack_request(request: Request) -> bytes:
+    """A request as JSON, for people and for export; never read to serve one."""
+    if request.draw is None and not request.salt:
+        return b'{"kind":"' + request.kind.encode() + b'","body":' + request.data + b"}"
+    rest: dict[str, Any] = {"kind": request.kind}
+    if request.draw is not None:
+        rest["draw"] = request.draw
+    if request.salt:
+        rest["salt"] = request.salt
+    return _json(rest)[:-1] + b',"body":' + request.data + b"}"
+
+
+def _checksum(key: bytes, response: bytes) -> bytes:
+    """Eight bytes that tell whether these two belong together."""
+    return hashlib.blake2b(key + response, digest_size=8).digest()
+
+
+def _is_empty(request: Request, done: Done) -> bool:
+    """Whether the response holds nothing: no text, no tool call, no vector."""
     if done.text:
         return False
     if request.kind == "embed":
@@ -136,16 +176,6 @@ def is_empty(request: Request, done: Done) -> bool:
         isinstance(choice.get("message"), dict) and choice["message"].get("tool_calls")
         for choice in _choices(done.body)
     )
-
-
-def is_cut_off(done: Done) -> bool:
-    """Whether any choice of the answer stopped before its end."""
-    if done.finish in CUT_OFF:
-        return True
-    choices = done.body.get("choices")
-    if not isinstance(choices, list) or len(choices) < 2:
-        return False
-    return any(one.get("finish_reason") in CUT_OFF for one in _choices(done.body))
 
 
 def _choices(body: Mapping[str, Any]) -> list[dict[str, Any]]:

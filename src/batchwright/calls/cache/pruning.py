@@ -1,4 +1,4 @@
-"""What is removed from a call cache, and how its space goes back to the disk."""
+"""Removing rows from a call cache and freeing their disk space."""
 
 import time
 from typing import Any
@@ -8,34 +8,34 @@ from batchwright.calls.cache.sqlite import Database
 __all__ = ["prune"]
 
 PART = 2000
-"""Rows removed in one transaction, so that writers of other processes come in between."""
+"""Rows removed in one transaction, so that writers of other processes get their turn."""
 BYTES = "(length(answer) + length(request))"
 
 
 def prune(
     database: Database, older_than_s: float | None, max_bytes: int | None, model: str | None
 ) -> int:
-    """Remove rows by age and model, then the oldest until the file fits; how many went."""
-    those, values = ("model = ?", [model]) if model is not None else ("1", [])
+    """Remove rows by age and model, then the oldest until the file fits; how many were removed."""
+    where, values = ("model = ?", [model]) if model is not None else ("1", [])
     removed = 0
     if older_than_s is not None:
-        removed += _remove(database, f"{those} AND at <= ?", [*values, time.time() - older_than_s])
+        removed += _remove(database, f"{where} AND at <= ?", [*values, time.time() - older_than_s])
     elif max_bytes is None:
-        removed += _remove(database, those, values)
-    while max_bytes is not None and (ids := _oldest_over(database, max_bytes, those, values)):
+        removed += _remove(database, where, values)
+    while max_bytes is not None and (ids := _oldest_over(database, max_bytes, where, values)):
         removed += _remove_ids(database, ids)
     with database.writing() as connection:
         connection.execute("DELETE FROM leases WHERE until < ?", (time.time(),))
     with database.reading() as connection:
-        # Page by page, each a step; `execute` would take the first step only.
+        # One page a step; `execute` would take the first step only.
         connection.executescript("PRAGMA incremental_vacuum")
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     return removed
 
 
-def _remove(database: Database, those: str, values: list[Any]) -> int:
+def _remove(database: Database, where: str, values: list[Any]) -> int:
     with database.reading() as connection:
-        query = f"SELECT id FROM entries WHERE {those}"
+        query = f"SELECT id FROM entries WHERE {where}"
         ids = connection.execute(query, values).fetchall()
     return _remove_ids(database, ids)
 
@@ -49,11 +49,11 @@ def _remove_ids(database: Database, ids: list[tuple[int]]) -> int:
 
 
 def _oldest_over(
-    database: Database, max_bytes: int, those: str, values: list[Any]
+    database: Database, max_bytes: int, where: str, values: list[Any]
 ) -> list[tuple[int]]:
-    """The oldest rows that make up what the file has over `max_bytes`, as far as one can say.
+    """The oldest rows that together are about what the file has over `max_bytes`.
 
-    A page is freed when its last row goes, so this may need asking again.
+    A page is freed when its last row is removed, so call this again afterwards.
     """
     ids: list[tuple[int]] = []
     with database.reading() as connection:
@@ -65,11 +65,11 @@ def _oldest_over(
         if used <= max_bytes:
             return ids
         (values_bytes,) = connection.execute(f"SELECT total({BYTES}) FROM entries").fetchone()
-        # Each row stands for its share of all that is around the rows. At least a hundredth goes,
-        # or the last few bytes would take many turns.
+        # Each row counts with its share of the overhead. At least a hundredth is removed, or the
+        # last few bytes would take many rounds.
         over = max(used - max_bytes, used / 100) * values_bytes / used
         rows = connection.execute(
-            f"SELECT id, {BYTES} FROM entries WHERE {those} ORDER BY id", values
+            f"SELECT id, {BYTES} FROM entries WHERE {where} ORDER BY id", values
         )
         for id_, row_bytes in rows:
             ids.append((id_,))

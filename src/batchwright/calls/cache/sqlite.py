@@ -1,4 +1,4 @@
-"""One SQLite file that threads, processes and forks share."""
+"""An SQLite file that threads, processes and forks share."""
 
 import contextlib
 import os
@@ -23,17 +23,17 @@ NETWORK = """
 pvfs2 smb2 smb3 smbfs wekafs fuse.ceph fuse.cephfs fuse.gcsfuse fuse.glusterfs fuse.goofys
 fuse.juicefs fuse.mount-s3 fuse.rclone fuse.s3fs fuse.smbnetfs fuse.sshfs
 """
-"""Filesystems that several machines may share; their locks and maps do not hold an SQLite file."""
+"""Filesystems of several machines, whose locks and memory maps are not safe for SQLite."""
 
 
 class Database:
-    """A file with one schema, known by its application id, in write-ahead mode.
+    """A file with one schema, identified by its application id, in write-ahead logging mode.
 
-    What `writing` has committed survives the end of the process, by `kill -9` too. A power cut
+    What `writing` has committed survives the end of the process, also by `kill -9`. A power cut
     may take the last seconds (whatever was written since the last checkpoint), never the file.
 
     Any thread may use it, one at a time. Before a fork the connection is closed, and each side
-    opens its own when it needs one: SQLite keeps its locks by process, so a connection that
+    opens its own when it needs one: SQLite holds its locks by process, so a connection that
     crosses a fork believes in locks that the child does not have.
     """
 
@@ -56,10 +56,10 @@ class Database:
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         if self.path.is_dir():
-            raise ConfigError(f"{self.path} is a folder; name a file for the {what}")
+            raise ConfigError(f"{self.path} is a folder; give the path of a file for the {what}")
         if read_only and not self.path.exists():
             raise MissingFile(f"no {what} at {self.path}; check the path")
-        # A file that is only read was made elsewhere, and nobody's locks matter to it.
+        # A file that is only read needs no locks.
         if not read_only:
             refuse_network(self.path, what)
         _alive.add(self)
@@ -68,19 +68,19 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection; whatever SQLite raises inside comes out as one of our sentences."""
+        """The connection; what SQLite raises inside comes out as an error of this package."""
         with self._lock:
             try:
                 yield self._open()
             except sqlite3.DatabaseError as error:
-                # What has no code of SQLite's is a mistake of ours and must be seen as such.
+                # Without an error code of SQLite it is a bug of ours and must be seen as such.
                 if not getattr(error, "sqlite_errorcode", 0):
                     raise
-                raise self._told(error) from error
+                raise self._translated(error) from error
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: all of it is kept when the block ends well, none of it otherwise."""
+        """A transaction: committed when the block ends well, rolled back otherwise."""
         self._refuse_if_read_only()
         with self.reading() as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -100,10 +100,10 @@ class Database:
 
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
-            raise ConfigError(f"the {self.what} {self.path} was opened to be read only")
+            raise ConfigError(f"the {self.what} {self.path} is open read-only; open it for writing")
 
     def close(self) -> None:
-        """Give the file back; the last one to do so folds its `-wal` file into it."""
+        """Close the file; the last one to do so merges its `-wal` file into it."""
         with self._lock:
             if self._connection is not None:
                 self._connection.close()
@@ -128,7 +128,7 @@ class Database:
             except OSError as error:
                 raise CannotWrite(
                     f"cannot make a folder for the {self.what} {self.path}: {error.strerror}; "
-                    f"name another place"
+                    f"choose another path"
                 ) from error
         elif Path(f"{self.path}-wal").exists():
             address += "?mode=ro"
@@ -138,7 +138,7 @@ class Database:
         connection = sqlite3.connect(
             address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
-        # A damaged text would fail to decode inside SQLite, before anyone could check it.
+        # Damaged text would fail to decode inside SQLite, before its checksum could be checked.
         connection.text_factory = bytes
         return connection
 
@@ -151,12 +151,12 @@ class Database:
             seen = self._stamp(connection)
         if seen[0] != self._application_id:
             raise BadFile(
-                f"{self.path} is an SQLite file of another kind, not a {self.what}; name another"
+                f"{self.path} is an SQLite file but not a {self.what}; choose another path"
             )
         if seen[1] != self._version:
             raise BadFile(
                 f"the {self.what} {self.path} has format {seen[1]}, this version reads "
-                f"{self._version}; use the version that wrote it or name another file"
+                f"{self._version}; use the version that wrote it or choose another file"
             )
         if not self.read_only:
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -165,7 +165,7 @@ class Database:
         connection.execute("PRAGMA cache_size = -32000")
 
     def _create(self, connection: sqlite3.Connection) -> None:
-        # Answers of some kilobytes would leave much of smaller pages empty.
+        # Responses of some kilobytes would leave much of smaller pages empty.
         connection.execute("PRAGMA page_size = 16384")
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         _to_wal(connection)
@@ -188,43 +188,42 @@ class Database:
                 connection.execute("ROLLBACK")
         return application_id, version
 
-    def _told(self, error: sqlite3.DatabaseError) -> BatchwrightError:
+    def _translated(self, error: sqlite3.DatabaseError) -> BatchwrightError:
         code = error.sqlite_errorcode & 0xFF
         named = f"the {self.what} {self.path}"
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             return BadFile(
-                f"{named} is damaged or none at all ({error}); move it away and run again"
+                f"{named} is damaged or not an SQLite file ({error}); move it away and run again"
             )
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
             return CannotWrite(
-                f"another process has kept {named} locked for {BUSY_S:.0f} s; "
-                f"look for one that hangs, or name another file"
+                f"another process has held {named} locked for {BUSY_S:.0f} s; "
+                f"look for one that hangs, or choose another file"
             )
         if code == sqlite3.SQLITE_FULL:
             return CannotWrite(
-                f"cannot write {named}: no space is left; what was in it before is still there, "
+                f"cannot write {named}: no space is left on the disk; its contents are intact, "
                 f"free some space and run again"
             )
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             if self.read_only:
                 return CannotWrite(
-                    f"{named} has unfinished writes beside it and its folder is read-only "
-                    f"({error}); copy it with its -wal file to a place you can write"
+                    f"{named} has an unmerged -wal file and its folder is read-only "
+                    f"({error}); copy both files to a folder you can write"
                 )
             return CannotWrite(
                 f"cannot write {named}: it or its folder is read-only ({error}); "
-                f"change the permissions, name another place, or open it to be read only"
+                f"change the permissions, choose another path, or open it read-only"
             )
         if code == sqlite3.SQLITE_IOERR:
             return CannotWrite(
-                f"the disk refuses to read or write {named} ({error}); "
-                f"check its space and its health, then run again"
+                f"I/O error on {named} ({error}); check the disk's space and health, then run again"
             )
         return BadFile(f"{named} cannot be used: {error}; move it away and run again")
 
 
 def filesystem(path: Path, mountinfo: str) -> str:
-    """The type of the filesystem that `path` is on, by the lines of /proc/self/mountinfo.
+    """The type of the filesystem that holds `path`, from the lines of /proc/self/mountinfo.
 
     >>> lines = "1 0 8:1 / / rw - ext4 /dev/sda rw\\n2 1 0:5 / /data rw - nfs4 server:/x rw"
     >>> filesystem(Path("/data/calls.db"), lines), filesystem(Path("/database.db"), lines)
@@ -236,7 +235,7 @@ def filesystem(path: Path, mountinfo: str) -> str:
         fields = left.split()
         if len(fields) < 5 or not right:
             continue
-        # Spaces and the like are written as octal numbers.
+        # Spaces and the like are octal escapes.
         mount = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
         # Of two mounts on one place the later one lies on top.
         if path.is_relative_to(mount) and len(mount.parts) >= depth:
@@ -245,7 +244,7 @@ def filesystem(path: Path, mountinfo: str) -> str:
 
 
 def refuse_network(path: Path, what: str) -> None:
-    """Raise if `path` would lie on a filesystem where processes cannot share an SQLite file."""
+    """Raise if `path` is on a filesystem where processes cannot share an SQLite file."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:
@@ -254,7 +253,7 @@ def refuse_network(path: Path, what: str) -> None:
     if kind in NETWORK.split():
         raise ConfigError(
             f"{path} is on a network filesystem ({kind}), where processes cannot share a {what} "
-            f"safely; name a place on a local disk"
+            f"safely; choose a path on a local disk"
         )
 
 
@@ -263,7 +262,7 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 
 def _to_wal(connection: sqlite3.Connection) -> None:
-    """Change the mode; SQLite does not wait here by itself when another process does the same."""
+    """Switch the mode; SQLite does not wait by itself when another process does the same."""
     end = time.monotonic() + BUSY_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Answers that are kept, so that an equal exact request is never paid for twice."""
+"""Cached responses, so that an equal exact request is never paid for twice."""
 
 import contextlib
 import json
@@ -12,8 +12,9 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Literal, Self, TypeVar
 
-from batchwright.calls.cache import entries as form
-from batchwright.calls.cache.owners import is_dead, new_owner
+from batchwright.calls.cache import entries
+from batchwright.calls.cache.entries import KEY_BYTES, Row
+from batchwright.calls.cache.process_id import has_exited, new_owner
 from batchwright.calls.cache.pruning import prune
 from batchwright.calls.cache.sqlite import Database
 from batchwright.calls.outcome import Done, Outcome
@@ -24,15 +25,11 @@ from batchwright.files import writing
 __all__ = ["Cache", "CacheStats", "Row"]
 
 T = TypeVar("T")
-Row = tuple[bytes, bytes, int, str, bytes, bytes]
-"""An entry as it stands in the file."""
 
 APPLICATION_ID = 0x62774361
 VERSION = 2
-KEY = 16
-"""Bytes of a key in the file: it stands there twice, and half of SHA-256 tells calls apart too."""
-# The answer stands before the request, so that a get need not read past it. Random keys stay out
-# of the table's own order: answers are appended, only the index is written all over.
+# The response stands before the request, so that a get need not read past it. Random keys stay
+# out of the table's own order: rows are appended, only the index is written all over.
 SCHEMA = """
 CREATE TABLE entries(
     id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, digest BLOB NOT NULL,
@@ -47,7 +44,7 @@ CHUNK = 128
 """Keys or rows of one statement, at most."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
-# Only where nobody has answered yet and nobody else has a lease, not even one that is over.
+# Only where there is no response yet and nobody else has a lease, not even an expired one.
 LEASE = (
     "INSERT INTO leases SELECT column1, ?, ? FROM (VALUES {}) "
     "WHERE NOT EXISTS (SELECT 1 FROM entries WHERE key = column1) "
@@ -58,34 +55,34 @@ INSERT = "INSERT OR {} INTO entries(key, digest, at, model, answer, request) VAL
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a cache holds and what it has saved."""
+    """What a cache holds and how often it was used."""
 
     entries: int
     value_bytes: int
-    """Requests and answers alone."""
+    """Requests and responses alone."""
     file_bytes: int
-    """With everything around them, and what is not yet folded into the file."""
+    """The file with its overhead and its write-ahead log."""
     models: dict[str, int]
-    """Answers by model, the most first."""
+    """Responses by model, the most first."""
     hits: int
-    """Answers given since `since`, by every process that closed the cache or put something."""
+    """Responses served since `since`, by every process that closed the cache or put something."""
     since: datetime
     oldest: datetime | None
     newest: datetime | None
     damaged: int
-    """Entries that this process met and did not believe."""
+    """Entries with a wrong checksum that this process met."""
 
 
 class Cache:
-    """A file of answers by `Request.key`; any number of processes and threads may share it.
+    """A file of responses by `Request.key`; any number of processes and threads may share it.
 
-    When `put_many` has returned, its answers survive `kill -9`. A power cut may take the last
-    seconds of them. Every answer carries a checksum with its key: one that was damaged is a miss,
-    is counted in `damaged`, and is replaced by the next answer.
+    When `put_many` has returned, its responses survive `kill -9`. A power cut may take the last
+    seconds of them. Every response carries a checksum with its key: a damaged one is a miss, is
+    counted in `damaged`, and is replaced by the next response.
 
-    Kept are answers to exact requests that are neither empty nor, unless `cut_off="keep"`, cut
-    off. The first answer stays. With `mode="replay"` the file is a cassette: it is only read, its
-    folder may be read-only, and nobody should write to it meanwhile.
+    Cached are responses to exact requests that are neither empty nor, unless `cut_off="keep"`,
+    cut off. The first response stays. With `mode="replay"` the file is a cassette: it is only
+    read, its folder may be read-only, and nobody should write to it meanwhile.
 
     >>> import tempfile
     >>> from batchwright.calls.request import chat
@@ -106,9 +103,9 @@ class Cache:
         mode: Literal["use", "replay"] = "use",
     ) -> None:
         if cut_off not in ("skip", "keep"):
-            raise ConfigError(f"cut_off={cut_off!r} is not known; give 'skip' or 'keep'")
+            raise ConfigError(f"cut_off must be 'skip' or 'keep', got {cut_off!r}")
         if mode not in ("use", "replay"):
-            raise ConfigError(f"mode={mode!r} is not known; give 'use' or 'replay'")
+            raise ConfigError(f"mode must be 'use' or 'replay', got {mode!r}")
         self.path = Path(path)
         self.cut_off = cut_off
         self.mode = mode
@@ -135,107 +132,93 @@ class Cache:
         return self._owner
 
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, Done]:
-        """The answers that are here; a key that is not in the result is a miss."""
+        """The responses that are here; a key that is not in the result is a miss."""
         self._notice_fork()
-        asked = {key[:KEY]: key for key in keys}
-        wanted = list(asked)
+        wanted = {key[:KEY_BYTES]: key for key in keys}
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
-            for key, digest, answer in _select(connection, ENTRIES, wanted):
-                # A damaged index may lead to a row that nobody asked for.
-                if key not in asked or not form.is_whole(key, digest, answer):
+            for key, checksum, response in _select(connection, ENTRIES, list(wanted)):
+                # A damaged index may lead to another row.
+                if key not in wanted or not entries.is_intact(key, checksum, response):
                     self.damaged += 1
-                elif (done := self._usable(answer)) is not None:
-                    found[asked[key]] = done
+                elif (done := self._usable(response)) is not None:
+                    found[wanted[key]] = done
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
         return found
 
-    def put_many(self, entries: Iterable[tuple[Request, Outcome]]) -> int:
-        """Keep what may be kept, in one transaction; how many of the entries are here now.
+    def put_many(self, outcomes: Iterable[tuple[Request, Outcome]]) -> int:
+        """Store what may be cached, in one transaction; how many of the outcomes are here now.
 
-        Leases on what was kept end with it.
+        Leases on what was stored end with it.
         """
-        rows = [self.row(request, outcome) for request, outcome in entries]
+        rows = [
+            self.row(request, outcome) for request, outcome in outcomes if isinstance(outcome, Done)
+        ]
         return self.put_rows([row for row in rows if row is not None])
 
-    def row(self, request: Request, outcome: Outcome) -> Row | None:
-        """What `put_rows` keeps of an answer; None if it may not be kept. Touches no disk."""
-        if not isinstance(outcome, Done) or not self._keeps(request, outcome):
-            return None
-        answer = form.pack(outcome)
-        if answer is None:
-            return None
-        key = request.key[:KEY]
-        model = request.model
-        if not model.isascii():
-            # Half of a surrogate pair has no UTF-8.
-            model = model.encode(errors="replace").decode()
-        checksum, told = form.checksum(key, answer), form.pack_request(request)
-        return key, checksum, int(time.time()), model, answer, told
+    def row(self, request: Request, done: Done) -> Row | None:
+        """What `put_rows` stores of a response; None if it may not be cached. Touches no disk."""
+        return entries.pack_row(request, done, keep_cut_off=self.cut_off == "keep")
 
     def put_rows(self, rows: Sequence[Row]) -> int:
-        """Keep these in one transaction, as `put_many` does."""
+        """Store these in one transaction, as `put_many` does."""
         if not rows:
             return 0
         keys = [row[0] for row in rows]
         if len(rows) <= CHUNK and not self._unsaved_hits:
-            # One statement is a transaction by itself. Around each one the interpreter changes
-            # hands, and whoever else needs it, as the loop of a pool, has to wait.
+            # One statement is a transaction by itself. Around each one the interpreter lock
+            # changes hands, and whoever else needs it, as the loop of a pool, has to wait.
             (statement,) = _statements(INSERT.format("IGNORE"), rows)
             if self._database.execute(*statement) == len(rows):
                 return len(rows)
         with self._database.writing() as connection:
             _insert(connection, INSERT.format("IGNORE"), rows)
-            sound = self._sound(connection, keys)
-            _insert(connection, INSERT.format("REPLACE"), [r for r in rows if r[0] not in sound])
+            intact = self._intact(connection, keys)
+            _insert(connection, INSERT.format("REPLACE"), [r for r in rows if r[0] not in intact])
             for _ in _select(connection, "DELETE FROM leases WHERE key IN ({})", keys):
                 pass
             self._save_hits(connection)
         return len(rows)
 
-    def lease(self, key: bytes, owner: str, ttl_s: float) -> bool:
-        """Whether `owner` may make this call now; see `lease_many`."""
-        return key in self.lease_many([key], owner, ttl_s)
-
     def lease_many(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> set[bytes]:
         """The keys that `owner` may call for the next `ttl_s` seconds, and nobody else.
 
-        The others have an answer by now or are being called by somebody: ask `get_many` again.
-        A lease ends when the answer is put, when it is released, when its time is over, or when
-        its owner (a name from `Cache.owner`) is no longer alive. To prolong one, lease again.
+        The others have a response by now or are being called by somebody: use `get_many` again.
+        A lease ends when the response is put, when it is released, when its time is over, or
+        when its owner (a name from `Cache.owner`) has exited. Leasing again renews it.
         """
         now = time.time()
-        asked = {key[:KEY]: key for key in keys}
+        wanted = {key[:KEY_BYTES]: key for key in keys}
         if all(
             # One statement is a transaction by itself; see `put_rows`.
             self._database.execute(LEASE.format(_marks(part)), [owner, now + ttl_s, *part])
             == len(part)
-            for part in _parts(list(asked))
+            for part in _parts(list(wanted))
         ):
             return set(keys)
         alive: dict[str, bool] = {owner: False}
         held: set[bytes] = set()
         with self._database.writing() as connection:
-            for key, name, until in _select(connection, LEASES, list(asked)):
+            for key, name, until in _select(connection, LEASES, list(wanted)):
                 holder = name.decode(errors="replace")
                 if holder not in alive:
-                    alive[holder] = not is_dead(holder)
+                    alive[holder] = not has_exited(holder)
                 if until > now and alive[holder]:
                     held.add(key)
-            granted = asked.keys() - held
-            granted -= self._sound(connection, list(granted))
+            granted = wanted.keys() - held
+            granted -= self._intact(connection, list(granted))
             rows = [(key, owner, now + ttl_s) for key in granted]
             _insert(connection, "INSERT OR REPLACE INTO leases VALUES ", rows)
-        return {asked[key] for key in granted}
+        return {wanted[key] for key in granted}
 
     def release(self, *keys: bytes, owner: str) -> None:
-        """End leases of `owner` without an answer, so that the next process need not wait."""
+        """End leases of `owner` without a response, so that the next process need not wait."""
         with self._database.writing() as connection:
             connection.executemany(
                 "DELETE FROM leases WHERE key = ? AND owner = ?",
-                [(key[:KEY], owner) for key in keys],
+                [(key[:KEY_BYTES], owner) for key in keys],
             )
 
     def stats(self) -> CacheStats:
@@ -248,9 +231,9 @@ class Cache:
             ).fetchall()
             since, hits = connection.execute("SELECT since, hits FROM tally").fetchone()
             file_bytes = sum(
-                side.stat().st_size
-                for side in (self.path, Path(f"{self.path}-wal"))
-                if side.exists()
+                file.stat().st_size
+                for file in (self.path, Path(f"{self.path}-wal"))
+                if file.exists()
             )
         return CacheStats(
             entries=sum(row[1] for row in rows),
@@ -258,9 +241,9 @@ class Cache:
             file_bytes=file_bytes,
             models={row[0].decode(errors="replace"): row[1] for row in rows},
             hits=hits + self._unsaved_hits,
-            since=form.moment(since),
-            oldest=form.moment(min(row[3] for row in rows)) if rows else None,
-            newest=form.moment(max(row[4] for row in rows)) if rows else None,
+            since=entries.timestamp(since),
+            oldest=entries.timestamp(min(row[3] for row in rows)) if rows else None,
+            newest=entries.timestamp(max(row[4] for row in rows)) if rows else None,
             damaged=self.damaged,
         )
 
@@ -271,21 +254,21 @@ class Cache:
         max_bytes: int | None = None,
         model: str | None = None,
     ) -> int:
-        """Remove the answers older than that, then the oldest until the file is small enough.
+        """Remove responses older than `older_than_s`, then the oldest until the file fits.
 
-        `model` narrows both to the answers of one model; alone it removes all of them. Space is
-        given back to the disk. Returns how many answers went.
+        `model` restricts both to the responses of one model; alone it removes all of them. Disk
+        space is freed. Returns how many responses were removed.
         """
         if older_than_s is None and max_bytes is None and model is None:
-            raise ConfigError("nothing says what to remove; give an age, a size or a model")
+            raise ConfigError("prune needs an age, a size or a model; give at least one of them")
         return prune(self._database, older_than_s, max_bytes, model)
 
     def export(
         self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
     ) -> int:
-        """Write every entry as a line of JSON, the request and its answer; how many there were.
+        """Write every request with its response as a line of JSON; how many there were.
 
-        What does not have its checksum is left out and counted in `damaged`.
+        Entries with a wrong checksum are skipped and counted in `damaged`.
         """
         written = 0
         with (
@@ -299,18 +282,18 @@ class Cache:
                     "SELECT key, at, digest, answer, request FROM entries ORDER BY id"
                 )
             ):
-                line = form.line(*row)
-                if line is None:
+                entry = entries.as_json(*row)
+                if entry is None:
                     self.damaged += 1
                 else:
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(entry) + "\n")
                     written += 1
                 if progress is not None and number % 1000 == 0:
                     progress(number, total)
         return written
 
     def close(self) -> None:
-        """Save the count of hits and give the file back; the next use would open it again."""
+        """Save the count of hits and close the file; the next use would open it again."""
         self._notice_fork()
         if self._unsaved_hits and self.mode == "use":
             # A count is not worth an error at the end of a run.
@@ -323,24 +306,17 @@ class Cache:
             # The parent saves its own hits, and a child is another owner.
             self._pid, self._owner, self._unsaved_hits = os.getpid(), new_owner(), 0
 
-    def _keeps(self, request: Request, done: Done) -> bool:
-        return (
-            request.exact
-            and not form.is_empty(request, done)
-            and (self.cut_off == "keep" or not form.is_cut_off(done))
-        )
+    def _usable(self, response: bytes) -> Done | None:
+        """The response, unless it was stored by somebody who keeps cut-off ones."""
+        done = entries.unpack(response)
+        return None if self.cut_off == "skip" and entries.is_cut_off(done) else done
 
-    def _usable(self, answer: bytes) -> Done | None:
-        """The answer, unless it was kept by somebody who wants cut-off ones."""
-        done = form.unpack(answer)
-        return None if self.cut_off == "skip" and form.is_cut_off(done) else done
-
-    def _sound(self, connection: Connection, keys: Sequence[bytes]) -> set[bytes]:
-        """Those of the keys that have an answer which `get_many` would give."""
+    def _intact(self, connection: Connection, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of the keys that have a response which `get_many` would return."""
         return {
             key
-            for key, digest, answer in _select(connection, ENTRIES, keys)
-            if form.is_whole(key, digest, answer) and self._usable(answer) is not None
+            for key, checksum, response in _select(connection, ENTRIES, keys)
+            if entries.is_intact(key, checksum, response) and self._usable(response) is not None
         }
 
     def _save_hits(self, connection: Connection) -> None:
@@ -350,7 +326,7 @@ class Cache:
 
 
 def _select(connection: Connection, query: str, keys: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-    """The rows of some keys, asked for many with each statement."""
+    """The rows of some keys, many with each statement."""
     for part in _parts(keys):
         yield from connection.execute(query.format(",".join("?" * len(part))), part)
 
@@ -374,7 +350,7 @@ def _statements(query: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[tuple[s
 def _parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Cut into few different lengths, so that statements are compiled once and used again.
 
-    The last item stands several times where that fills a part; it is asked for or put only once.
+    The last item is repeated to fill a part; a repeated key or row changes nothing.
     """
     for start in range(0, len(items), CHUNK):
         part = list(items[start : start + CHUNK])

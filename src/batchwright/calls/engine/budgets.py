@@ -1,33 +1,38 @@
-"""How many failures a run may have before it is stopped."""
+"""When a run is stopped: too many failures, or the spending cap."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
 
+from batchwright.calls.engine.stats import Stats, estimate_usage
 from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
-__all__ = ["ErrorBudget", "Failures"]
+__all__ = ["WHOLE_BATCH", "ErrorBudget", "Failures", "SpendingCap"]
 
 WHOLE_BATCH = 8
-"""A batch of at least so many calls that failed altogether is over any budget."""
+"""A batch of at least so many calls that all failed is over any budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
     """At most `fraction` of the last `window` calls may fail, nor all of a batch.
 
-    Fewer calls than `window` have the same number of failures free, so that the first failure
-    of a run does not end it. Cancelled calls do not count.
+    Fewer calls than `window` may have the same number of failures, so that the first failure of
+    a run does not end it. Cancelled calls do not count.
     """
 
     fraction: float = 0.02
     window: int = 1000
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction < 1 or self.window < 1:
+        if not 0 <= self.fraction < 1:
             raise ConfigError(
-                f"an error budget of {self.fraction} of {self.window} calls is not possible; "
-                f"give a fraction from 0 to below 1 and a window of 1 or more"
+                f"the fraction of an error budget must be in [0, 1), got {self.fraction}"
+            )
+        if self.window < 1:
+            raise ConfigError(
+                f"the window of an error budget must be at least 1, got {self.window}"
             )
 
     @property
@@ -36,13 +41,13 @@ class ErrorBudget:
 
 
 class Failures:
-    """The last outcomes against a budget.
+    """The last outcomes against an error budget.
 
     >>> failures = Failures(ErrorBudget(0.5, window=2))
     >>> failures.add(Failed(Kind.TIMEOUT, "60 s")), failures.add(Failed(Kind.EMPTY, "no text"))
     (False, True)
-    >>> failures.sentence()
-    '2 of the last 2 calls failed and 1 may: 1 timeout, 1 empty; the last one: no text'
+    >>> failures.summary()
+    '2 of the last 2 calls failed, 1 allowed: 1 timeout, 1 empty; the last error: no text'
     """
 
     def __init__(self, budget: ErrorBudget) -> None:
@@ -66,15 +71,47 @@ class Failures:
                 self._kinds[gone] -= 1
         return kind is not None and self._kinds.total() > self.budget.allowed
 
-    def sentence(self) -> str:
-        """What failed, as a table in words."""
+    def summary(self) -> str:
+        """How many failed, and of which kinds."""
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in self._kinds.most_common() if n)
         return (
-            f"{self._kinds.total():,} of the last {len(self._last):,} calls failed and "
-            f"{self.budget.allowed:,} may: {kinds}; the last one: {self._error}"
+            f"{self._kinds.total():,} of the last {len(self._last):,} calls failed, "
+            f"{self.budget.allowed:,} allowed: {kinds}; the last error: {self._error}"
         )
 
     def clear(self) -> None:
-        """Begin anew, after the budget was exceeded and said so."""
+        """Start over, after the budget was exceeded and reported."""
         self._last.clear()
         self._kinds.clear()
+
+
+class SpendingCap:
+    """At most `max_cost` dollars for the calls that `stats` counts.
+
+    A call in flight counts as the mean cost so far, or as estimated before the first response,
+    so only responses longer than usual can exceed the cap, and not by much.
+    """
+
+    def __init__(self, max_cost: float, stats: Stats) -> None:
+        self.max_cost = max_cost
+        self.reached = False
+        """No call is sent any more, whatever the ones in flight turn out to cost."""
+        self._stats = stats
+
+    def allows(self, request: Request, in_flight: int) -> bool:
+        """Whether this call fits under the cap next to those in flight."""
+        spent = self._stats.cost + (in_flight + 1) * self._cost_per_call(request)
+        return not self.reached and spent <= self.max_cost
+
+    def close(self, request: Request) -> str:
+        """Stop spending, because nothing is in flight and the next call is too much; the reason."""
+        self.reached = True
+        return (
+            f"the spending cap max_cost={self.max_cost:g} is reached: {self._stats.cost:.6g} "
+            f"spent, the next call would cost about {self._cost_per_call(request):.2g}; raise it "
+            f"and run again, finished calls are kept"
+        )
+
+    def _cost_per_call(self, request: Request) -> float:
+        stats = self._stats
+        return stats.mean_cost or stats.price(request, estimate_usage(request))

@@ -1,118 +1,205 @@
-"""An endpoint at work: its transport, its limit, its health and its rates."""
+"""An endpoint at work: its connections, its concurrency limit, its rate limit and its health."""
 
 import asyncio
-import json
+import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from batchwright.calls.cache.limits import load_limit
+from batchwright.calls.cache.rates import RateFile
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.engine.breaker import Breaker
+from batchwright.calls.limit.auto import AutoLimit
+from batchwright.calls.limit.fixed import FixedLimit, Limit
+from batchwright.calls.limit.rates import RateLimit
 from batchwright.calls.outcome import Done, Kind, Outcome
-from batchwright.errors import CannotWrite, ConfigError
-from batchwright.files import write_atomic
-from batchwright.models import registry as models
+from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchwright.calls.limit.auto import Limit
-    from batchwright.calls.limit.rates import RateBuckets
     from batchwright.calls.wire.http import Transport
 
-__all__ = ["Lane", "limit_for", "memory_path", "remember", "remembered"]
+__all__ = ["Breaker", "SharedRateLimit", "Upstream", "limit_for"]
 
 SILENT = {Kind.TIMEOUT, Kind.UNREACHABLE}
-BAD = {Kind.TIMEOUT, Kind.UNREACHABLE, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
+UNHEALTHY = {*SILENT, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
 """What an unhealthy server sends, or does not; a refusal with a reason comes from a healthy one."""
 
 
+@dataclass(slots=True)
+class Breaker:
+    """A circuit breaker: opens after `max_failures` in a row, then lets single calls probe.
+
+    The pauses between probes double from `first_s` to `max_s`; one success closes it. Times are
+    arguments of the caller's clock.
+
+    >>> breaker = Breaker(max_failures=2)
+    >>> breaker.on_failure(0.0); breaker.on_failure(0.1)
+    >>> breaker.open_until
+    0.6
+    """
+
+    max_failures: int = 5
+    first_s: float = 0.5
+    max_s: float = 5.0
+    open_until: float | None = None
+    """When the next probe may go; None while the circuit is closed and calls flow."""
+    opened: int = 0
+    """How often it opened."""
+    _failures: int = 0
+    _pause_s: float = 0.0
+
+    def on_success(self) -> None:
+        """The server answered, possibly with a refusal."""
+        self._failures = 0
+        self.open_until = None
+
+    def on_failure(self, now: float) -> None:
+        """Nothing came back that a healthy server would send."""
+        self._failures += 1
+        if self.open_until is None:
+            if self._failures >= self.max_failures:
+                self.opened += 1
+                self._pause_s = self.first_s
+                self.open_until = now + self._pause_s
+        elif now >= self.open_until:
+            # The probe failed. Calls that were in flight when it opened say nothing new.
+            self._pause_s = min(self.max_s, 2 * self._pause_s)
+            self.open_until = now + self._pause_s
+
+
+class SharedRateLimit:
+    """Requests and tokens per minute for every process that names the same file and endpoint.
+
+    `now` must be `time.monotonic()`. A call reads and writes a small file, about 0.1 ms.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        name: str,
+        rpm: float | None = None,
+        tpm: float | None = None,
+        burst_s: float = 1.0,
+    ) -> None:
+        self._rate = RateLimit(rpm, tpm, burst_s)
+        self._counts_tokens = tpm is not None
+        self._file = RateFile(path)
+        self._name = name
+
+    def reserve(self, tokens: float, now: float) -> float:
+        """Take one request and its estimated tokens, 0.0; or take nothing and return the wait."""
+        with self._file.locked(self._name) as full_at:
+            self._rate.set_full_at(*full_at)
+            wait = self._rate.reserve(tokens, now)
+            self._save(full_at)
+        return wait
+
+    def settle(self, estimate: float, actual: float) -> None:
+        """Replace the tokens that were reserved by those that the server counted."""
+        if self._counts_tokens and actual != estimate:
+            with self._file.locked(self._name) as full_at:
+                self._rate.set_full_at(*full_at)
+                self._rate.settle(estimate, actual)
+                self._save(full_at)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _save(self, full_at: list[float]) -> None:
+        for place, moment in enumerate(self._rate.full_at()):
+            # A process that has no limit on tokens leaves the bucket to those that have.
+            if moment is not None:
+                full_at[place] = moment
+
+
 @dataclass(slots=True, eq=False)
-class Lane:
+class Upstream:
     """What the engine knows about one endpoint."""
 
     endpoint: Endpoint
-    limit: "Limit"
+    limit: Limit
     learns: bool
-    """Whether the limit is found, not given, and so is worth remembering."""
-    rates: "RateBuckets | None" = None
+    """Whether the limit is found, not given, and so is worth saving for the next run."""
+    rates: SharedRateLimit | None = None
     alone: bool = False
-    """Whether there is no other endpoint to go to."""
+    """Whether there is no other endpoint to send to."""
     breaker: Breaker = field(default_factory=Breaker)
     in_flight: int = 0
     blocked_until: float = 0.0
-    """When the rates allow the next call."""
+    """When the rate limit allows the next call."""
     transport: "Transport | None" = None
-    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def open(self) -> "Transport":
+    async def connect(self) -> "Transport":
         """The transport, made at the first call."""
         from batchwright.calls.wire.http import connect
 
-        async with self._opening:
+        async with self._connecting:
             if self.transport is None:
                 self.transport = await connect(self.endpoint)
         return self.transport
 
+    def has_room(self, now: float) -> bool:
+        """Whether it takes one more call now."""
+        return self.in_flight < self.limit.limit and self.closed_until(now) <= now
+
     def closed_until(self, now: float) -> float:
-        """When the next call may go, other calls apart; `now` or earlier if at once."""
+        """When the next call may go, whatever is in flight; `now` or earlier if at once."""
         until = max(self.limit.pause_until, self.blocked_until)
         if self.breaker.open_until is not None:
             if self.in_flight:
-                # The probe is under way; its end is what everybody waits for.
+                # A probe is in flight; everything waits for its end.
                 return float("inf")
             until = max(until, self.breaker.open_until)
         return until
 
     def learn(self, now: float, seconds: float, outcome: Outcome) -> None:
-        """What one try says about the endpoint; it still counts as in flight."""
+        """Update limit and breaker by one try, which still counts as in flight."""
         if isinstance(outcome, Done):
             self.limit.on_done(now, seconds, self.in_flight, True)
-            self.breaker.on_good()
+            self.breaker.on_success()
         elif outcome.kind is Kind.RATE_LIMITED:
             self.limit.on_reject(now, self.in_flight, outcome.retry_after_s)
-            self.breaker.on_good()
+            self.breaker.on_success()
         else:
             self.limit.on_done(now, seconds, self.in_flight, False)
-            # Where nobody else could be asked, one that answers at all is not set aside: calls
-            # that it never answers well would wait for each other's probes.
-            if outcome.kind in (SILENT if self.alone else BAD):
-                self.breaker.on_bad(now)
+            # Without another endpoint, one that answers at all stays in use: calls that it never
+            # answers well would wait for each other's probes.
+            if outcome.kind in (SILENT if self.alone else UNHEALTHY):
+                self.breaker.on_failure(now)
             else:
-                self.breaker.on_good()
+                self.breaker.on_success()
 
     def as_dict(self, now: float) -> dict[str, Any]:
-        aside = self.breaker.open_until is not None
         return {
             "endpoint": self.endpoint.name,
             "in_flight": self.in_flight,
             "limit": self.limit.limit,
-            "set_aside": aside,
+            "set_aside": self.breaker.open_until is not None,
             "times_set_aside": self.breaker.opened,
             "paused_s": round(max(0.0, self.limit.pause_until - now), 3),
         }
 
 
 def limit_for(
-    endpoint: Endpoint, given: "Literal['auto'] | int | Limit", remember: bool
-) -> "tuple[Limit, bool]":
-    """The limit of an endpoint by what a pool was given, and whether it is a found one.
+    endpoint: Endpoint, given: Literal["auto"] | int | Limit, remember: bool
+) -> tuple[Limit, bool]:
+    """The limit of an endpoint from the `limit` of a pool, and whether it is found automatically.
 
-    With `remember` an automatic limit begins where an earlier run left it.
+    With `remember` an automatic limit starts from what an earlier run learned.
     """
-    from batchwright.calls.limit.auto import AutoLimit, FixedLimit
-
     if not isinstance(given, str | int):
         return given, False
     if isinstance(given, int):
         if given < 1:
-            raise ConfigError(f"limit={given} is not possible; give 1 or more")
+            raise ConfigError(f"limit must be at least 1, got {given}")
         return FixedLimit(given), False
     if given != "auto":
-        raise ConfigError(f"limit={given!r} is not known; give 'auto' or a number")
+        raise ConfigError(f"limit must be 'auto' or a number, got {given!r}")
     if not endpoint.remote:
         # While one batch runs, the next one gathers.
         return FixedLimit(2 * endpoint.batch), False
     limit = AutoLimit()
-    state = remembered(endpoint) if remember else None
+    state = load_limit(endpoint.address) if remember else None
     if state is not None:
         try:
             limit.load_state_dict(state)
@@ -120,33 +207,3 @@ def limit_for(
             # Written by another version; what it knew is learned again.
             limit = AutoLimit()
     return limit, True
-
-
-def memory_path() -> Path:
-    """Where limits that were found are kept for the next run."""
-    return models.home() / "limits.json"
-
-
-def remembered(endpoint: Endpoint) -> dict[str, Any] | None:
-    """What an earlier run learned about an endpoint; None if nothing readable is there."""
-    try:
-        known = json.loads(memory_path().read_bytes())
-        state = known[endpoint.address]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return state if isinstance(state, dict) else None
-
-
-def remember(states: dict[str, dict[str, Any]]) -> None:
-    """Keep what was learned; other endpoints' entries stay. A hint only, so a full disk is fine."""
-    try:
-        known = json.loads(memory_path().read_bytes())
-    except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
-    text = json.dumps({**known, **states}, indent=1, sort_keys=True)
-    try:
-        write_atomic(memory_path(), text.encode() + b"\n")
-    except CannotWrite:
-        return

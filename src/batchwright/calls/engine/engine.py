@@ -1,209 +1,420 @@
-"""The heart of the pool: requests become jobs, and each ends as one outcome.
+"""The life of a request, top to bottom: every step from `submit` to `_finish` is decided here.
 
-    submit -> sharing (cache, other processes) -> sender (lanes, retries) -> finish
+    submit    join an equal call in flight; else look in the cache, or go to the queue
+    _look     the cache has the response: finish; else ask for a lease
+    _lease    this process may make the call: to the queue; another one makes it: look again later
+    _dispatch a free slot takes the next job of the queue
+    _attempt  one try at a server, cut off at the deadline
+    _settle   a response goes to the cache, a failure is retried or is the outcome
+    _commit   responses are on disk before anybody has them
+    _finish   the outcome goes to everyone who waits for it
 
-Everything here runs on the background loop, so nothing needs a lock.
+Cache, dispatch, wire, retry rules and budgets return data and call nothing here. Everything runs
+on the background loop, so nothing needs a lock.
 """
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
-from batchwright.calls.cache.leases import Sharing
-from batchwright.calls.cache.writer import Keeper
-from batchwright.calls.engine.budgets import Failures
-from batchwright.calls.engine.dispatch import Rules, Sender
-from batchwright.calls.engine.endpoint import Lane
-from batchwright.calls.engine.job import Job, Sink, as_from, cancelled
-from batchwright.calls.engine.loop import aside
-from batchwright.calls.engine.records import Records
-from batchwright.calls.engine.stats import Ledger
+from batchwright.calls.cache.entries import Row
+from batchwright.calls.cache.limits import save_limits
+from batchwright.calls.cache.thread import CacheThread
+from batchwright.calls.engine.budgets import ErrorBudget, Failures, SpendingCap
+from batchwright.calls.engine.dispatch import Attempt, Dispatch, Job, Send, Sink, Spent, Wait
+from batchwright.calls.engine.endpoint import Upstream
+from batchwright.calls.engine.retry import Retry
+from batchwright.calls.engine.stats import Stats, StatsLog
+from batchwright.calls.loop import in_thread
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Source
 from batchwright.calls.request import Request
-from batchwright.errors import BudgetExceeded
+from batchwright.errors import BudgetExceeded, CannotWrite
 from batchwright.events import EventLog
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Rules"]
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-REMEMBER_S = 30.0
+DEADLINE_SOON_S = 0.2
+"""Deadlines as near as this have a timer; the others are looked at with every tick."""
+COMMIT_S = 0.004
+"""How long a response waits for others to be committed with; a model takes far longer."""
+COMMIT_ROWS = 128
+"""So many responses are committed without waiting for more."""
+POLL_S = 0.1
+"""How often calls that another process is making are looked up in the cache."""
+RENEW_LEASES_S = 10.0
+SAVE_LIMITS_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a pool treats its calls."""
+
+    deadline_s: float
+    retry: Retry
+    hedge: bool = True
+    max_cost: float | None = None
+    budget: ErrorBudget | None = None
+    remember: bool = True
 
 
 class Engine:
-    """Takes requests to those who answer and outcomes to those who wait."""
+    """Takes requests to endpoints and outcomes to those who wait."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        lanes: Sequence[Lane],
+        upstreams: Sequence[Upstream],
         rules: Rules,
-        ledger: Ledger,
-        keeper: Keeper | None,
+        stats: Stats,
+        cache: CacheThread | None,
         events: EventLog | None,
     ) -> None:
         self.loop = loop
-        self.lanes = lanes
+        self.upstreams = upstreams
         self.closed = False
         self._rules = rules
-        self._ledger = ledger
-        self._records = Records(events, ledger, lanes)
-        self._sender = Sender(loop, lanes, rules, ledger, self._records, self)
-        self._sharing = Sharing(keeper, self) if keeper is not None else None
+        self._stats = stats
+        self._log = StatsLog(events, stats, upstreams)
         self._failures = Failures(rules.budget) if rules.budget else None
+        cap = None if rules.max_cost is None else SpendingCap(rules.max_cost, stats)
+        self._dispatcher = Dispatch(upstreams, stats, cap)
+        self._queue = self._dispatcher.queue
         self._live: set[Job] = set()
-        self._flights: dict[bytes, Job] = {}
+        self._by_key: dict[bytes, Job] = {}
         """Exact jobs by key: an equal request joins instead of being sent."""
         self._numbers = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._ticking = False
-        self._remembered_at = 0.0
+        self._wake: asyncio.TimerHandle | None = None
+        self._response_at = 0.0
+        """When the last response came."""
+        self._last_failure: Failed | None = None
+        self._limits_saved_at = 0.0
+
+        self._cache = cache
+        self._unleased: deque[Job] = deque()
+        """Not in the cache; another process may be making the same call."""
+        self._elsewhere: dict[bytes, Job] = {}
+        """Another process is making these calls."""
+        self._leasing = False
+        self._uncommitted: list[tuple[Job, Done, Row | None]] = []
+        self._released: list[bytes] = []
+        """Leases to give back with the next commit."""
+        self._committing = False
+        self._polled_at = self._renewed_at = 0.0
 
     def submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None:
-        """Take requests; each will be delivered to the sink once."""
-        looked: list[Job] = []
+        """Take requests; each is delivered to the sink once."""
+        to_look_up: list[Job] = []
         for index, request in items:
-            self._ledger.asked += 1
-            key = None
+            self._stats.asked += 1
             if self.closed or sink.stopped:
-                failed = cancelled("the pool is closed" if self.closed else "it was cancelled")
-                self._ledger.failure(failed)
+                failed = _cancelled("the pool is closed" if self.closed else "it was cancelled")
+                self._stats.failure(failed)
                 sink.deliver(index, failed)
                 continue
-            if request.exact:
-                key = request.key
-                known = self._flights.get(key)
-                if known is not None:
-                    known.waiters.append((sink, index))
-                    continue
+            key = request.key if request.exact else None
+            twin = None if key is None else self._by_key.get(key)
+            if twin is not None:
+                twin.waiters.append((sink, index))
+                continue
             self._numbers += 1
-            job = Job(request, key, self._numbers, sink, index)
+            job = Job(request, key, self._numbers, sink.born, [(sink, index)])
             self._live.add(job)
             if key is not None:
-                self._flights[key] = job
-                if self._sharing is not None:
-                    looked.append(job)
-                    continue
-            self._sender.queue.append(job)
-        if looked and self._sharing is not None:
-            self._sharing.look(looked)
-        self._tick_on()
-        self._sender.dispatch()
+                self._by_key[key] = job
+            if key is None or self._cache is None:
+                self._queue.append(job)
+            else:
+                to_look_up.append(job)
+        if to_look_up:
+            self._spawn(self._look(to_look_up, "cache"))
+        self._start_ticking()
+        self._dispatch()
 
-    def cancel(self, sink: Sink | None, why: str) -> None:
-        """End everything that a sink (or, for None, anyone) still waits for."""
-        for job in list(self._live):
-            if job.over:
-                # Its answer is on the way to the cache, and then to its callers.
+    async def _look(self, jobs: Sequence[Job], source: Literal["cache", "shared"]) -> None:
+        """Finish what is in the cache; the rest needs a lease, a few jobs at a time."""
+        assert self._cache is not None
+        found = await self._ask_cache(self._cache.get(_keys(jobs)), {})
+        for job in jobs:
+            if job.over or job.key is None:
                 continue
-            mine = [waiter for waiter in job.waiters if sink is None or waiter[0] is sink]
-            if not mine:
-                continue
-            job.waiters = [waiter for waiter in job.waiters if waiter not in mine]
-            if not job.waiters:
-                self._end(job)
-            failed = cancelled(why, job)
-            for one, index in mine:
-                self._ledger.failure(failed)
-                one.deliver(index, failed)
-        self._purge()
+            done = found.get(job.key)
+            if done is not None:
+                self._count_hit(source)
+                self._finish(job, done if source == "cache" else _copied(done, source))
+            elif self._cache.writes:
+                # If it was another's call, that one failed or its process exited.
+                self._unleased.append(job)
+            else:
+                self._queue.append(job)
+        self._dispatch()
 
-    def abort(self, error: Exception) -> None:
-        """Give up altogether and say why to everyone who waits."""
-        for sink in {waiter[0] for job in self._live for waiter in job.waiters}:
-            sink.abort(error)
-        self.cancel(None, "the run was stopped")
-
-    async def close(self, close_cache: bool) -> None:
-        """Cancel what is open, commit what came back, end the sessions."""
-        if self.closed:
-            return
-        self.closed = True
-        self.cancel(None, "the pool was closed")
-        while self._sender.tasks:
-            await asyncio.wait(self._sender.tasks)
-        if self._sharing is not None:
-            await self._sharing.keeper.close(close_cache)
-        self._records.calls(self.loop.time())
-        await aside(self._records.limits)
-        for lane in self.lanes:
-            if lane.transport is not None:
-                await lane.transport.close()
-
-    def stats(self) -> dict[str, Any]:
-        """Counts, latencies, tokens, money, and the state of each lane."""
-        waiting = 0
-        self._purge()
-        if self._sharing is not None:
-            self._ledger.cache_errors = self._sharing.keeper.errors
-            waiting = len(self._sharing.unleased) + len(self._sharing.elsewhere)
-        now = self.loop.time()
-        return {
-            **self._ledger.as_dict(),
-            "queued": len(self._sender.queue) + waiting,
-            "in_flight": sum(lane.in_flight for lane in self.lanes),
-            "endpoints": [lane.as_dict(now) for lane in self.lanes],
-        }
-
-    # What sharing and sender call.
-
-    def appetite(self) -> int:
-        """How many jobs should be ready: two for each slot, so that none waits for the cache."""
-        return max(32, 2 * sum(lane.limit.limit for lane in self.lanes))
-
-    def refill(self) -> None:
-        """Get more jobs ready if few are."""
-        sharing = self._sharing
-        if sharing is None or sharing.leasing or not sharing.unleased:
-            return
-        if len(self._sender.queue) < self.appetite():
-            sharing.refill()
-
-    def ready(self, jobs: Iterable[Job]) -> None:
-        """These are to be sent."""
-        self._sender.queue += jobs
-        self._sender.dispatch()
-
-    def unsent(self) -> list[Job]:
-        """Take away what has not come to the queue yet."""
-        if self._sharing is None:
-            return []
-        jobs = list(self._sharing.unleased)
-        self._sharing.unleased.clear()
-        return jobs
-
-    def found(self, job: Job, outcome: Outcome, source: Source) -> None:
-        """An answer that nobody had to be paid for."""
+    def _count_hit(self, source: Source) -> None:
         if source == "cache":
-            self._ledger.hits += 1
+            self._stats.hits += 1
         else:
-            self._ledger.shared += 1
-        self.finish(job, outcome)
+            self._stats.shared += 1
 
-    def answered(self, job: Job, done: Done) -> None:
-        """An answer of a server: kept first, then given to those who wait."""
-        sharing = self._sharing
-        if sharing is not None and sharing.keeper.writes and job.key is not None:
-            job.leased = False
-            sharing.keeper.put(job.request, done, lambda: self.finish(job, done))
+    def _lease_more(self) -> None:
+        """Get more jobs ready to be sent if few are."""
+        if self._unleased and not self._leasing and len(self._queue) < self._target_queue_size():
+            self._leasing = True
+            self._spawn(self._lease())
+
+    def _target_queue_size(self) -> int:
+        """How many jobs should be ready: two for each slot, so that none waits for the cache."""
+        return max(32, 2 * sum(upstream.limit.limit for upstream in self.upstreams))
+
+    async def _lease(self) -> None:
+        """Ask for the right to make the next calls: other processes may share cache and list.
+
+        Only a few at a time, or the first process would hold them all and the second only wait.
+        """
+        assert self._cache is not None
+        jobs: list[Job] = []
+        most = self._target_queue_size()
+        while self._unleased and len(jobs) < most:
+            job = self._unleased.popleft()
+            if not job.over:
+                jobs.append(job)
+        keys = _keys(jobs)
+        granted = await self._ask_cache(self._cache.lease(keys), set(keys))
+        self._leasing = False
+        for job, key in zip(jobs, keys, strict=True):
+            if key not in granted:
+                if not job.over:
+                    self._elsewhere[key] = job
+            elif job.over:
+                self._release(key)
+            else:
+                job.leased = True
+                self._queue.append(job)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        """Fill the free slots."""
+        self._lease_more()
+        while self._queue:
+            move = self._dispatcher.next(self.loop.time())
+            if isinstance(move, Send):
+                self._start_slot(move.upstream, move.job)
+            else:
+                self._hold_back(move)
+                return
+
+    def _hold_back(self, move: Wait | Spent | None) -> None:
+        """Nothing can be sent now: dispatch again later, or give up what was never sent."""
+        if isinstance(move, Wait):
+            if self._wake is not None:
+                if self._wake.when() <= move.until:
+                    return
+                self._wake.cancel()
+            self._wake = self.loop.call_at(move.until, self._woken)
+        elif isinstance(move, Spent):
+            unsent = [*self._queue, *self._unleased]
+            self._queue.clear()
+            self._unleased.clear()
+            for job in unsent:
+                if not job.over and not job.attempts:
+                    self._finish(job, _cancelled(move.why, job))
+
+    def _woken(self) -> None:
+        self._wake = None
+        self._dispatch()
+
+    def _start_slot(self, upstream: Upstream, job: Job, *, hedge: bool = False) -> None:
+        upstream.in_flight += 1
+        self._spawn(self._slot(upstream, job, hedge))
+
+    async def _slot(self, upstream: Upstream, job: Job, hedge: bool) -> None:
+        """Send one job after another, until there is none or the limit has come down.
+
+        No task, no timer and no log line is made for a job that goes well, and there are no
+        chunks and no barriers: a slot that becomes free takes the next job.
+        """
+        while True:
+            await self._attempt(upstream, job, hedge)
+            self._lease_more()
+            if not self._queue:
+                return
+            now = self.loop.time()
+            following = None
+            if upstream.has_room(now):
+                following = self._dispatcher.take(upstream, now)
+                if isinstance(following, Job):
+                    upstream.in_flight += 1
+                else:
+                    self._hold_back(following)
+            if self._queue and upstream.in_flight < upstream.limit.limit:
+                # The limit has gone up.
+                self._dispatch()
+            if not isinstance(following, Job):
+                return
+            job, hedge = following, False
+
+    async def _attempt(self, upstream: Upstream, job: Job, hedge: bool) -> None:
+        """One try; the deadline of a job counts from its first one."""
+        now = self.loop.time()
+        first = not job.deadline
+        if first:
+            job.begun, job.deadline = now, now + self._rules.deadline_s
+        task = asyncio.current_task(self.loop)
+        assert task is not None
+        attempt = Attempt(upstream, task, now, hedge)
+        if not first or job.deadline <= now + DEADLINE_SOON_S:
+            attempt.timer = self.loop.call_at(job.deadline, attempt.expire)
+        job.attempts.append(attempt)
+        if not hedge:
+            self._dispatcher.in_flight[job] = attempt
+        self._stats.sent += 1
+        outcome: Outcome | None = None
+        try:
+            transport = upstream.transport or await upstream.connect()
+            outcome = await transport.send(job.request)
+        except asyncio.CancelledError:
+            if not (attempt.dropped or attempt.late):
+                raise
+            while task.cancelling():
+                task.uncancel()
+            if attempt.late:
+                outcome = Failed(Kind.TIMEOUT, f"no response within {self._rules.deadline_s:g} s")
+        finally:
+            now = self.loop.time()
+            if attempt.timer is not None:
+                attempt.timer.cancel()
+            if outcome is not None:
+                upstream.learn(now, now - attempt.started, outcome)
+            upstream.in_flight -= 1
+            job.attempts.remove(attempt)
+            if not hedge:
+                self._dispatcher.in_flight.pop(job, None)
+        if outcome is not None and not attempt.dropped:
+            self._settle(job, attempt, outcome, now)
+
+    def _settle(self, job: Job, attempt: Attempt, outcome: Outcome, now: float) -> None:
+        """A response ends a job; a failure may be retried."""
+        if isinstance(outcome, Done):
+            self._stats.responded(job.request, outcome, now - attempt.started)
+            job.tries += 1
+            rates = attempt.upstream.rates
+            if rates is not None and outcome.usage is not None:
+                rates.settle(job.estimate, outcome.usage.total)
+            self._response_at = now
+            job.over = True
+            for other in job.attempts:
+                other.drop()
+            self._keep(job, outcome, _as_outcome(outcome, job, attempt, now))
+            return
+        if outcome.kind is Kind.RATE_LIMITED:
+            job.rejects += 1
+            self._stats.rejects += 1
+            self._log.write_changes()
         else:
-            object.__setattr__(done, "raw", None)
-            self.finish(job, done)
+            job.tries += 1
+        self._last_failure = job.last_failure = outcome
+        if not job.attempts:
+            # Otherwise its hedge, or what it hedges, is still in flight.
+            self._retry_or_fail(job, attempt.upstream, outcome, now)
 
-    def finish(self, job: Job, outcome: Outcome) -> None:
-        """Tell everyone who waits for a job."""
+    def _retry_or_fail(self, job: Job, upstream: Upstream, failed: Failed, now: float) -> None:
+        """Try again, at once at another endpoint or here after a wait, or end the job as failed."""
+        wait_s = self._rules.retry.wait_s(
+            failed,
+            tries=job.tries,
+            rejects=job.rejects,
+            left_s=job.deadline - now,
+            number=job.number,
+        )
+        if wait_s is None:
+            self._finish(job, _as_failure(failed, job, upstream, now))
+            return
+        self._stats.retries += 1
+        if len(self.upstreams) > 1:
+            other = self._dispatcher.least_loaded(now, but=upstream)
+            if isinstance(other, Upstream) and other.rates is None:
+                self._start_slot(other, job)
+                return
+        if job.deadline_timer is None:
+            job.deadline_timer = self.loop.call_at(job.deadline, self._fail_at_deadline, job)
+        job.retry_timer = self.loop.call_later(wait_s, self._retry, job)
+
+    def _retry(self, job: Job) -> None:
+        job.retry_timer = None
+        if not job.over:
+            self._queue.appendleft(job)
+            self._dispatch()
+
+    def _fail_at_deadline(self, job: Job) -> None:
+        """End a job that waits for its next try; a try in flight has a timer of its own."""
+        if job.over or job.attempts:
+            return
+        last = job.last_failure
+        # Not `or`: a failure is false in a condition.
+        last = Failed(Kind.TIMEOUT, "no endpoint took it") if last is None else last
+        text = f"the deadline of {self._rules.deadline_s:g} s is over; the last try: {last.error}"
+        seconds = self.loop.time() - job.begun
+        self._finish(job, Failed(last.kind, text, last.status, seconds, job.tries + job.rejects))
+
+    def _keep(self, job: Job, response: Done, done: Done) -> None:
+        """Put a response into the next commit; without a cache the job is finished."""
+        if self._cache is None or not self._cache.writes or job.key is None:
+            self._finish(job, done)
+            return
+        # Made here and not on the cache's thread: whoever holds the interpreter stops the loop.
+        row = self._cache.store.row(job.request, response)
+        job.leased = False
+        self._uncommitted.append((job, done, row))
+        if row is None:
+            # The lease does not end with the insert.
+            self._release(job.key)
+        self._commit_soon()
+
+    def _release(self, key: bytes) -> None:
+        """Give a lease back without a response, with the next commit."""
+        self._released.append(key)
+        self._commit_soon()
+
+    def _commit_soon(self) -> None:
+        if not self._committing:
+            self._committing = True
+            self._spawn(self._commit())
+
+    async def _commit(self) -> None:
+        """Write responses in groups; each job is finished when its group survives `kill -9`."""
+        assert self._cache is not None
+        while self._uncommitted or self._released:
+            if len(self._uncommitted) < COMMIT_ROWS:
+                await asyncio.sleep(COMMIT_S)
+            group, self._uncommitted = self._uncommitted, []
+            released, self._released = self._released, []
+            rows = [row for _, _, row in group if row is not None]
+            await self._ask_cache(self._cache.put(rows, released), None)
+            for job, done, _ in group:
+                self._finish(job, done)
+        self._committing = False
+
+    def _finish(self, job: Job, outcome: Outcome) -> None:
         waiters = job.waiters
         self._end(job)
-        shared = outcome
         error = self._over_budget(outcome, waiters)
+        shared = outcome
         for place, (sink, index) in enumerate(waiters):
             if isinstance(outcome, Failed):
-                self._ledger.failure(outcome)
+                self._stats.failure(outcome)
             else:
-                self._ledger.done += 1
+                self._stats.done += 1
                 if place:
-                    self._ledger.shared += 1
+                    self._stats.shared += 1
                     if shared is outcome:
-                        shared = as_from(outcome, "shared")
+                        shared = _copied(outcome, "shared")
             sink.deliver(index, shared if place else outcome)
         if error is not None:
             self.abort(error)
@@ -211,7 +422,7 @@ class Engine:
     def _over_budget(
         self, outcome: Outcome, waiters: Sequence[tuple[Sink, int]]
     ) -> BudgetExceeded | None:
-        """Count an outcome; the error, told to those who wait for it, if it was one too many."""
+        """Count an outcome; the error, already with those who wait, if it was one too many."""
         failures = self._failures
         if failures is None:
             return None
@@ -220,82 +431,250 @@ class Engine:
             exceeded |= failures.add(outcome)
         if not exceeded:
             return None
-        error = BudgetExceeded(
-            f"{failures.sentence()}; answers that came back are kept in the cache"
-        )
+        error = BudgetExceeded(f"{failures.summary()}; responses that came back are in the cache")
         failures.clear()
         for sink, _ in waiters:
             sink.abort(error)
         return error
 
     def _end(self, job: Job) -> None:
+        """Let go of everything that belongs to a job."""
         job.over = True
         self._live.discard(job)
-        for handle in (job.timer, job.expiry):
-            if handle is not None:
-                handle.cancel()
-        for run in job.runs:
-            run.drop()
-        if job.key is not None and self._flights.get(job.key) is job:
-            del self._flights[job.key]
-        if self._sharing is not None:
-            self._sharing.forget(job)
+        for timer in (job.retry_timer, job.deadline_timer):
+            if timer is not None:
+                timer.cancel()
+        for attempt in job.attempts:
+            attempt.drop()
+        key = job.key
+        if key is not None:
+            if self._by_key.get(key) is job:
+                del self._by_key[key]
+            self._elsewhere.pop(key, None)
+            if job.leased:
+                self._release(key)
+
+    def cancel(self, sink: Sink | None, why: str) -> None:
+        """End everything that a sink (or, for None, anyone) still waits for."""
+        for job in list(self._live):
+            if job.over:
+                # Its response is on the way to the cache, and then to its callers.
+                continue
+            mine = [waiter for waiter in job.waiters if sink is None or waiter[0] is sink]
+            if not mine:
+                continue
+            job.waiters = [waiter for waiter in job.waiters if waiter not in mine]
+            if not job.waiters:
+                self._end(job)
+            failed = _cancelled(why, job)
+            for one, index in mine:
+                self._stats.failure(failed)
+                one.deliver(index, failed)
+        self._purge()
+
+    def abort(self, error: Exception) -> None:
+        """Give up altogether and tell everyone who waits why."""
+        for sink in {waiter[0] for job in self._live for waiter in job.waiters}:
+            sink.abort(error)
+        self.cancel(None, "the run was stopped")
+
+    async def close(self, close_cache: bool) -> None:
+        """Cancel what is open, commit what came back, close connections and files."""
+        if self.closed:
+            return
+        self.closed = True
+        self.cancel(None, "the pool was closed")
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._cache is not None:
+            await self._cache.close(close_cache)
+        self._log.write_calls(self.loop.time())
+        await self._save_limits()
+        for upstream in self.upstreams:
+            if upstream.transport is not None:
+                await upstream.transport.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Counts, latencies, tokens, cost, and the state of each endpoint."""
+        self._purge()
+        now = self.loop.time()
+        return {
+            **self._stats.as_dict(),
+            "queued": len(self._queue) + len(self._unleased) + len(self._elsewhere),
+            "in_flight": sum(upstream.in_flight for upstream in self.upstreams),
+            "endpoints": [upstream.as_dict(now) for upstream in self.upstreams],
+        }
 
     def _purge(self) -> None:
         """Forget what is over; elsewhere it is skipped when its turn comes."""
-        waiting: list[deque[Job]] = [self._sender.queue]
-        if self._sharing is not None:
-            waiting.append(self._sharing.unleased)
-        for jobs in waiting:
+        for jobs in (self._queue, self._unleased):
             left = [job for job in jobs if not job.over]
             if len(left) < len(jobs):
                 jobs.clear()
                 jobs.extend(left)
 
-    # Time.
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something on the loop; `close` waits for it, and its error ends the run."""
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
 
-    def _tick_on(self) -> None:
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            # An endpoint that cannot connect, or a bug in this package: nobody may wait for ever.
+            self.abort(error)
+
+    async def _ask_cache(self, work: Awaitable[T], otherwise: T) -> T:
+        """What the cache returns, or `otherwise`.
+
+        A full disk costs the next run money, not this one its responses. A cache that is
+        unusable, say damaged, ends the run.
+        """
+        try:
+            return await work
+        except CannotWrite as error:
+            if not self._stats.cache_errors:
+                log.warning("responses are not cached: %s", error)
+            self._stats.cache_errors += 1
+        except Exception as error:
+            # Broad on purpose: whatever it is, everyone who waits is told.
+            self.abort(error)
+        return otherwise
+
+    def _start_ticking(self) -> None:
         if not self._ticking and self._live:
             self._ticking = True
-            self._records.since = self.loop.time()
+            self._log.since = self.loop.time()
             self.loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         now = self.loop.time()
         self._ticking = False
-        idle = not self._sender.queue
-        if not idle:
-            self._give_up(now)
-            self._sender.dispatch()
-        if self._sharing is not None:
-            idle = idle and not self._sharing.unleased
-            self._sharing.tick(now, self._live)
-        self._sender.tick(now, idle)
-        if now - self._records.since >= 1.0 or not self._live:
-            self._records.calls(now)
-        if self._rules.remember and now - self._remembered_at >= REMEMBER_S:
-            self._remembered_at = now
-            self._sender.keep(aside(self._records.limits))
+        idle = not self._queue and not self._unleased
+        if self._queue:
+            self._give_up_unsent(now)
+            self._dispatch()
+        self._watch_cache(now)
+        self._watch_deadlines(now)
+        if idle and self._rules.hedge:
+            self._hedge(now)
+        if now - self._log.since >= 1.0 or not self._live:
+            self._log.write_calls(now)
+        if self._rules.remember and now - self._limits_saved_at >= SAVE_LIMITS_S:
+            self._limits_saved_at = now
+            self._spawn(self._save_limits())
         if self._live:
             self._ticking = True
             self.loop.call_later(TICK_S, self._tick)
 
-    def _give_up(self, now: float) -> None:
-        """End what was never sent, once nothing has come back for a whole deadline.
+    def _give_up_unsent(self, now: float) -> None:
+        """Fail what was never sent, once nothing has come back for a whole deadline.
 
-        A job's own clock starts when it is first sent: in a long queue on a healthy server
+        A job's own deadline counts from its first try: in a long queue on a healthy server
         nobody is late. On a dead one everybody is, after the same time.
         """
         since = now - self._rules.deadline_s
-        if self._sender.progress_at > since:
+        if self._response_at > since:
             return
-        if any(lane.blocked_until > now for lane in self.lanes):
+        if any(upstream.blocked_until > now for upstream in self.upstreams):
             return
-        last = self._sender.last_failed
+        last = self._last_failure
         kind = last.kind if last is not None else Kind.TIMEOUT
         why = f": {last.error}" if last is not None else ""
         text = f"not sent; nothing came back for {self._rules.deadline_s:g} s{why}"
-        for job in list(self._sender.queue):
+        for job in list(self._queue):
             if not job.over and not job.deadline and job.born <= since:
-                self.finish(job, Failed(kind, text, None, now - job.born, 0))
+                self._finish(job, Failed(kind, text, None, now - job.born, 0))
         self._purge()
+
+    def _watch_cache(self, now: float) -> None:
+        """Look again for what other processes are calling, and renew the leases on our calls."""
+        if self._cache is None:
+            return
+        if self._elsewhere and now - self._polled_at >= POLL_S:
+            self._polled_at = now
+            jobs = list(self._elsewhere.values())
+            self._elsewhere.clear()
+            self._spawn(self._look(jobs, "shared"))
+        if now - self._renewed_at >= RENEW_LEASES_S:
+            self._renewed_at = now
+            keys = _keys(job for job in self._live if job.leased)
+            if keys:
+                self._spawn(self._renew(keys))
+
+    async def _renew(self, keys: list[bytes]) -> None:
+        assert self._cache is not None
+        await self._ask_cache(self._cache.lease(keys), set())
+
+    def _watch_deadlines(self, now: float) -> None:
+        """Set a timer for each deadline that comes near."""
+        for job, attempt in self._dispatcher.in_flight.items():
+            if attempt.timer is not None:
+                continue
+            if job.deadline > now + DEADLINE_SOON_S:
+                # First tries start in the order of their deadlines, all others have a timer.
+                break
+            attempt.timer = self.loop.call_at(job.deadline, attempt.expire)
+
+    def _hedge(self, now: float) -> None:
+        """Send stragglers a second time; nothing else waits, so the slots are free anyway."""
+        for job in self._dispatcher.stragglers(now):
+            slow = job.attempts[0].upstream
+            upstream = self._dispatcher.least_loaded(now, but=slow)
+            if not isinstance(upstream, Upstream):
+                upstream = self._dispatcher.least_loaded(now)
+            if not isinstance(upstream, Upstream):
+                return
+            if upstream.rates is None and upstream.endpoint.remote:
+                self._stats.hedges += 1
+                self._start_slot(upstream, job, hedge=True)
+
+    async def _save_limits(self) -> None:
+        """Save the limits that were found for the next run."""
+        learned = {
+            upstream.endpoint.address: upstream.limit.state_dict()
+            for upstream in self.upstreams
+            if upstream.learns
+        }
+        if learned and self._stats.done > self._stats.hits:
+            await in_thread(lambda: save_limits(learned))
+
+
+def _keys(jobs: Iterable[Job]) -> list[bytes]:
+    return [job.key for job in jobs if job.key is not None]
+
+
+def _as_outcome(response: Done, job: Job, attempt: Attempt, now: float) -> Done:
+    """A response as the outcome of its job: without its raw bytes, with how it came."""
+    return Done(
+        *(response.text, response.body, response.finish, response.usage),
+        seconds=now - job.begun,
+        tries=job.tries + job.rejects,
+        source="hedge" if attempt.hedge else "live",
+        endpoint=attempt.upstream.endpoint.name,
+    )
+
+
+def _copied(done: Done, source: Source) -> Done:
+    """The same response, for somebody who got it in another way."""
+    return Done(
+        *(done.text, done.body, done.finish, done.usage, done.seconds, done.tries),
+        source=source,
+        endpoint=done.endpoint,
+    )
+
+
+def _as_failure(failed: Failed, job: Job, upstream: Upstream, now: float) -> Failed:
+    """The last failure of a job as its outcome."""
+    return Failed(
+        *(failed.kind, failed.error, failed.status, now - job.begun, job.tries + job.rejects),
+        endpoint=upstream.endpoint.name,
+        retry_after_s=failed.retry_after_s,
+    )
+
+
+def _cancelled(why: str, job: Job | None = None) -> Failed:
+    """The outcome of a job that nobody wants, or can be paid for, any more."""
+    return Failed(Kind.CANCELLED, why, tries=job.tries + job.rejects if job else 0)

@@ -1,52 +1,51 @@
-"""What the calls came to: counts, latencies, tokens and money."""
+"""Counts, latencies, tokens and cost of a pool's calls, and the event log about them."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchwright.calls.engine.endpoint import Upstream
 from batchwright.calls.outcome import Done, Failed, Kind, Usage
 from batchwright.calls.request import Request
+from batchwright.errors import CannotWrite
+from batchwright.events import EventLog
 
-__all__ = ["Ledger", "Prices", "estimate_tokens", "estimate_usage"]
+__all__ = ["Prices", "Stats", "StatsLog", "estimate_usage"]
 
 Prices = Mapping[str, tuple[float, float]]
-"""Of each model: the price of a million tokens in, and of a million out."""
+"""Of each model: dollars for a million prompt tokens, and for a million completion tokens."""
 
-BYTES_A_TOKEN = 4
+BYTES_PER_TOKEN = 4
 LATENCIES = 512
-"""Quantiles are of the last so many answers."""
+"""Quantiles are of the last so many responses."""
 
 
-def estimate_usage(request: Request, answer_tokens: float = 0.0) -> Usage:
-    """What a call may use before the server has counted: text by its size, answers by `max_tokens`.
+def estimate_usage(request: Request, completion_tokens: float = 0.0) -> Usage:
+    """Tokens of a call before the server counts them: the prompt by its bytes.
 
-    `answer_tokens` stands for an answer whose length is not limited, say the mean so far.
+    The completion counts as `max_tokens`; `completion_tokens`, say the mean so far, stands for
+    one without a limit.
     """
     body = request.body
-    most = body.get("max_tokens") or body.get("max_completion_tokens") or answer_tokens
-    return Usage(len(request.data) // BYTES_A_TOKEN, int(most))
-
-
-def estimate_tokens(request: Request, answer_tokens: float = 0.0) -> int:
-    """The tokens of both ways together."""
-    return estimate_usage(request, answer_tokens).total
+    limit = body.get("max_tokens") or body.get("max_completion_tokens") or completion_tokens
+    return Usage(len(request.data) // BYTES_PER_TOKEN, int(limit))
 
 
 @dataclass(slots=True)
-class Ledger:
-    """Counters of one pool. Everything is counted once, on the pool's own thread."""
+class Stats:
+    """Counters of one pool, all of them changed on the pool's own loop."""
 
     prices: Prices = field(default_factory=dict)
     asked: int = 0
     """Requests given to the pool."""
     sent: int = 0
-    """Tries that left for a server, hedges and retries among them."""
+    """Tries that left for a server, hedges and retries included."""
     done: int = 0
     hits: int = 0
-    """Answered by the cache."""
+    """Served from the cache."""
     shared: int = 0
-    """Answered by an equal call in flight, here or in another process."""
+    """Served by an equal call in flight, here or in another process."""
     retries: int = 0
     rejects: int = 0
     hedges: int = 0
@@ -54,47 +53,48 @@ class Ledger:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     uncounted: int = 0
-    """Answers without token counts of the server; their cost is estimated from their size."""
+    """Responses without the server's token counts; their cost is estimated from their size."""
     cost: float = 0.0
     cache_errors: int = 0
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
-    _answers: int = 0
+    _responses: int = 0
 
     def price(self, request: Request, usage: Usage) -> float:
-        into, out = self.prices.get(request.model, (0.0, 0.0))
-        return (usage.prompt_tokens * into + usage.completion_tokens * out) / 1e6
+        """Dollars for a call with these tokens."""
+        prompt, completion = self.prices.get(request.model, (0.0, 0.0))
+        return (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
 
-    def answered(self, request: Request, done: Done, seconds: float) -> None:
-        """An answer came back from a server, and is paid."""
+    def responded(self, request: Request, done: Done, seconds: float) -> None:
+        """Count a response of a server, which is paid for."""
         usage = done.usage
         if usage is None:
             self.uncounted += 1
-            usage = estimate_usage(request, len(done.text) / BYTES_A_TOKEN)
+            usage = estimate_usage(request, len(done.text) / BYTES_PER_TOKEN)
         else:
             self.prompt_tokens += usage.prompt_tokens
             self.completion_tokens += usage.completion_tokens
         if self.prices:
             self.cost += self.price(request, usage)
-        self._answers += 1
+        self._responses += 1
         self._latencies.append(seconds)
 
     @property
-    def mean_answer_tokens(self) -> float:
-        return self.completion_tokens / self._answers if self._answers else 0.0
+    def mean_completion_tokens(self) -> float:
+        return self.completion_tokens / self._responses if self._responses else 0.0
 
     @property
     def mean_cost(self) -> float:
-        return self.cost / self._answers if self._answers else 0.0
+        return self.cost / self._responses if self._responses else 0.0
 
     def quantiles(self, *shares: float) -> list[float | None]:
-        """Latencies in seconds, of the last answers; None before the first one."""
+        """Latencies in seconds, of the last responses; None before the first one."""
         ordered = sorted(self._latencies)
         last = len(ordered) - 1
         return [ordered[round(share * last)] if ordered else None for share in shares]
 
     @property
     def measured(self) -> int:
-        """How many answers the quantiles rest on."""
+        """How many responses the quantiles rest on."""
         return len(self._latencies)
 
     def failure(self, failed: Failed) -> None:
@@ -122,3 +122,63 @@ class Ledger:
             "p95_s": p95,
             "p99_s": p99,
         }
+
+
+class StatsLog:
+    """Writes statistics and limit changes to an event log; without a log it does nothing."""
+
+    def __init__(
+        self, events: EventLog | None, stats: Stats, upstreams: Sequence[Upstream]
+    ) -> None:
+        self._events = events
+        self._stats = stats
+        self._upstreams = upstreams
+        self.since = 0.0
+        """Where the window of the next line begins."""
+        self._reported: dict[str, int] = {}
+
+    def write_changes(self) -> None:
+        """Every change of a limit, with its reason."""
+        for upstream in self._upstreams:
+            for change in upstream.limit.take_changes():
+                fields = {"from": change.before, "to": change.after, "why": change.why}
+                self._write("limit", endpoint=upstream.endpoint.name, **fields)
+
+    def write_calls(self, now: float) -> None:
+        """What happened since the last line, if anything did."""
+        if self._events is None:
+            return
+        self.write_changes()
+        stats = self._stats
+        counts = {
+            "sent": stats.sent,
+            "hit": stats.hits,
+            "dedup": stats.shared,
+            "retry": stats.retries,
+            "failed": stats.failed.total(),
+            "done": stats.done,
+        }
+        new = {name: n - self._reported.get(name, 0) for name, n in counts.items()}
+        window, self.since = now - self.since, now
+        if not any(new.values()):
+            return
+        self._reported = counts
+        p50, p99 = stats.quantiles(0.5, 0.99)
+        self._write(
+            "calls",
+            window_s=round(window, 3),
+            **new,
+            p50=p50,
+            p99=p99,
+            in_flight=sum(upstream.in_flight for upstream in self._upstreams),
+            cost=stats.cost,
+        )
+
+    def _write(self, kind: str, /, **fields: Any) -> None:
+        if self._events is None:
+            return
+        try:
+            self._events.write(kind, **fields)
+        except (CannotWrite, ValueError):
+            # A log that cannot be written, or is closed already, must not stop the calls.
+            self._events = None

@@ -1,4 +1,4 @@
-"""Requests that were handed over together, and the ways to wait for their outcomes."""
+"""Requests that were submitted together, and the ways to wait for their outcomes."""
 
 import asyncio
 import contextlib
@@ -6,28 +6,38 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+    Sized,
+)
 from itertools import islice
+from typing import Self
 
 from batchwright.calls.engine.budgets import WHOLE_BATCH
 from batchwright.calls.engine.engine import Engine
-from batchwright.calls.engine.loop import Background
+from batchwright.calls.loop import Background
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
-from batchwright.errors import BudgetExceeded
+from batchwright.errors import BudgetExceeded, ConfigError
 
-__all__ = ["Batch", "Interrupted", "One", "Progress", "setter"]
+__all__ = ["Batch", "Interrupted", "One", "Progress", "Stream", "check"]
 
 Progress = Callable[[int, int], None]
 """Called now and then with the calls done and the calls known so far."""
 
 WINDOW = 1024
-"""Requests taken from an iterator ahead of the answers, or twice the limit if that is more."""
-CHUNK = 256
-"""Requests handed over at a time; the first chunk is small, so that work begins at once."""
+"""Requests taken from an iterator ahead of the responses, or twice the limit if that is more."""
+FIRST_CHUNK, CHUNK = 32, 256
+"""Requests submitted at a time; the first chunk is small, so that work starts at once."""
 PROGRESS_S = 0.1
 FLUSH_S = 20.0
-"""How long the first Ctrl-C waits for what has come back to be kept."""
+"""How long the first Ctrl-C waits for what has come back to be committed."""
 _PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
 
 
@@ -37,52 +47,131 @@ class Interrupted(KeyboardInterrupt):
     outcomes: Sequence[Outcome] = ()
 
 
+def check(request: Request, priced: Collection[str] | None) -> Request:
+    """Refuse what cannot be sent; with `priced`, the models that have a price, any other model."""
+    if not isinstance(request, Request):
+        raise ConfigError(
+            f"a pool takes requests, got a {type(request).__name__}; write chat(model, prompt)"
+        )
+    if request.body.get("stream"):
+        raise ConfigError("streamed responses are not supported; leave out `stream`")
+    if priced is not None and request.model not in priced:
+        raise ConfigError(
+            f"max_cost needs a price for every model, and {request.model!r} has none; "
+            f"prices has {sorted(priced)}"
+        )
+    return request
+
+
 class Batch:
-    """What was handed over together. Fed by the caller's thread, delivered to by the loop."""
+    """Requests submitted together. Fed by the caller's thread, delivered to by the loop."""
 
     def __init__(
-        self, running: tuple[Background, Engine], changed: Callable[[], None], *, ordered: bool
+        self,
+        running: tuple[Background, Engine],
+        priced: Collection[str] | None,
+        *,
+        ordered: bool,
     ) -> None:
         self.background, self.engine = running
-        self.changed = changed
+        self.changed: Callable[[], object] = bool
+        """Wakes the one who waits, from the loop's thread."""
         self.born = self.background.loop.time()
         self.results: list[Outcome] = []
         self.out: deque[tuple[int, Outcome]] = deque()
-        self.ordered = ordered
         self.submitted = self.done = self.taken = 0
         self.error: Exception | None = None
         self.stopped = False
-        self._chunk = 32
+        self._priced = priced
+        self._ordered = ordered
+        self._chunk = FIRST_CHUNK
         self._half = WINDOW // 2
         self._until: Callable[[], bool] | None = None
 
+    def run(
+        self, requests: Iterable[Request], progress: Progress | None, strict: bool
+    ) -> list[Outcome]:
+        """Make all calls and wait for them; `strict` raises if every call of many failed."""
+        wake = threading.Event()
+        self.changed = wake.set
+        source = iter(requests)
+        total = len(requests) if isinstance(requests, Sized) else 0
+        try:
+            while self.feed(source):
+                self.wait(wake, self._has_room, total, progress)
+            self.wait(wake, self._all_done, total, progress)
+        except KeyboardInterrupt:
+            self.stop(wake, "stopped by Ctrl-C")
+            interrupted = Interrupted()
+            interrupted.outcomes = self.results
+            raise interrupted from None
+        except BaseException:
+            self.stop(wake, "the requests could not be read")
+            raise
+        return self._judged(progress, strict)
+
+    async def run_async(
+        self,
+        requests: Iterable[Request] | AsyncIterable[Request],
+        progress: Progress | None,
+        strict: bool,
+    ) -> list[Outcome]:
+        """As `run`, on the caller's own event loop; cancelling it cancels the calls."""
+        wake = asyncio.Event()
+        self.changed = _threadsafe_set(wake)
+        total = len(requests) if isinstance(requests, Sized) else 0
+        try:
+            if isinstance(requests, AsyncIterable):
+                async for request in requests:
+                    self.feed(iter([request]))
+                    await self.wait_async(wake, self._has_room, total, progress)
+            else:
+                source = iter(requests)
+                while self.feed(source):
+                    await self.wait_async(wake, self._has_room, total, progress)
+                    await asyncio.sleep(0)
+            await self.wait_async(wake, self._all_done, total, progress)
+        except BaseException:
+            self.cancel("cancelled by its caller")
+            raise
+        return self._judged(progress, strict)
+
     @property
     def window(self) -> int:
-        return max(WINDOW, 2 * sum(lane.limit.limit for lane in self.engine.lanes))
+        return max(WINDOW, 2 * sum(one.limit.limit for one in self.engine.upstreams))
 
     def feed(self, source: Iterator[Request]) -> bool:
-        """Hand over some requests; False when there are no more."""
+        """Submit some requests; False when there are no more."""
         if self.stopped:
             return False
-        # Not for every answer: the limits do not change that quickly.
+        # Not for every response: the limits do not change that quickly.
         self._half = self.window // 2
         size, self._chunk = self._chunk, CHUNK
-        taken = list(islice(source, size))
+        priced = self._priced
+        taken = [check(request, priced) for request in islice(source, size)]
         if taken:
             start = self.submitted
             self.submitted += len(taken)
-            if self.ordered:
+            if self._ordered:
                 self.results += [_PENDING] * len(taken)
-            self.background.soon(self.engine.submit, self, list(enumerate(taken, start)))
+            items = list(enumerate(taken, start))
+            self.background.loop.call_soon_threadsafe(self.engine.submit, self, items)
         return len(taken) == size
 
     def cancel(self, why: str) -> None:
         self.stopped = True
         if self.background.pid == os.getpid() and not self.background.loop.is_closed():
-            self.background.soon(self.engine.cancel, self, why)
+            self.background.loop.call_soon_threadsafe(self.engine.cancel, self, why)
+
+    def stop(self, wake: threading.Event, why: str) -> None:
+        """Cancel, and wait until what came back is committed."""
+        self.cancel(why)
+        end = time.monotonic() + FLUSH_S
+        while not self._ready(self._all_done) and time.monotonic() < end:
+            wake.wait(0.05)
 
     def deliver(self, index: int, outcome: Outcome) -> None:
-        if self.ordered:
+        if self._ordered:
             self.results[index] = outcome
         else:
             self.out.append((index, outcome))
@@ -99,22 +188,8 @@ class Batch:
         self.taken += 1
         return self.out.popleft()
 
-    def room(self) -> bool:
-        return self.submitted - self.done <= self._half
-
-    def all_done(self) -> bool:
-        return self.done == self.submitted
-
-    def something(self) -> bool:
+    def has_outcome(self) -> bool:
         return bool(self.out)
-
-    def ready(self, until: Callable[[], bool]) -> bool:
-        """Whether it is so; if not, the next delivery that makes it so calls `changed`."""
-        self._until = until
-        if until() or (self.error is not None and self.all_done()):
-            self._until = None
-            return True
-        return False
 
     def wait(
         self,
@@ -123,16 +198,16 @@ class Batch:
         total: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Until it is so; `wake` is what `changed` sets."""
+        """Block until the condition holds; `wake` is set by `changed`."""
         while True:
             wake.clear()
-            if self.ready(until):
+            if self._ready(until):
                 return
             if progress is not None:
                 progress(self.done, max(total, self.submitted))
             wake.wait(PROGRESS_S if progress is not None else None)
 
-    async def await_(
+    async def wait_async(
         self,
         wake: asyncio.Event,
         until: Callable[[], bool],
@@ -142,27 +217,33 @@ class Batch:
         """As `wait`, on the caller's own event loop."""
         while True:
             wake.clear()
-            if self.ready(until):
+            if self._ready(until):
                 return
-            waiting: Awaitable[object] = wake.wait()
             if progress is None:
-                await waiting
+                await wake.wait()
                 continue
             progress(self.done, max(total, self.submitted))
-            try:
-                await asyncio.wait_for(waiting, PROGRESS_S)
-            except TimeoutError:
-                continue
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), PROGRESS_S)
 
-    def stop(self, wake: threading.Event, why: str) -> None:
-        """Cancel, and wait until what came back is kept."""
-        self.cancel(why)
-        end = time.monotonic() + FLUSH_S
-        while not self.ready(self.all_done) and time.monotonic() < end:
-            wake.wait(0.05)
+    def _ready(self, until: Callable[[], bool]) -> bool:
+        """Whether it holds; if not, the next delivery that makes it hold calls `changed`."""
+        self._until = until
+        if until() or (self.error is not None and self._all_done()):
+            self._until = None
+            return True
+        return False
 
-    def judged(self, strict: bool) -> list[Outcome]:
+    def _has_room(self) -> bool:
+        return self.submitted - self.done <= self._half
+
+    def _all_done(self) -> bool:
+        return self.done == self.submitted
+
+    def _judged(self, progress: Progress | None, strict: bool) -> list[Outcome]:
         """The outcomes, unless the pool gave up or, if `strict`, every call of many failed."""
+        if progress is not None:
+            progress(self.done, self.submitted)
         if self.error is not None:
             raise self.error
         results = self.results
@@ -174,6 +255,93 @@ class Batch:
                     f"{failed[0].kind}: {failed[0].error}"
                 )
         return results
+
+
+class Stream:
+    """Outcomes in order of completion, each with the index of its request."""
+
+    def __init__(
+        self,
+        started: Callable[[bool], tuple[Background, Engine]],
+        requests: Iterable[Request],
+        priced: Collection[str] | None,
+    ) -> None:
+        self._started = started
+        self._source: Iterator[Request] | None = iter(requests)
+        self._priced = priced
+        self._batch: Batch | None = None
+        self._wake: threading.Event | asyncio.Event | None = None
+
+    def __iter__(self) -> Iterator[tuple[int, Outcome]]:
+        return self
+
+    def __next__(self) -> tuple[int, Outcome]:
+        if self._batch is None:
+            event = threading.Event()
+            self._batch = Batch(self._started(False), self._priced, ordered=False)
+            self._batch.changed, self._wake = event.set, event
+        batch, wake = self._batch, self._wake
+        assert isinstance(wake, threading.Event)
+        try:
+            while not self._fed(batch):
+                batch.wait(wake, batch.has_outcome)
+        except KeyboardInterrupt:
+            batch.stop(wake, "stopped by Ctrl-C")
+            raise
+        except StopIteration:
+            raise
+        except BaseException:
+            batch.cancel("the requests could not be read")
+            raise
+        return batch.take()
+
+    def __aiter__(self) -> AsyncIterator[tuple[int, Outcome]]:
+        return self
+
+    async def __anext__(self) -> tuple[int, Outcome]:
+        if self._batch is None:
+            event = asyncio.Event()
+            self._batch = Batch(self._started(True), self._priced, ordered=False)
+            self._batch.changed, self._wake = _threadsafe_set(event), event
+        batch, wake = self._batch, self._wake
+        assert isinstance(wake, asyncio.Event)
+        try:
+            while not self._fed(batch):
+                await batch.wait_async(wake, batch.has_outcome)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        except BaseException:
+            batch.cancel("cancelled by its caller")
+            raise
+        return batch.take()
+
+    def close(self) -> None:
+        """Cancel what has not come back yet."""
+        if self._batch is not None:
+            self._batch.cancel("the stream was closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _fed(self, batch: Batch) -> bool:
+        """Keep the window full; whether an outcome is there. StopIteration at the end of all."""
+        if batch.error is not None:
+            raise batch.error
+        # A slow reader holds the senders back as well: what was not taken counts as open.
+        room = batch.submitted - batch.taken <= batch.window // 2
+        if self._source is not None and room and not batch.feed(self._source):
+            self._source = None
+        if batch.out:
+            return True
+        if self._source is None and batch.taken == batch.submitted:
+            raise StopIteration
+        return False
 
 
 class One:
@@ -209,7 +377,7 @@ class One:
             self.future.set_result(outcome)
 
 
-def setter(event: asyncio.Event) -> Callable[[], None]:
+def _threadsafe_set(event: asyncio.Event) -> Callable[[], None]:
     """Sets an event of the running loop from any thread."""
     loop = asyncio.get_running_loop()
 

@@ -1,4 +1,4 @@
-"""The most calls that a server does not reject: where it is, and whether it has moved up."""
+"""The most calls in flight that a server does not reject, and whether that has moved up."""
 
 import math
 from dataclasses import dataclass
@@ -6,36 +6,36 @@ from dataclasses import dataclass
 __all__ = ["Ceiling"]
 
 LONGEST_GAP = 4
-"""One call more is tried at least every so many times the limit."""
+"""One more call is tried at least every so many times the limit."""
 
 
 @dataclass(slots=True)
 class Ceiling:
-    """A burst of rejects sets it once; a single call more than it, let in now and then, tests it.
+    """A burst of rejections sets it once; a single call above it, sent now and then, tests it.
 
     >>> ceiling = Ceiling()
-    >>> ceiling.borne(now=0.0, limit=16, in_flight=13, least=1, burst_s=0.1)
+    >>> ceiling.sustained(now=0.0, limit=16, in_flight=13, least=1, burst_s=0.1)
     12
-    >>> ceiling.borne(now=0.0, limit=12, in_flight=3, least=1, burst_s=0.1)
+    >>> ceiling.sustained(now=0.0, limit=12, in_flight=3, least=1, burst_s=0.1)
     8
     """
 
     height: int | None = None
     """None until the server rejects."""
     climb_from: int = 0
-    """Where the climb began, once a call more was let in."""
+    """Where the climb began, once a call above it was accepted."""
     burst_until: float = -math.inf
     _floor: int = 0
     _trial: int | None = None
-    """Calls that ended since one more than the ceiling was let in."""
+    """Calls that ended since one above the ceiling was sent."""
     _gap: int = 1
     _since: int = 0
 
-    def borne(self, now: float, limit: int, in_flight: int, least: int, burst_s: float) -> int:
-        """How many calls the server bears if it refused one of `in_flight`.
+    def sustained(self, now: float, limit: int, in_flight: int, least: int, burst_s: float) -> int:
+        """The concurrency the server sustains if it rejected one of `in_flight` calls.
 
-        One fewer; but rejects within `burst_s` of the first belong to one burst, and a burst
-        takes no more than half of the limit that it found.
+        One fewer; but rejections within `burst_s` of the first belong to one burst, and a burst
+        cuts no more than half of the limit that it found.
         """
         if now > self.burst_until:
             self.burst_until = now + burst_s
@@ -48,11 +48,11 @@ class Ceiling:
 
     @property
     def on_trial(self) -> bool:
-        """Whether one call more than the ceiling is let in."""
+        """Whether one call above the ceiling is allowed."""
         return self._trial is not None
 
     def try_one_more(self, limit: int, may: bool) -> bool:
-        """Count a call that ended under `limit`; whether it is time to let in one more."""
+        """Count a call that ended under `limit`; whether it is time to allow one more."""
         self._since += 1
         if not may or self._since < self._gap * limit or limit != self.height:
             return False

@@ -1,9 +1,9 @@
-"""Where goodput stops growing with the calls in flight, told from noisy measurements.
+"""Where goodput stops growing with the calls in flight, estimated from noisy measurements.
 
 Goodput against concurrency, both on a logarithmic scale, is close to a broken stick for any model
-server: it rises with some slope up to the knee, and is flat or falls behind it. `Curve` keeps what
-was measured and weighs every stick against it. No latency is aimed at, so a batching server, whose
-calls get slower long before its goodput stops growing, is not misread.
+server: it rises with some slope up to the knee, and is flat or falls beyond it. `Curve` holds the
+measurements and the posterior over such sticks. There is no target latency, so a batching server,
+whose calls get slower long before its goodput stops growing, is not misread.
 """
 
 import math
@@ -18,7 +18,7 @@ __all__ = ["Curve", "Knee"]
 STEP = 0.04
 """Resolution on the logarithmic scale: the next bin has 4 percent more calls in flight."""
 REACH = 0.45
-"""How far outside of what was measured a knee is looked for, on the logarithmic scale."""
+"""How far outside the measurements a knee is searched for, on the logarithmic scale."""
 RISES, FALLS = (1.0, 0.75, 0.5), (0.0, -0.3, -0.7)
 """Slopes below the knee: in proportion, or less where calls slow each other down; and above it:
 a queue, and two degrees of thrashing."""
@@ -26,13 +26,13 @@ _RISE, _FALL = (np.repeat(RISES, len(FALLS)), np.tile(FALLS, len(RISES)))
 CROWDING = 0.15
 """More calls in flight must bring at least this share of their growth as goodput."""
 FLAT = -0.15
-"""A slope above the knee that is taken for none."""
+"""Slopes above the knee from this on count as flat."""
 FLOOR = 0.02
-"""No measurement is trusted closer than this: servers wander."""
+"""Least standard deviation of a measurement: servers drift."""
 
 
 class Knee(NamedTuple):
-    """The limit of least expected loss, and what is known about the stick."""
+    """The limit of least expected loss, and the estimate of the knee."""
 
     limit: float
     low: float
@@ -49,17 +49,17 @@ class Knee(NamedTuple):
 
 class _Belief(NamedTuple):
     knees: NDArray[np.float64]
-    """Knees looked at, as logarithms."""
+    """Candidate knees, as logarithms."""
     heights: NDArray[np.float64]
     """[knee, shape] logarithm of the goodput at the knee."""
     weights: NDArray[np.float64]
-    """[knee, shape] how likely each stick is."""
+    """[knee, shape] posterior probability of each stick."""
     variance: float
     """Of the heights."""
 
 
 class Curve:
-    """Goodput measured at different numbers of calls in flight, and the stick that explains it.
+    """Goodput measured at different numbers of calls in flight, and the sticks that explain it.
 
     >>> curve = Curve()
     >>> for in_flight, rate in [(4, 4.0), (8, 8.0), (12, 10.1), (16, 9.9)]:
@@ -70,11 +70,11 @@ class Curve:
 
     def __init__(self, noise: float = 0.6) -> None:
         self.noise = noise
-        """Standard deviation that one call gives to a rate: the variation of the latencies."""
+        """Standard deviation that one call adds to a rate: the variation of the latencies."""
         self.rounds = 0
-        """How many measurements there were; 0 if all are forgotten."""
+        """How many measurements there were; 0 if all have decayed."""
         self.bounds = (0.0, math.inf)
-        """Knees are looked for between these; ignored where measurements lie outside."""
+        """Knees are searched for between these; ignored where measurements lie outside."""
         self._bins: dict[int, tuple[float, float]] = {}
         self._belief: _Belief | None = None
 
@@ -82,17 +82,17 @@ class Curve:
         return len(self._bins)
 
     def add(self, in_flight: float, calls: float, seconds: float) -> None:
-        """`calls` good answers came in `seconds` while `in_flight` calls were on their way."""
+        """`calls` responses came in `seconds` with `in_flight` calls in flight."""
         place = round(math.log(in_flight) / STEP)
         before = self._bins.get(place, (0.0, 0.0))
         self._bins[place] = (before[0] + calls, before[1] + seconds)
         self.rounds += 1
         self._belief = None
 
-    def fade(self, share: float) -> None:
-        """Trust everything only `share` as much; what is worth less than a call is forgotten."""
-        faded = {place: (c * share, s * share) for place, (c, s) in self._bins.items()}
-        self._bins = {place: pair for place, pair in faded.items() if pair[0] >= 1.0}
+    def decay(self, factor: float) -> None:
+        """Scale the weight of all measurements; what counts less than one call is dropped."""
+        scaled = {place: (c * factor, s * factor) for place, (c, s) in self._bins.items()}
+        self._bins = {place: pair for place, pair in scaled.items() if pair[0] >= 1.0}
         self.rounds = self.rounds if self._bins else 0
         self._belief = None
 
@@ -103,7 +103,7 @@ class Curve:
 
     @property
     def width(self) -> float:
-        """How far apart the levels are that were measured, on the logarithmic scale."""
+        """The range of the measured levels, on the logarithmic scale."""
         return (max(self._bins) - min(self._bins)) * STEP if self._bins else 0.0
 
     def evidence(self, low: float, high: float) -> float:
@@ -112,7 +112,7 @@ class Curve:
         return sum(calls for place, (calls, _) in self._bins.items() if first <= place <= last)
 
     def expect(self, in_flight: float) -> tuple[float, float]:
-        """Logarithm of the goodput to be expected with so many calls, and its deviation."""
+        """Logarithm of the expected goodput with so many calls, and its standard deviation."""
         belief = self._weigh()
         apart = math.log(in_flight) - belief.knees[:, None]
         guess = belief.heights + _stick(apart)[..., 0]
@@ -121,11 +121,11 @@ class Curve:
         return mean, math.sqrt(variance)
 
     def knee(self) -> Knee:
-        """The best limit if the sticks are as likely as the curve makes them."""
+        """The best limit under the posterior."""
         belief = self._weigh()
         knees, weights = belief.knees, belief.weights
         apart = knees[:, None] - knees  # [limit, knee]
-        # Below the knee goodput is lost; above it too if it falls, and the crowding has its price.
+        # Below the knee goodput is lost; above it too if it falls, and crowding has a cost.
         below = np.maximum(-apart, 0.0) @ (weights @ _RISE)
         above = np.maximum(apart, 0.0) @ (weights @ (CROWDING - _FALL))
         sums = np.cumsum(weights.sum(axis=1))
@@ -153,13 +153,13 @@ class Curve:
         return self._belief
 
     def rows(self) -> list[list[float]]:
-        """[calls in flight, good answers, seconds] of every bin."""
+        """[calls in flight, responses, seconds] of every bin."""
         bins = sorted(self._bins.items())
         return [[math.exp(place * STEP), calls, seconds] for place, (calls, seconds) in bins]
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[float]], noise: float) -> "Curve":
-        """The curve whose `rows` these are."""
+        """The curve that has these `rows`."""
         curve = cls(noise)
         for in_flight, calls, seconds in rows:
             curve.add(in_flight, calls, seconds)

@@ -1,4 +1,4 @@
-"""What a pool asks of a limit on its calls in flight; the simplest answer is a fixed number."""
+"""The protocol of a concurrency limit, and the simplest one: a fixed number."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ __all__ = ["Change", "FixedLimit", "Limit"]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The limit moved at time `t`, and why."""
+    """A change of the limit at time `t`, and its reason."""
 
     t: float
     before: int
@@ -20,10 +20,10 @@ class Change:
 
 
 class Limit(Protocol):
-    """What a pool asks before a call and tells after it.
+    """What a pool reads before a call and reports after it.
 
     Times are seconds of any monotonic clock. `in_flight` counts the calls at the server, the one
-    that begins or ends included; a call that waits for its next try is not at the server.
+    that ends included; a call that waits for its next try is not at the server.
     """
 
     @property
@@ -34,27 +34,24 @@ class Limit(Protocol):
     def pause_until(self) -> float:
         """No call may begin before this time."""
 
-    def on_start(self, now: float, in_flight: int) -> None:
-        """A call was sent."""
-
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        """A call was answered after `seconds`, or failed for another reason than a reject."""
+        """A call ended after `seconds`, with a response or a failure other than a rejection."""
 
     def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
-        """The server refused a call because there are too many (429, 503)."""
+        """The server rejected a call because there are too many (429, 503)."""
 
     def take_changes(self) -> list[Change]:
-        """The changes since the last time this was asked."""
+        """The changes since the last call of this."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned, as JSON can hold it."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin with what an earlier run learned."""
+        """Start from what an earlier run learned."""
 
 
 class FixedLimit:
-    """Always `n` calls; it waits only where rejects come without answers between them.
+    """Always `n` calls; it pauses only when rejections come with no response between them.
 
     >>> FixedLimit(8).limit
     8
@@ -62,13 +59,10 @@ class FixedLimit:
 
     def __init__(self, n: int) -> None:
         if n < 1:
-            raise ConfigError(f"a limit of {n} calls in flight is not possible; give 1 or more")
+            raise ConfigError(f"limit must be at least 1, got {n}")
         self.limit = n
         self.pause_until = 0.0
         self._rejects = 0
-
-    def on_start(self, now: float, in_flight: int) -> None:
-        pass
 
     def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         self._rejects = 0

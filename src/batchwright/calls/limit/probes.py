@@ -1,4 +1,4 @@
-"""When a server is asked whether its knee has moved, and with how many calls."""
+"""When to probe whether the server's knee has moved, and with how many calls in flight."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ __all__ = ["Probes"]
 UP, DOWN = 1.2, 0.83
 """Factors of the probes."""
 LOPSIDED = 1.3
-"""Likely knees lie this much more below the limit than above when a deep probe down is due."""
+"""A deep probe down is due when likely knees lie this much more below the limit than above."""
 DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
-"""One probe of so many goes down; a thrashing server shows without any that its knee came down."""
+"""One probe of so many goes down; a thrashing server shows a lower knee without any."""
 GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 10, 6
 """Calls between two probes: so many times the limit, and so many more; more at the ceiling."""
 FEWEST_CALLS = 48
@@ -25,10 +25,10 @@ SURE = 1.5
 
 @dataclass(slots=True)
 class Probes:
-    """Soon after something changed, then seldom; up and down as there is something to learn."""
+    """The schedule of probes: soon after a change, then seldom; up or down, where less is known."""
 
     gap: int = 1
-    """Rounds between two probes; doubles with every one that tells nothing new."""
+    """Rounds between two probes; doubles with every one that shows nothing new."""
     calm: int = 0
     """Calls that ended since the last one."""
     sure: bool = False
@@ -39,8 +39,8 @@ class Probes:
         """Something changed: probe soon."""
         self.gap, self.calm = 1, 0
 
-    def told(self, limit: int, before: float, best: float, steady: bool) -> str:
-        """Take note of a probe from `before` to `limit` that left `best` as the best limit."""
+    def record(self, limit: int, before: float, best: float, steady: bool) -> str:
+        """Count a probe from `before` to `limit` that left `best` as the best limit; its result."""
         self.gap = min(LONGEST_GAP, 2 * self.gap) if steady else 1
         self.calm = 0
         if limit > before:
@@ -48,7 +48,7 @@ class Probes:
         return "probe down cost nothing" if best < 0.95 * before else "probe down cost goodput"
 
     def weigh(self, knee: Knee, at_ceiling: bool) -> bool:
-        """Whether the search is over, as far as `knee` tells."""
+        """Whether the search is over, as far as `knee` shows."""
         self.sure = at_ceiling or knee.high < SURE * knee.low
         return self.sure
 
@@ -60,7 +60,7 @@ class Probes:
         return self.calm >= (AT_CEILING * period if at_ceiling else period)
 
     def target(self, best: float, height: int | None, knee: Knee, curve: Curve) -> int:
-        """The level of the next probe: on the side of which less is known, else mostly up.
+        """The limit of the next probe: on the side of which less is known, else mostly up.
 
         `height` is the ceiling, above which no probe goes.
         """

@@ -1,7 +1,7 @@
-"""What the calls that end under one limit say about goodput: that it grew, fell or stayed.
+"""Whether goodput grew, fell or stayed, by the calls that end in a window under one limit.
 
-Counts scatter, so nothing is believed before it is some times likelier than its opposite; what
-that takes is a few calls where much has changed, and many where little has.
+Counts are noisy, so every verdict is a likelihood ratio test: a few calls are enough where much
+has changed, and many are needed where little has.
 """
 
 import math
@@ -10,14 +10,14 @@ from typing import Literal, NamedTuple
 
 from batchwright.calls.limit.curve import Curve
 
-__all__ = ["Round", "Rung", "far_from_expected", "probe_verdict", "ramp_verdict", "scatter"]
+__all__ = ["RampStep", "Window", "far_from_expected", "probe_verdict", "ramp_verdict", "scatter"]
 
 RAMP_SHARE, RAMP_CALLS = 0.4, 10
-"""A step of the ramp is judged when this share of the limit has ended, and so many calls."""
+"""A ramp step is judged when this share of the limit has ended, and so many calls."""
 PAYS = 0.25
-"""The ramp goes on if goodput grew by the growth of the limit to this power."""
+"""The ramp continues if goodput grew by the growth of the limit to this power."""
 RAMP_CLEAR = 1.0
-"""Log likelihood ratio at which a step of the ramp has paid, or has not."""
+"""Log likelihood ratio at which a ramp step has paid, or has not."""
 SLOWER = 0.6
 """The power below which a step has paid, but not in full."""
 CLEAR, CLEAR_UP = 2.0, 4.0
@@ -27,17 +27,17 @@ TEST_SHARE, TEST_CALLS = 0.35, 16
 PAID = 0.9
 """The slope that a moved knee is expected to show in a probe."""
 SURPRISE, SURPRISE_SIGMAS = 0.12, 3.0
-"""How far a round must be from what was expected to be doubted, on the logarithmic scale."""
+"""How far from the expectation a window must be to be doubted, on the logarithmic scale."""
 FALLEN = 0.6
-"""The fall that a round looks out for, as a share of the usual goodput."""
+"""The fall that a window tests for, as a share of the usual goodput."""
 
 
 @dataclass(slots=True)
-class Round:
-    """What is counted while the limit stays the same."""
+class Window:
+    """The calls that end while the limit stays the same."""
 
     begun: float | None
-    """None if the caller was idle: the first call that ends while the limit is full will tell."""
+    """None if the caller was idle: the first call that ends while the limit is full sets it."""
     skip: int
     """Calls still to end before counting: they were sent under another limit."""
     full: bool = False
@@ -46,13 +46,13 @@ class Round:
     ended: int = 0
     good: int = 0
     quick: int = 0
-    """Failures that took less than an answer takes; they say nothing about the load."""
+    """Failures that took less time than a response; they say nothing about the load."""
     usual: float = 0.0
-    """Good answers a second that are expected at least; 0 if nothing is."""
+    """Expected responses per second at least; 0 if unknown."""
     alarm: float = 0.0
-    """How much likelier the latest calls are if goodput has fallen to `FALLEN`, as a logarithm:
-    a sum that begins anew whenever it would get negative, so that calls before the fall do not
-    hide it."""
+    """CUSUM statistic of the log likelihood ratio that goodput has fallen to `FALLEN`: a sum that
+    restarts at 0 whenever it would become negative, so that calls before the fall do not hide
+    it."""
     _last: float = 0.0
     _in_flight: int = 0
     _seconds: float = 0.0
@@ -77,7 +77,7 @@ class Round:
         self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
 
     def pause(self, skip: int) -> None:
-        """The caller fills the limit no more; when it does again, `skip` calls end uncounted."""
+        """The caller no longer fills the limit; once it does, `skip` calls are not counted."""
         if self.ended and self.begun is not None:
             self.spent += max(0.0, self._last - self.begun)
         self.begun, self.full, self.skip, self.alarm = None, False, skip, 0.0
@@ -87,7 +87,7 @@ class Round:
         return max(1e-9, self.spent + now - (now if self.begun is None else self.begun))
 
     def rate(self, now: float) -> float:
-        """Good answers a second; a round without any counts as half of one."""
+        """Responses per second; a window without any counts as half of one."""
         return max(0.5, self.good) / self.elapsed(now)
 
     @property
@@ -102,8 +102,8 @@ class Round:
         return math.sqrt(max(0.0, self._squares / self.ended - mean * mean)) / max(1e-12, mean)
 
 
-class Rung(NamedTuple):
-    """A step of a ramp or dive that is over."""
+class RampStep(NamedTuple):
+    """A finished step of a ramp or dive."""
 
     level: float
     rate: float
@@ -113,7 +113,7 @@ class Rung(NamedTuple):
 
 
 def scatter(ended: int, limit: int, noise: float) -> float:
-    """Deviation of the logarithm of a rate, of `ended` calls whose latencies vary by `noise`.
+    """Standard deviation of the log rate of `ended` calls whose latencies vary by `noise`.
 
     In a time much shorter than a call, calls end independently of each other; in a longer one
     every end makes room for a call, and only the variation of the latencies is left.
@@ -126,20 +126,20 @@ def scatter(ended: int, limit: int, noise: float) -> float:
 
 
 def ramp_verdict(
-    stretch: Round, now: float, limit: int, noise: float, rung: Rung | None
+    window: Window, now: float, limit: int, noise: float, before: RampStep | None
 ) -> Literal["open", "paid", "paid in part", "did not pay"]:
-    """Whether the step from `rung` to `limit` has paid; the first step is only measured."""
-    ended, elapsed = stretch.ended, stretch.elapsed(now)
-    if rung is None or rung.level >= limit:
+    """Whether the ramp step from `before` to `limit` has paid; the first is only measured."""
+    ended, elapsed = window.ended, window.elapsed(now)
+    if before is None or before.level >= limit:
         return "paid" if ended >= max(RAMP_CALLS, RAMP_SHARE * limit) else "open"
-    if ended < RAMP_CALLS and rung.rate * elapsed < 2 * RAMP_CALLS:
+    if ended < RAMP_CALLS and before.rate * elapsed < 2 * RAMP_CALLS:
         return "open"
-    grown, span = math.log(stretch.rate(now) / rung.rate), math.log(limit / rung.level)
-    variance = scatter(ended, limit, noise) ** 2 + rung.variance
+    grown, span = math.log(window.rate(now) / before.rate), math.log(limit / before.level)
+    variance = scatter(ended, limit, noise) ** 2 + before.variance
     if grown < -max(0.3, 2.5 * math.sqrt(variance)):
         return "did not pay"  # also the calls sent before the step got slower
     likelier = 2 * PAYS * span * (grown - PAYS * span) / variance
-    full, late = RAMP_SHARE * limit, rung.seconds
+    full, late = RAMP_SHARE * limit, before.seconds
     if likelier < 0:
         # The new calls end last: growth may still show.
         waited = ended >= 2 * full or elapsed > 1.5 * late
@@ -151,21 +151,21 @@ def ramp_verdict(
 
 
 def probe_verdict(
-    stretch: Round, now: float, limit: int, base: float, curve: Curve
+    window: Window, now: float, limit: int, base: float, curve: Curve
 ) -> Literal["open", "unclear", "as expected", "goodput rose"]:
     """Whether a probe from `base` to `limit` shows what the curve expects, or a moved knee.
 
     "open" and "unclear" are not over; "unclear" may be a knee that has moved up.
     """
-    if stretch.ended < max(TEST_CALLS, TEST_SHARE * limit):
+    if window.ended < max(TEST_CALLS, TEST_SHARE * limit):
         return "open"
-    apart = math.log(stretch.level / base)
+    apart = math.log(window.level / base)
     if abs(apart) < 0.05:
         return "open"
-    expected, spread = curve.expect(stretch.level)
+    expected, spread = curve.expect(window.level)
     moved = curve.expect(base)[0] + max(0.0, PAID * apart)
-    seen = math.log(stretch.rate(now))
-    variance = scatter(stretch.ended, limit, curve.noise) ** 2
+    seen = math.log(window.rate(now))
+    variance = scatter(window.ended, limit, curve.noise) ** 2
     variance += spread**2 if seen > expected else 0.0
     likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
     if apart > 0 and moved > expected and likelier > CLEAR_UP:
@@ -176,15 +176,15 @@ def probe_verdict(
 
 
 def far_from_expected(
-    stretch: Round, now: float, limit: int, curve: Curve, doubted: float
+    window: Window, now: float, limit: int, curve: Curve, doubted: float
 ) -> float:
-    """Logarithmic distance of a round from what the curve expects; 0 if it is not far.
+    """Logarithmic distance of a window from what the curve expects; 0 if it is not far.
 
-    `doubted` is the distance that a round before had, or 0: the second time less is asked for,
-    but it must be on the same side.
+    `doubted` is the distance of the window before, or 0: to confirm it takes less, but on the
+    same side.
     """
-    expected, spread = curve.expect(stretch.level)
-    apart = math.log(stretch.rate(now)) - expected
-    noise = math.hypot(scatter(stretch.ended, limit, curve.noise), spread)
+    expected, spread = curve.expect(window.level)
+    apart = math.log(window.rate(now)) - expected
+    noise = math.hypot(scatter(window.ended, limit, curve.noise), spread)
     sigmas = 0.6 * SURPRISE_SIGMAS if doubted else SURPRISE_SIGMAS
     return apart if apart * doubted >= 0 and abs(apart) > max(SURPRISE, sigmas * noise) else 0.0

@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.engine.loop import aside
+from batchwright.calls.loop import in_thread
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.calls.wire import ollama, openai
@@ -42,7 +42,7 @@ async def connect(endpoint: Endpoint) -> Transport:
     if endpoint.remote:
         return HttpTransport(endpoint)
     # A model may take seconds to load, and other endpoints go on meanwhile.
-    return await aside(lambda: FunctionTransport(endpoint))
+    return await in_thread(lambda: FunctionTransport(endpoint))
 
 
 class HttpTransport:
@@ -175,7 +175,7 @@ class FunctionTransport:
 
     async def close(self) -> None:
         # It waits for the batch that runs.
-        await aside(self._batcher.close)
+        await in_thread(self._batcher.close)
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, read_body
 from batchwright.calls.request import Request
 
-__all__ = ["decode", "encode", "from_body", "read_off", "refused", "retry_after_s", "scrub"]
+__all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
 
 PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
 LONGEST_ERROR = 200
@@ -77,29 +77,8 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
         return _wrong_shape(request, body)
 
 
-def read_off(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
-    """Text, finish and the server's own token counts of a body in the usual shape.
-
-    >>> read_off({"choices": [{"text": "4", "finish_reason": "stop"}]})
-    ('4', 'stop', None)
-    """
-    text, finish, usage = "", None, None
-    choices = body.get("choices")
-    if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-        message, ended = choices[0].get("message"), choices[0].get("finish_reason")
-        said = message.get("content") if isinstance(message, dict) else choices[0].get("text")
-        text = said if isinstance(said, str) else ""
-        finish = ended if isinstance(ended, str) else None
-    counted = body.get("usage")
-    if counted and isinstance(counted, dict):
-        prompt, answer = counted.get("prompt_tokens") or 0, counted.get("completion_tokens") or 0
-        if type(prompt) is type(answer) is int:
-            usage = Usage(prompt, answer)
-    return text, finish, usage
-
-
 def _done(said: str, body: Mapping[str, Any], raw: bytes | None) -> Done:
-    text, finish, usage = read_off(body)
+    text, finish, usage = read_body(body)
     # Whoever has only the body, as the cache, must read the same off it.
     return Done(said, body, finish, usage, raw=raw if text == said else None)
 

@@ -1,7 +1,7 @@
-"""One thread with one event loop in each process that calls: it owns every socket.
+"""One background thread with one event loop per process, which owns every socket.
 
-So calls work from scripts, notebooks, actors with loops of their own, and after a fork: a child
-begins with a thread of its own, and never touches what it inherited.
+So calls work from scripts, notebooks, actors with event loops of their own, and after a fork: a
+child starts a thread of its own, and never touches what it inherited.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Background", "aside", "background"]
+__all__ = ["Background", "background", "in_thread"]
 
 T = TypeVar("T")
 
@@ -27,26 +27,22 @@ class Background:
     pid: int
     thread: threading.Thread
     at_exit: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
-    """Pools: closed before the loop ends, and told to forget it after a fork."""
+    """Pools: closed before the loop ends, and detached from it after a fork."""
 
     @property
     def here(self) -> bool:
-        """Whether the caller stands on the loop itself, where waiting for it would never end."""
+        """Whether the caller runs on the loop itself, where waiting for it would deadlock."""
         return threading.current_thread() is self.thread
 
-    def soon(self, call: Callable[..., object], *given: object) -> None:
-        """Run a function on the loop."""
-        self.loop.call_soon_threadsafe(call, *given)
 
+async def in_thread(work: Callable[[], T]) -> T:
+    """As `asyncio.to_thread`, but on a thread of its own, so it works at interpreter exit too.
 
-async def aside(work: Callable[[], T]) -> T:
-    """Do something slow on a thread of its own; works while the interpreter ends, too.
-
-    The executors of the standard library take nothing any more at that time.
+    The executors of the standard library accept no work any more at that time.
     """
     loop = asyncio.get_running_loop()
     future: Future[T] = Future()
-    # Marked as running: a caller who goes away cannot cancel it, so `run` may always say its end.
+    # Marked as running: a cancelled caller cannot cancel it, so `run` may always set its result.
     future.set_running_or_notify_cancel()
 
     def run() -> None:
@@ -58,18 +54,18 @@ async def aside(work: Callable[[], T]) -> T:
         else:
             future.set_result(result)
 
-    threading.Thread(target=run, name="batchwright-aside", daemon=True).start()
+    threading.Thread(target=run, name="batchwright-work", daemon=True).start()
     return await asyncio.wrap_future(future, loop=loop)
 
 
 _current: Background | None = None
 _inherited: list[Background] = []
-"""Loops of the parent process: kept, for their end would close the parent's sockets' twins."""
+"""Loops of the parent process: kept, because deleting them would close the shared sockets."""
 _lock = threading.Lock()
 
 
 def background() -> Background:
-    """This process's loop, started when first asked for."""
+    """This process's loop, started at the first call."""
     global _current
     found = _current
     if found is not None and found.pid == os.getpid() and found.thread.is_alive():
@@ -82,7 +78,7 @@ def background() -> Background:
 
 def _start() -> Background:
     loop = asyncio.new_event_loop()
-    loop.set_exception_handler(_mistake)
+    loop.set_exception_handler(_on_bug)
     thread = threading.Thread(target=loop.run_forever, name="batchwright-calls", daemon=True)
     thread.start()
     started = Background(loop, os.getpid(), thread)
@@ -90,8 +86,8 @@ def _start() -> Background:
     return started
 
 
-def _mistake(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A callback of this package raised: whoever waits for what it should have done is told."""
+def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback of this package raised: pools are aborted, so that nobody waits for ever."""
     loop.default_exception_handler(context)
     error = context.get("exception")
     if isinstance(error, Exception) and "handle" in context and _current is not None:

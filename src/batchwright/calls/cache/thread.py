@@ -1,0 +1,77 @@
+"""The cache off the event loop: one thread that reads, leases and commits, so the loop never does.
+
+Every method returns a future of the loop at once, and raises there what the disk raised.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from batchwright.calls.cache.entries import Row
+from batchwright.calls.cache.store import Cache
+from batchwright.calls.outcome import Done
+
+__all__ = ["CacheThread"]
+
+LEASE_S = 30.0
+"""How long a lease holds; the engine renews it in time, and that of an exited process ends."""
+
+T = TypeVar("T")
+Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
+
+
+class CacheThread:
+    """A cache as the loop of a pool uses it; all methods are called on that loop."""
+
+    def __init__(self, store: Cache, loop: asyncio.AbstractEventLoop) -> None:
+        self.store = store
+        self.writes = store.mode != "replay"
+        self._owner = store.owner
+        self._loop = loop
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_serve, args=(self._work, loop), name="batchwright-cache", daemon=True
+        ).start()
+
+    def get(self, keys: Sequence[bytes]) -> "asyncio.Future[dict[bytes, Done]]":
+        """The responses that are here."""
+        return self._run(lambda: self.store.get_many(keys))
+
+    def lease(self, keys: Sequence[bytes]) -> "asyncio.Future[set[bytes]]":
+        """The calls that this process may make and no other will, renewed if it has them."""
+        return self._run(lambda: self.store.lease_many(keys, self._owner, LEASE_S))
+
+    def put(self, rows: Sequence[Row], released: Sequence[bytes]) -> "asyncio.Future[None]":
+        """Done when the rows survive `kill -9`; `released` leases end without a response."""
+
+        def write() -> None:
+            self.store.put_rows(rows)
+            if released:
+                self.store.release(*released, owner=self._owner)
+
+        return self._run(write)
+
+    async def close(self, close_store: bool) -> None:
+        """End the thread after what it was given."""
+        if close_store:
+            await self._run(self.store.close)
+        self._work.put(None)
+
+    def _run(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._work.put((work, future))
+        return future
+
+
+def _serve(waiting: "queue.SimpleQueue[Work | None]", loop: asyncio.AbstractEventLoop) -> None:
+    while (one := waiting.get()) is not None:
+        work, future = one
+        try:
+            result = work()
+        except Exception as error:
+            # Broad on purpose: a thread that ended here would let everyone wait for ever.
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
