@@ -56,6 +56,15 @@ class Outcome:
 
 Run = Callable[..., Outcome]
 
+PROCESSES = {"run", "workshop", "copy"}
+"""Fixtures that start the installed command; `make quick` leaves out the tests that use them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if PROCESSES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.process)
+
 
 @pytest.fixture(autouse=True)
 def start_method() -> None:
