@@ -859,8 +859,8 @@ def test_the_commands_count_prune_and_export(tmp_path: Path, call: Callable[...,
         ("prune none.db --model m", "no call cache at none.db"),
         ("export none.db -o out.jsonl", "no call cache at none.db"),
         ("prune calls.db", "needs an age, a size or a model"),
-        ("prune calls.db --older-than soon", "'soon' is no age"),
-        ("prune calls.db --max-size 3X", "'3X' is no size"),
+        ("prune calls.db --older-than soon", "cannot parse the age 'soon'"),
+        ("prune calls.db --max-size 3X", "cannot parse the size '3X'"),
     ],
 )
 def test_a_command_that_cannot_be_done_says_why(

@@ -60,7 +60,7 @@ def test_every_prompt_is_answered_in_order_and_a_second_run_calls_nobody(call, t
     assert rows[0]["usage"] == {"prompt": 7, "completion": 3}
     assert (first.code, second.code) == (0, 0), first.err + second.err
     assert (first.data["written"], first.data["calls"]["sent"]) == (40, 40)
-    assert "40 were there" in second.out
+    assert "40 from an earlier run" in second.out
     # What was only for going on is gone.
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "answers.jsonl",
@@ -109,7 +109,7 @@ def test_failed_calls_are_marked_and_made_again_when_asked(call, tmp_path):
     assert "2 of 10 calls failed" in first.err
     assert (marked[3]["error"], marked[3]["detail"]) == (
         "http_4xx",
-        "the server answered 400: not today",
+        "the server responded with status 400: not today",
     )
     assert "text" not in marked[3]
     assert (unasked.code, again.code) == (0, 0), again.err
@@ -129,7 +129,7 @@ def test_money_ends_the_run_and_more_money_ends_it_well(call, tmp_path):
         assert len(server.seen) == 60
 
     assert short.code == 1
-    assert "prompts are answered" in short.err
+    assert "prompts have a response" in short.err
     assert kept == paid < 60
     assert enough.code == 0, enough.err
 
@@ -150,7 +150,7 @@ def test_other_prompts_settings_or_bad_rows_are_refused(call, tmp_path):
         size = call(line(server.url, "--batch-size many"), tmp_path)
         assert len(server.seen) == 5
 
-    assert "line 1: this is not an answer to prompt 1" in other.err
+    assert "line 1: this is not a response to prompt 1" in other.err
     assert "prompts.jsonl, line 2" in bad.err
     assert "line 2: the id 1" in twice.err
     assert "line 1: not JSON" in no_json.err
@@ -231,7 +231,7 @@ def test_probing_nobody_is_one_sentence(call, tmp_path):
     gone = call("calls probe -e http://127.0.0.1:9 -m m", tmp_path)
 
     assert gone.code == 1
-    assert "does not answer for the model 'm' (unreachable)" in gone.err
+    assert "does not respond for the model 'm' (unreachable)" in gone.err
     assert gone.err.count("\n") == 1
 
 

@@ -202,7 +202,7 @@ def test_agree_compares_a_judge_with_labels_and_draws_it(
         (
             [{"response": "4"}],
             'endpoints = ["http://127.0.0.1:9"]\n[[part]]\nkind = "judge"\nmodels = ["m"]\n',
-            "no connection to http://127.0.0.1:9/v1: Connection refused; start the server",
+            "cannot connect to http://127.0.0.1:9/v1: Connection refused; start the server",
         ),
         (
             [{"response": "4"}],

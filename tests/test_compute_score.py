@@ -170,7 +170,7 @@ def test_the_cache_serves_another_process_and_no_server(
     # The address is not part of what was asked, so a server that is gone is not missed.
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     assert compute_score(*sample) == first
-    with pytest.raises(NoServer, match=r"no connection to http://127\.0\.0\.1:9/v1"):
+    with pytest.raises(NoServer, match=r"cannot connect to http://127\.0\.0\.1:9/v1"):
         compute_score(WRONG, *sample[1:])
 
 

@@ -102,13 +102,13 @@ def raises(error: Exception) -> Callable[[Sequence[Request]], list[str]]:
         (raises(ConfigError("no such voice")), Kind.HTTP_4XX, "no such voice"),
         (raises(KeyError("tell me about otters")), Kind.HTTP_5XX, "raised KeyError"),
         (lambda requests: [OSError("lost")] * 2, Kind.HTTP_5XX, "raised OSError: lost"),
-        (lambda requests: ["one"], Kind.BAD_BODY, "gave 1 answers to 2 requests"),
-        (lambda requests: ["one"] * 3, Kind.BAD_BODY, "gave 3 answers to 2 requests"),
-        (lambda requests: "no", Kind.BAD_BODY, "gave str instead of a sequence"),
-        (lambda requests: None, Kind.BAD_BODY, "gave NoneType instead of a sequence"),
-        (lambda requests: [3, 4], Kind.BAD_BODY, "an answer of type int"),
-        (lambda requests: [{}, {}], Kind.BAD_BODY, "the answer to a chat call"),
-        (lambda requests: [{"choices": []}] * 2, Kind.BAD_BODY, "the answer to a chat call"),
+        (lambda requests: ["one"], Kind.BAD_BODY, "returned 1 responses to 2 requests"),
+        (lambda requests: ["one"] * 3, Kind.BAD_BODY, "returned 3 responses to 2 requests"),
+        (lambda requests: "no", Kind.BAD_BODY, "returned str instead of a sequence"),
+        (lambda requests: None, Kind.BAD_BODY, "returned NoneType instead of a sequence"),
+        (lambda requests: [3, 4], Kind.BAD_BODY, "a response of type int"),
+        (lambda requests: [{}, {}], Kind.BAD_BODY, "the response to a chat call"),
+        (lambda requests: [{"choices": []}] * 2, Kind.BAD_BODY, "the response to a chat call"),
         (lambda requests: ["", " \n"], Kind.EMPTY, "no text"),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_forked_child_starts_a_thread_of_its_own() -> None:
     code = """
 import asyncio, os, sys
 from batchwright.calls import chat
-from batchwright.calls.local import MicroBatcher
+from batchwright.calls.wire.batcher import MicroBatcher
 
 batcher = MicroBatcher(lambda requests: [str(os.getpid())] * len(requests), 1)
 async def ask():
@@ -260,7 +260,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_batch_must_hold_something() -> None:
-    with pytest.raises(ConfigError, match="use 1 or more"):
+    with pytest.raises(ConfigError, match="batch must be at least 1, got 0"):
         MicroBatcher(Echo(), 0)
 
 

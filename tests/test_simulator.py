@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from batchwright.calls import chat, complete, embed
 from batchwright.calls.simulator import FAULTS, RunningSimulator, Simulator, running
-from batchwright.calls.simulator.answers import answer, asked, operator_of
+from batchwright.calls.simulator.answers import answer, operator_of, questions_in
 from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import (
     OPERATOR_WORDS,
@@ -652,15 +652,15 @@ def test_settings_survive_the_trip_to_another_process() -> None:
 @pytest.mark.parametrize(
     ("settings_", "sentence"),
     [
-        ({"knee": 0}, "knee is 0; it must be at least 1"),
+        ({"knee": 0}, "knee must be at least 1, got 0"),
         ({"knee": [(1, 5)]}, "must begin with 0"),
-        ({"kind": "other"}, "none of queue, reject"),
-        ({"faults": {"explode": 0.1}}, "no fault 'explode'; there are: 429"),
-        ({"script": ["boom"]}, "no fault 'boom'"),
-        ({"script": {"x": ["boom"]}}, "no fault 'boom'"),
-        ({"faults": {"cut": 0.7, "500": 0.7}}, "their sum at most 1"),
-        ({"latency_s": -1}, "latency_s is -1"),
-        ({"rpm": 0}, "rpm is 0"),
+        ({"kind": "other"}, "kind must be queue, reject"),
+        ({"faults": {"explode": 0.1}}, "unknown fault 'explode'; choose from 429"),
+        ({"script": ["boom"]}, "unknown fault 'boom'"),
+        ({"script": {"x": ["boom"]}}, "unknown fault 'boom'"),
+        ({"faults": {"cut": 0.7, "500": 0.7}}, "sum to at most 1"),
+        ({"latency_s": -1}, "latency_s must be finite and at least 0, got -1"),
+        ({"rpm": 0}, "rpm must be at least 1, got 0"),
         ({"rules": {"a": ["shiny"]}}, "'shiny'; known traits: polite"),
         ({"questions": [{"question": "?"}]}, "a question has no 'answer'"),
     ],
@@ -859,7 +859,7 @@ def test_the_shipped_templates_and_questions_have_a_known_optimum() -> None:
 def test_two_questions_are_crossed_in_their_order() -> None:
     prompt = "Combine these.\nQuestion 1: How far is Rome?\nQuestion 2: How old is it?\nNew:"
 
-    assert asked(prompt) == ["How far is Rome?", "How old is it?"]
+    assert questions_in(prompt) == ["How far is Rome?", "How old is it?"]
     assert say("sim", prompt) == "How far is Rome? How old is it?"
 
 
@@ -953,7 +953,7 @@ def test_texts_that_share_words_are_near() -> None:
         ["What is the capital of France?", "Tell me the capital of France", "3 kilograms in grams"]
     )
     assert near @ also > 0.5 > near @ far
-    with pytest.raises(ConfigError, match="dim=1"):
+    with pytest.raises(ConfigError, match="dim must be at least 2, got 1"):
         hashed_ngrams(["a"], 1)
 
 

@@ -80,7 +80,7 @@ def test_a_server_nobody_vouches_for_is_not_told_a_word(certificate, tls, monkey
 
     for outcome in (failed, elsewhere):
         assert outcome.kind is Kind.UNREACHABLE
-        assert "no safe connection" in outcome.error
+        assert "TLS connection to" in outcome.error
         assert "sk-otter" not in outcome.error
 
 

@@ -12,7 +12,7 @@ from batchwright.errors import ConfigError
 __all__ = ["BatchFunction", "Endpoint", "parse_model"]
 
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
-"""An answer for each request: a text, a body in the OpenAI shape, or what went wrong."""
+"""A response for each request: a text, a body in the OpenAI format, or an exception."""
 
 Protocol = Literal["openai", "ollama", "function", "local"]
 
@@ -21,27 +21,27 @@ OLLAMA_PORT = 11434
 
 @dataclass(frozen=True, slots=True, init=False)
 class Endpoint:
-    """One server or function, and how it is spoken to.
+    """One server or function, and its protocol.
 
     `http://host:8000/v1` is OpenAI-compatible (`/v1` is added to an address without a path),
     `ollama://host:11434` speaks Ollama's own protocol, `unix:///path.sock` is an OpenAI-compatible
     server on a socket file, `local:smollm2` and `local:PATH` are models inside this process, and a
     function is called with up to `batch` requests at a time.
 
-    An API key is taken from the environment variable `key_env`, which must be set then. Without
-    `key_env`, OPENAI_API_KEY is sent if it is set, but to `https` addresses only: a key that lies
-    in the environment for one service is not told to every server on the way. `key_env=""` sends
-    none. `model` replaces the model's name in every request sent here.
+    An API key is read from the environment variable `key_env`, which must be set then. Without
+    `key_env`, OPENAI_API_KEY is sent if it is set, but to `https` addresses only: a key that is
+    in the environment for one service is not sent to every server. `key_env=""` sends none.
+    `model` replaces the model's name in every request sent here.
 
     >>> Endpoint("ollama://gpu0")
     Endpoint('ollama://gpu0:11434')
     """
 
     name: str
-    """What outcomes, events and statistics call it; no secrets are in it."""
+    """Its name in outcomes, events and statistics; never holds a secret."""
     protocol: Protocol
     base: str
-    """The address that paths are added to, or the name or folder of a local model."""
+    """The base URL, or the name or folder of a local model."""
     socket: str | None
     """The socket file to connect to."""
     model: str | None
@@ -68,7 +68,7 @@ class Endpoint:
         else:
             protocol, base, socket, shown = _address(target)
         if batch < 1:
-            raise ConfigError(f"batch={batch} is not possible; give 1 or more")
+            raise ConfigError(f"batch must be at least 1, got {batch}")
         fields = (name or shown, protocol, base, socket, model, key_env, function, batch)
         for field, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, field, value)
@@ -78,7 +78,7 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """Where it is, whatever it is called: what is learned about it is kept under this."""
+        """Where it is, whatever its name: what is learned about it is saved under this."""
         return self.socket or self.base
 
     @property
@@ -86,7 +86,7 @@ class Endpoint:
         return self.protocol in ("openai", "ollama")
 
     def api_key(self) -> str | None:
-        """The key itself, read at the moment of use and kept nowhere."""
+        """The key itself, read at the moment of use and stored nowhere."""
         if self.key_env is None:
             if self.protocol != "openai" or not self.base.startswith("https:"):
                 return None
@@ -103,7 +103,7 @@ class Endpoint:
 
 
 def parse_model(text: str) -> tuple[Endpoint, str]:
-    """An endpoint and a model's name from one word, as users write them.
+    """An endpoint and a model's name from one string.
 
     `ollama:NAME` is a model of the Ollama server of this machine (or of OLLAMA_HOST),
     `URL#NAME` one of any server, `local:smollm2` or `local:PATH` one inside this process, `sim`
@@ -128,30 +128,30 @@ def parse_model(text: str) -> tuple[Endpoint, str]:
     if mark and url and name:
         return Endpoint(url), name
     raise ConfigError(
-        f"the model {text!r} is not understood; write ollama:NAME, URL#NAME, local:smollm2, "
+        f"cannot parse the model {text!r}; write ollama:NAME, URL#NAME, local:smollm2, "
         f"local:PATH or sim"
     )
 
 
 def _address(target: str) -> tuple[Protocol, str, str | None, str]:
-    """Protocol, base address, socket file and name of a URL."""
+    """Protocol, base URL, socket file and name of an address."""
     try:
         parts = urlsplit(target)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"the address {target!r} cannot be read: {error}") from None
+        raise ConfigError(f"cannot parse the address {target!r}: {error}") from None
     family, plus, scheme = parts.scheme.rpartition("+")
     if scheme == "ollama" and not plus:
         family, scheme = "ollama", "http"
     if family not in ("", "ollama") or scheme not in ("http", "https", "unix"):
         raise ConfigError(
-            f"the address {target!r} is not understood; write http://host:port/v1, "
+            f"cannot parse the address {target!r}; write http://host:port/v1, "
             f"https://..., ollama://host:11434, unix:///path.sock, local:smollm2 or local:PATH"
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            f"the address of {parts.hostname} holds a user, a password, a query or a fragment; "
-            f"give the address alone, and the key by an environment variable (key_env)"
+            f"the address of {parts.hostname} has a user, a password, a query or a fragment; "
+            f"give the address alone, and the API key in an environment variable (key_env)"
         )
     path = parts.path.rstrip("/")
     if scheme == "unix":
@@ -163,7 +163,7 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
         return "openai", "http://localhost/v1", unquote(path), shown
     host = parts.hostname
     if not host:
-        raise ConfigError(f"the address {target!r} names no host; write http://host:port/v1")
+        raise ConfigError(f"the address {target!r} has no host; write http://host:port/v1")
     host = f"[{host}]" if ":" in host else host
     if family:
         place = f"{host}:{port or OLLAMA_PORT}"

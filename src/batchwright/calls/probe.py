@@ -1,4 +1,4 @@
-"""How many calls at a time a server bears: measured, level by level."""
+"""Measures the concurrency a server sustains, level by level."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,17 @@ __all__ = ["Level", "knee", "levels", "ramp"]
 NEAR = 0.9
 """A level is good enough at this share of the best throughput."""
 PAYS = 1.05
-"""Twice the calls in flight should give at least this much more, or the server is full."""
+"""Twice the concurrency must give this many times the throughput, or the server is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a server did with so many calls in flight."""
+    """Throughput and latency of a server at one concurrency."""
 
     concurrency: int
     calls: int
     per_second: float
-    """Answers, failures apart."""
+    """Responses per second, failures excluded."""
     p50_s: float | None
     p95_s: float | None
     failed: dict[str, int]
@@ -50,7 +50,7 @@ def levels(most: int) -> Iterator[int]:
 
 
 def knee(measured: Sequence[Level]) -> Level:
-    """The least concurrency that gives nearly the best throughput: more only makes calls wait.
+    """The least concurrency with nearly the best throughput: more only adds latency.
 
     >>> rates = {1: 10.0, 2: 20.0, 4: 38.0, 8: 40.0, 16: 41.0}
     >>> knee([Level(n, 9, rate, 0.1, 0.1, {}) for n, rate in rates.items()]).concurrency
@@ -71,14 +71,14 @@ def ramp(
     deadline_s: float = 120.0,
     progress: Callable[[Level], None] | None = None,
 ) -> list[Level]:
-    """Measure each level in turn; stops after two that bring nothing, or when calls fail.
+    """Measure each level in turn; stops after two without a gain, or when calls fail.
 
-    Every call asks something slightly different, so that the server cannot answer from memory.
+    Every prompt is slightly different, so that the server cannot respond from a cache.
     """
     if most < 1:
-        raise ConfigError(f"most={most} is not possible; give 1 or more")
+        raise ConfigError(f"most must be at least 1, got {most}")
     measured: list[Level] = []
-    number = idle = 0
+    number = without_gain = 0
     given: dict[str, Any] = {"max_tokens": max_tokens}
     for concurrency in levels(most):
         with Pool(
@@ -94,7 +94,7 @@ def ramp(
                 first = pool.map([chat(model, f"{prompt} 0.", **given)])[0]
                 if isinstance(first, Failed):
                     raise NoServer(
-                        f"{endpoint.name} does not answer for the model {model!r} "
+                        f"{endpoint.name} does not respond for the model {model!r} "
                         f"({first.kind}): {first.error}"
                     )
             calls = max(8, calls_a_slot * concurrency)
@@ -109,8 +109,8 @@ def ramp(
         if progress is not None:
             progress(level)
         before = max((one.per_second for one in measured[:-1]), default=0.0)
-        idle = idle + 1 if level.per_second < PAYS * before else 0
-        if idle == 2 or sum(level.failed.values()) > 0.2 * calls:
+        without_gain = without_gain + 1 if level.per_second < PAYS * before else 0
+        if without_gain == 2 or sum(level.failed.values()) > 0.2 * calls:
             break
     return measured
 

@@ -1,7 +1,7 @@
-"""A file of prompts, a file of answers in the same order, and a run that may die in between.
+"""A file of prompts in, a file of responses in the same order out, resumable at any point.
 
-Lines are appended whole and in the order of the prompts, so that what is there is always a
-beginning of the result. Answers that came out of turn are in a cache until their turn comes.
+Whole lines are appended in the order of the prompts, so the file always holds a prefix of the
+result. Responses that came out of order are in a cache until their turn comes.
 """
 
 import fcntl
@@ -22,21 +22,21 @@ __all__ = ["Answers", "Prompt", "read_prompts"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row: its id and the request it stands for."""
+    """One row: its id and its request."""
 
     id: str | int
     request: Request
 
     @property
     def mark(self) -> str:
-        """By this an answer is known to belong to this very request."""
+        """Identifies the request in the output file."""
         return self.request.key.hex()[:16]
 
 
 def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[Prompt]:
-    """Rows with `prompt` or `messages`, and maybe `id` and `parameters`, which go before ours.
+    """Rows with `prompt` or `messages`, optional `id`, and `parameters`, which override ours.
 
-    A random request becomes an exact one by its row's number: run again, it has its answer.
+    A random request becomes an exact one by its row's number: a second run finds its response.
     """
     prompts: list[Prompt] = []
     seen: set[str | int] = set()
@@ -47,28 +47,30 @@ def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[
             row = _row(path, number, line)
             name = row.get("id", number - 1)
             if not isinstance(name, str | int) or name in seen:
-                raise BadRow(f"{path}, line {number}: the id {name!r} is no name or is used twice")
+                raise BadRow(
+                    f"{path}, line {number}: the id {name!r} must be a unique string or integer"
+                )
             seen.add(name)
             own = row.get("parameters", {})
             what = row.get("prompt") if "prompt" in row else row.get("messages")
             if not isinstance(own, dict) or not isinstance(what, str | list) or not what:
                 raise BadRow(
-                    f"{path}, line {number}: a row needs a text in `prompt` or a list in "
-                    f"`messages`, and `parameters` must be an object; this one has {sorted(row)}"
+                    f"{path}, line {number}: a row needs a string `prompt` or a list `messages`, "
+                    f"and `parameters` must be an object; this one has {sorted(row)}"
                 )
-            words = {**parameters, **own}
-            request = chat(words.pop("model", model), what, **words)
+            given = {**parameters, **own}
+            request = chat(given.pop("model", model), what, **given)
             if not request.exact:
-                request = chat(request.model, what, draw=number - 1, **words)
+                request = chat(request.model, what, draw=number - 1, **given)
             prompts.append(Prompt(name, request))
     return prompts
 
 
 class Answers:
-    """The file of answers, locked while it is open.
+    """The file of responses, locked while it is open.
 
-    `known` are the prompts that it answers already, from the first on; a last line that was cut
-    by a crash is taken away.
+    `known` counts the prompts that have a response already, from the first on; a partial last
+    line of a crash is removed.
     """
 
     def __init__(self, path: Path, prompts: Sequence[Prompt], *, retry_failed: bool = False):
@@ -78,14 +80,16 @@ class Answers:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
-            raise CannotWrite(f"cannot write {path}: {error.strerror}; name another") from error
+            raise CannotWrite(
+                f"cannot write {path}: {error.strerror}; choose another path"
+            ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lines = self._read()
         except BlockingIOError:
             os.close(self._file)
             raise CannotWrite(
-                f"another process is writing {path}; wait for it or name another output"
+                f"another process is writing {path}; wait for it or choose another output"
             ) from None
         except BaseException:
             os.close(self._file)
@@ -107,7 +111,7 @@ class Answers:
         return self._next
 
     def add(self, index: int, outcome: Outcome) -> None:
-        """Take an answer; it is written when all before it are. A cancelled call is left open."""
+        """Add an outcome; it is written when all before it are. A cancelled call stays open."""
         if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
             return
         line = json.dumps(_shown(self._prompts[index], outcome), ensure_ascii=False)
@@ -124,7 +128,7 @@ class Answers:
             self._append(b"".join(ready))
 
     def close(self) -> None:
-        """Make it durable; rows that were made anew replace the old ones all at once."""
+        """Flush to disk; rows that were retried replace the old ones atomically."""
         if self._again:
             from batchwright.files import write_atomic
 
@@ -149,7 +153,7 @@ class Answers:
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; free space and run again, "
-                f"what was written and what is in the cache is kept"
+                f"it resumes from the file and the cache"
             ) from error
 
     def _read_raw(self, most: int | None = None) -> Iterator[bytes]:
@@ -158,7 +162,7 @@ class Answers:
         return (line + b"\n" for line in lines[:most])
 
     def _read(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """Whole lines that belong to these prompts; a torn last one is cut off."""
+        """The complete lines, which must belong to these prompts; a partial last one is removed."""
         found: list[tuple[bytes, dict[str, Any]]] = []
         for number, raw in enumerate(self._read_raw()):
             try:
@@ -168,8 +172,8 @@ class Answers:
                 mark = None
             if number >= len(self._prompts) or mark != self._prompts[number].mark:
                 raise Mismatch(
-                    f"{self.path}, line {number + 1}: this is not an answer to prompt "
-                    f"{number + 1} with these settings; name another output, or move this away"
+                    f"{self.path}, line {number + 1}: this is not a response to prompt "
+                    f"{number + 1} with these settings; choose another output, or move this away"
                 )
             found.append((raw, row))
         os.ftruncate(self._file, sum(len(raw) for raw, _ in found))

@@ -1,4 +1,4 @@
-"""One call as plain data: a body in the OpenAI shape, and the key that names it."""
+"""A request as plain data: a body in the OpenAI format, and the key that identifies it."""
 
 import hashlib
 import json
@@ -11,31 +11,31 @@ from batchwright.errors import ConfigError
 __all__ = ["Request", "chat", "complete", "embed"]
 
 VERSION = 1
-"""Part of every key: a change of the key's meaning must not find old answers."""
+"""Part of every key: a change of the key's meaning must not find old responses."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A call to make. `body` is what an OpenAI-compatible server is sent, nothing is added to it.
+    """A call to make. `body` is sent to an OpenAI-compatible server as it is, nothing is added.
 
-    Equal requests are one call only if the answer cannot differ: temperature 0, a seed, an
-    embedding, or a given `draw`. The same random request drawn twice is two draws.
+    Equal requests are one call only if they are deterministic: temperature 0, a seed, an
+    embedding, or a given `draw`. The same random request made twice is two draws.
     """
 
     kind: Literal["chat", "complete", "embed"]
     body: Mapping[str, Any]
     draw: int | None = None
-    """Which draw of a random request this is; makes it an exact, repeatable one."""
+    """Which draw of a random request this is; makes it exact, so that it can be cached."""
     salt: str = ""
-    """Something the body does not say but the answer depends on, say a revision of the weights."""
+    """What the response depends on besides the body, say the revision of the weights."""
     data: bytes = field(init=False, repr=False)
-    """The body as JSON, written once: it is sent as it is and hashed as it is."""
+    """The body as JSON, encoded once: these bytes are sent and hashed."""
     _key: bytes | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.body.get("model"):
             raise ConfigError(f"a {self.kind} request needs a model; the body has none")
-        # Nought is nought: temperature 0 and 0.0 must not be two requests.
+        # 0 and 0.0 hash alike: temperature 0 and 0.0 must not be two requests.
         body = {
             name: int(value) if isinstance(value, float) and value.is_integer() else value
             for name, value in self.body.items()
@@ -53,7 +53,7 @@ class Request:
 
     @property
     def exact(self) -> bool:
-        """Whether an equal request has an equal answer, so that it may be shared and kept.
+        """Whether equal requests have equal responses, which may be shared and cached.
 
         >>> chat("m", "2+2?").exact, chat("m", "2+2?", temperature=0).exact
         (False, True)
@@ -67,7 +67,7 @@ class Request:
 
     @property
     def key(self) -> bytes:
-        """SHA-256 over everything the answer depends on; the endpoint's address is not part of it.
+        """SHA-256 of everything the response depends on; the endpoint's address is not part of it.
 
         >>> chat("m", "2+2?", draw=0).key == chat("m", "2+2?", draw=1).key
         False
@@ -91,7 +91,7 @@ def chat(
     salt: str = "",
     **parameters: Any,
 ) -> Request:
-    """A chat request; a string is one message of the user.
+    """A chat request; a string is one user message.
 
     >>> chat("m", "2+2?", temperature=0).data.decode()
     '{"messages":[{"content":"2+2?","role":"user"}],"model":"m","temperature":0}'
@@ -103,13 +103,13 @@ def chat(
 def complete(
     model: str, prompt: str, /, *, draw: int | None = None, salt: str = "", **parameters: Any
 ) -> Request:
-    """A request to continue plain text."""
+    """A request for a completion of plain text."""
     return Request("complete", {"model": model, "prompt": prompt, **parameters}, draw, salt)
 
 
 def embed(
     model: str, text: str | Sequence[str], /, *, salt: str = "", **parameters: Any
 ) -> Request:
-    """A request for the vectors of one text or of several."""
+    """A request for the embeddings of one text or of several."""
     given = text if isinstance(text, str) else list(text)
     return Request("embed", {"model": model, "input": given, **parameters}, None, salt)

@@ -140,28 +140,23 @@ class Engine:
         self._dispatch()
 
     async def _look(self, jobs: Sequence[Job], source: Literal["cache", "shared"]) -> None:
-        """Finish what is in the cache; the rest needs a lease, a few jobs at a time."""
+        """Finish what is in the cache; the rest needs a lease, or is sent if nothing is written."""
         assert self._cache is not None
         found = await self._ask_cache(self._cache.get(_keys(jobs)), {})
         for job in jobs:
             if job.over or job.key is None:
                 continue
             done = found.get(job.key)
-            if done is not None:
-                self._count_hit(source)
-                self._finish(job, done if source == "cache" else _copied(done, source))
-            elif self._cache.writes:
-                # If it was another's call, that one failed or its process exited.
-                self._unleased.append(job)
+            if done is None:
+                # If another process was making the call, it failed or has exited.
+                (self._unleased if self._cache.writes else self._queue).append(job)
+            elif source == "cache":
+                self._stats.hits += 1
+                self._finish(job, done)
             else:
-                self._queue.append(job)
+                self._stats.shared += 1
+                self._finish(job, _copied(done, "shared"))
         self._dispatch()
-
-    def _count_hit(self, source: Source) -> None:
-        if source == "cache":
-            self._stats.hits += 1
-        else:
-            self._stats.shared += 1
 
     def _lease_more(self) -> None:
         """Get more jobs ready to be sent if few are."""
@@ -493,6 +488,8 @@ class Engine:
         for upstream in self.upstreams:
             if upstream.transport is not None:
                 await upstream.transport.close()
+            if upstream.rates is not None:
+                upstream.rates.close()
 
     def stats(self) -> dict[str, Any]:
         """Counts, latencies, tokens, cost, and the state of each endpoint."""

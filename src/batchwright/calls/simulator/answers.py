@@ -1,10 +1,10 @@
-"""What a simulated model says: the same words for the same seed and prompt on every machine.
+"""What a simulated model says: the same text for the same seed and prompt on every machine.
 
-A prompt is read in one of four ways. `sim` chooses by the prompt's own words; `sim-qa`,
-`sim-mutator` and `sim-judge` always read it in theirs.
+A prompt is handled in one of four ways. `sim` chooses by the prompt's own words; `sim-qa`,
+`sim-mutator` and `sim-judge` always use their own.
 
-    qa         a known question -> its answer, if its wording keeps the hidden rule
-    mutator    "Paraphrase ... Question: ..." -> the question in other words
+    qa         a known question -> its answer, if its wording follows the hidden rule
+    mutator    "Paraphrase ... Question: ..." -> the question rewritten
     judge      "... Score:" -> "Score: 7"; "... true or false ..." -> "true"
     plain      anything else -> the beginning of the prompt and some words
 """
@@ -15,9 +15,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.calls.request import Request
+from batchwright.calls.simulator.behaviour import Behaviour
 from batchwright.calls.simulator.questions import (
     OPERATOR_WORDS,
     STRANGE,
@@ -26,15 +27,18 @@ from batchwright.calls.simulator.questions import (
     mutate,
     uniform,
 )
-from batchwright.calls.simulator.wire import PATHS, PIECE, Ask, Refusal, Reply, read, whole
+from batchwright.calls.simulator.wire import (
+    PATHS,
+    PIECE,
+    ParsedRequest,
+    Refusal,
+    Reply,
+    parse,
+    whole,
+)
 from batchwright.errors import ConfigError
 
-if TYPE_CHECKING:
-    from batchwright.calls.simulator.behaviour import Simulator
-
-__all__ = ["MODELS", "Models", "answer", "asked", "in_format", "operator_of"]
-
-MODELS = ("sim", "sim-qa", "sim-mutator", "sim-judge", "sim-embed")
+__all__ = ["Models", "answer", "in_format", "operator_of", "questions_in"]
 
 PATTERNS = {name: re.compile(pattern, re.I) for name, pattern in OPERATOR_WORDS.items()}
 END = r"\s*(?=\n\s*\n|\n[\w ]{1,20}:|\Z)"
@@ -50,75 +54,75 @@ SCALE = re.compile(r"(\d+)\s*(?:to|-|and)\s*(\d+)")
 
 
 class Models:
-    """The models without a server: a call in, what they say out."""
+    """The models without a server: a request in, its reply out."""
 
-    def __init__(self, simulator: "Simulator") -> None:
-        self.simulator = simulator
-        self.target = simulator.target()
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.target = behaviour.target()
         self.seen: Counter[bytes] = Counter()
 
-    def reply(self, ask: Ask, seen: int) -> Reply:
-        """The answer to a call that was `seen` so many times before."""
-        simulator = self.simulator
-        if ask.kind == "embed":
+    def reply(self, parsed: ParsedRequest, seen: int) -> Reply:
+        """The reply to a request that was `seen` so many times before."""
+        if parsed.kind == "embed":
             from batchwright.calls.simulator.ngrams import hashed_ngrams
 
-            vectors = hashed_ngrams(ask.inputs, ask.dim or simulator.dim)
-            return Reply((), vectors, sum(map(_tokens, ask.inputs)), 0)
+            vectors = hashed_ngrams(parsed.inputs, parsed.dim or self.behaviour.dim)
+            return Reply((), vectors, sum(map(_tokens, parsed.inputs)), 0)
         texts, spent = [], 0
-        for choice in range(ask.choices):
-            text, finish, tokens = self._say(ask, (ask.seed if ask.exact else seen, choice))
+        for choice in range(parsed.choices):
+            draw = (parsed.seed if parsed.exact else seen, choice)
+            text, finish, tokens = self._say(parsed, draw)
             texts.append((text, finish))
             spent += tokens
-        return Reply(texts, None, _tokens(ask.system) + _tokens(ask.prompt), spent)
+        return Reply(texts, None, _tokens(parsed.system) + _tokens(parsed.prompt), spent)
 
-    def _say(self, ask: Ask, draw: object) -> tuple[str, str, int]:
-        if ask.protocol == "ollama" and not ask.prompt:
+    def _say(self, parsed: ParsedRequest, draw: object) -> tuple[str, str, int]:
+        if parsed.protocol == "ollama" and not parsed.prompt:
             return "", "stop", 0
         text = answer(
-            ask.model,
-            ask.system,
-            ask.prompt,
+            parsed.model,
+            parsed.system,
+            parsed.prompt,
             target=self.target,
-            seed=self.simulator.seed,
-            words=self.simulator.words,
+            seed=self.behaviour.seed,
+            words=self.behaviour.words,
             draw=draw,
         )
-        if ask.schema is not None:
-            text = in_format(ask.schema, text, f"{ask.system}\n{ask.prompt}")
-        for mark in ask.stop:
+        if parsed.schema is not None:
+            text = in_format(parsed.schema, text, f"{parsed.system}\n{parsed.prompt}")
+        for mark in parsed.stop:
             text = text.partition(mark)[0] if mark else text
         pieces: list[str] = PIECE.findall(text)
-        if ask.most_tokens is not None and len(pieces) > ask.most_tokens:
-            return "".join(pieces[: ask.most_tokens]), "length", ask.most_tokens
+        if parsed.most_tokens is not None and len(pieces) > parsed.most_tokens:
+            return "".join(pieces[: parsed.most_tokens]), "length", parsed.most_tokens
         return text, "stop", len(pieces)
 
-    def answer_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Bodies in the OpenAI shape, one a request; an unknown model is an error."""
+    def respond_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Bodies in the OpenAI format, one per request; an unknown model is an error."""
         paths = {kind: path for path, (protocol, kind) in PATHS.items() if protocol == "openai"}
         found = []
         for request in requests:
-            ask = read(paths[request.kind], request.data, self.simulator.model_names)
-            if isinstance(ask, Refusal):
-                raise ConfigError(ask.message)
-            seen = self.seen[ask.key]
-            self.seen[ask.key] += 1
-            plain = replace(ask, stream=False, packed=False)
-            found.append(whole(plain, self.reply(plain, seen), ask.key.hex(), 0.0))
+            parsed = parse(paths[request.kind], request.data, self.behaviour.model_names)
+            if isinstance(parsed, Refusal):
+                raise ConfigError(parsed.message)
+            seen = self.seen[parsed.key]
+            self.seen[parsed.key] += 1
+            plain = replace(parsed, stream=False, packed=False)
+            found.append(whole(plain, self.reply(plain, seen), parsed.key.hex(), 0.0))
         return found
 
 
 def answer(
     model: str, system: str, prompt: str, *, target: Target, seed: int, words: int, draw: object
 ) -> str:
-    """What `model` says to the last message `prompt`, with what was said before in `system`.
+    """What `model` says to the last message `prompt`, with the messages before it in `system`.
 
-    `draw` tells the draws of a random request apart.
+    `draw` distinguishes repeated draws of a random request.
     """
     everything = f"{system}\n\n{prompt}" if system else prompt
     role = _role(everything, prompt, target) if model == "sim" else model
     if role == "sim-mutator":
-        found = asked(prompt, whole=bool(system))
+        found = questions_in(prompt, whole=bool(system))
         operator = operator_of(_without(found, everything))
         if operator == "crossover" and len(found) > 1:
             return mutate(operator, found[-2], found[-1], seed)
@@ -126,18 +130,18 @@ def answer(
     if role == "sim-judge":
         return _judge(everything, seed)
     if role == "sim-qa":
-        return target.reply(asked(prompt, whole=True)[-1])
+        return target.reply(questions_in(prompt, whole=True)[-1])
     drawn = hashlib.blake2b(repr((seed, prompt, draw)).encode("utf-8", "surrogatepass")).digest()
     said = [STRANGE[drawn[place % 64] % len(STRANGE)] for place in range(max(1, words))]
     return f"{' '.join(prompt[:60].split())} -> {' '.join(said)}"
 
 
-def asked(prompt: str, whole: bool = False) -> list[str]:
-    """The questions a prompt holds: behind `Question:`, else in quotes, else its last line.
+def questions_in(prompt: str, whole: bool = False) -> list[str]:
+    """The questions in a prompt: after `Question:`, else in quotes, else its last line.
 
-    With `whole`, a prompt without the mark is itself the question.
+    With `whole`, a prompt without the marker is itself the question.
 
-    >>> asked("Be brief.\\nQuestion: How far is Rome?\\nAnswer:")
+    >>> questions_in("Be brief.\\nQuestion: How far is Rome?\\nAnswer:")
     ['How far is Rome?']
     """
     if whole:
@@ -160,7 +164,7 @@ def operator_of(instruction: str) -> str:
 
 
 def in_format(schema: object, text: str, prompt: str) -> str:
-    """`text` as the JSON a request asks for: an object, or what a JSON schema describes.
+    """`text` as the JSON that a request wants: an object, or what a JSON schema describes.
 
     >>> in_format("json", "hi", 'Answer as {"reply": "..."}')
     '{"reply": "hi"}'
@@ -177,11 +181,11 @@ def _role(everything: str, prompt: str, target: Target) -> str:
     """Which model a prompt to `sim` is meant for."""
     text = everything.lower()
     marked = ("question" in text or "query" in text) and INLINE.search(everything)
-    if marked and REWRITE.search(_without(asked(everything), everything)):
+    if marked and REWRITE.search(_without(questions_in(everything), everything)):
         return "sim-mutator"
     if "Score:" in everything:
         return "sim-judge"
-    if target.questions and target.recognise(asked(prompt, whole=True)[-1]):
+    if target.questions and target.recognise(questions_in(prompt, whole=True)[-1]):
         return "sim-qa"
     return "sim-judge" if "true or false" in text or "monitor" in text else "sim"
 
@@ -197,7 +201,7 @@ def _judge(prompt: str, seed: int) -> str:
     """A score on the prompt's own scale, or true or false.
 
     The score is the share of the reference's words in the response, where both are marked.
-    A verdict counts what the text says of itself. Otherwise both are drawn from the prompt.
+    A verdict counts yes and correct against incorrect. Otherwise both are drawn from the prompt.
     """
     if "Score:" not in prompt:
         text = (_section("reasoning|trace|response|text", prompt) or prompt).lower()
@@ -218,13 +222,13 @@ def _judge(prompt: str, seed: int) -> str:
 
 
 def _section(names: str, prompt: str) -> str | None:
-    """The text behind the first line that begins with one of `names` and a colon."""
+    """The text after the first line that begins with one of `names` and a colon."""
     hit = re.search(rf"^(?:{names})[\w ]{{0,20}}:\s*(.*?){END}", prompt, re.I | re.S | re.M)
     return hit[1] if hit else None
 
 
 def _fill(schema: object, text: str, root: Mapping[str, Any]) -> Any:
-    """A value that fits the parts of JSON schema in which answers are asked for."""
+    """A value that fits the common subset of JSON schema."""
     if not isinstance(schema, dict):
         return text
     if isinstance(named := schema.get("$ref"), str):
@@ -244,5 +248,5 @@ def _fill(schema: object, text: str, root: Mapping[str, Any]) -> Any:
 
 
 def _tokens(text: str) -> int:
-    """About four letters each, as English has them."""
+    """About four characters per token, as in English."""
     return (len(text) + 3) // 4

@@ -1,7 +1,8 @@
-"""The simulator at work: who is turned away, what is written when, and counts of it all."""
+"""The simulator's server: which requests it accepts, what it writes when, and its counts."""
 
 import asyncio
 import json
+import re
 import resource
 import signal
 import sys
@@ -11,19 +12,27 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchwright.calls.simulator.answers import Models
-from batchwright.calls.simulator.http import Connection, chunks, response
+from batchwright.calls.simulator.behaviour import Behaviour
+from batchwright.calls.simulator.http import Connection, HttpRequest, chunks, response
 from batchwright.calls.simulator.service import Bucket, Job, Service
-from batchwright.calls.simulator.wire import Ask, Refusal, Reply, events, read, whole
+from batchwright.calls.simulator.wire import (
+    PATHS,
+    ParsedRequest,
+    Refusal,
+    Reply,
+    about_models,
+    events,
+    parse,
+    whole,
+)
 from batchwright.errors import BatchwrightError, NoServer
-
-if TYPE_CHECKING:
-    from batchwright.calls.simulator.behaviour import Simulator
 
 __all__ = ["Call", "Server", "child"]
 
+BEARER = re.compile(rb"(?im)^authorization:[ \t]*bearer[ \t]+(.*?)\r?$")
 BUSY = "server busy, please try again.  maximum pending requests exceeded"
 PAGE = b"<!doctype html><html><title>502</title><body><h1>Bad gateway</h1></body></html>"
 COUNTS: tuple[str, ...]
@@ -35,10 +44,10 @@ SPOILING = frozenset({"reset", "cut", "html", "bad_json", "empty", "wrong_shape"
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One answer on its way: what is written at the end of each part of its job."""
+    """One response in the making: what is written at the end of each part of its job."""
 
     connection: Connection
-    ask: Ask
+    parsed: ParsedRequest
     pieces: Sequence[bytes]
     fault: str | None
 
@@ -46,26 +55,27 @@ class Call:
 class Server:
     """Everything one simulator holds: its models, its service and its counts."""
 
-    def __init__(self, simulator: "Simulator") -> None:
-        self.simulator = simulator
-        self.names = simulator.model_names
+    def __init__(self, behaviour: Behaviour) -> None:
+        self.behaviour = behaviour
+        self.names = behaviour.model_names
         self.connections: set[Connection] = set()
-        self.models = Models(simulator)
-        self.service: Service[Call] = Service(simulator.kind, simulator.schedule)
+        self.jobs: dict[Connection, Job[Call]] = {}
+        self.models = Models(behaviour)
+        self.service: Service[Call] = Service(behaviour.kind, behaviour.schedule)
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
         self.reset(0.0)
 
     def reset(self, now: float) -> None:
-        """Forget all counts. The knee's schedule begins anew unless calls are in flight."""
-        simulator = self.simulator
+        """Reset all counts. The knee's schedule restarts unless calls are in flight."""
+        behaviour = self.behaviour
         if not self.in_flight:
-            self.service = Service(simulator.kind, simulator.schedule, now)
+            self.service = Service(behaviour.kind, behaviour.schedule, now)
         self.service.peak = self.service.serving
         self.buckets = [
-            None if limit is None else Bucket(limit, simulator.burst_s)
-            for limit in (simulator.rpm, simulator.tpm)
+            None if limit is None else Bucket(limit, behaviour.burst_s)
+            for limit in (behaviour.rpm, behaviour.tpm)
         ]
         self.models.seen.clear()
         self.counts: Counter[str] = Counter()
@@ -98,40 +108,72 @@ class Server:
             ]
         return found
 
+    def handle(self, connection: Connection, request: HttpRequest) -> None:
+        """Respond to a request, or accept it as a call."""
+        path = request.path
+        key = self.behaviour.api_key
+        if key is not None and path.startswith(("/v1/", "/api/")):
+            given = BEARER.search(request.headers)
+            if given is None or given[1].decode("latin-1") != key:
+                return connection.refuse(path, Refusal(401, "Incorrect API key", "invalid_api_key"))
+        if path in PATHS:
+            if request.method != "POST":
+                return connection.refuse(path, Refusal(405, f"{path} takes POST"))
+            return self.take(connection, path, request.body)
+        if path == "/" and request.method in ("GET", "HEAD"):
+            return connection.send(200, b"Ollama is running", "text/plain")
+        found: dict[str, Any] | Refusal | None
+        if path == "/health":
+            found = {"status": "ok"}
+        elif path == "/simulator/stats":
+            self.pump()
+            found = self.stats(calls="calls=1" in request.query)
+        elif path == "/simulator/reset":
+            self.reset(self.now())
+            found = self.stats()
+        else:
+            found = about_models(path, request.body, self.names)
+        if found is None:
+            found = Refusal(404, f"there is nothing at {path}", "not_found")
+        if isinstance(found, Refusal):
+            return connection.refuse(path, found)
+        return connection.send(200, json.dumps(found).encode())
+
     def take(self, connection: Connection, path: str, body: bytes) -> None:
-        """A call came in whole: turn it away, or begin to serve it."""
+        """Refuse a call, or start to serve it."""
         now = self.now()
         self.counts["received"] += 1
-        ask = read(path, body, self.names)
-        if isinstance(ask, Refusal):
+        parsed = parse(path, body, self.names)
+        if isinstance(parsed, Refusal):
             self.counts["refused"] += 1
-            return connection.refuse(path, ask)
+            return connection.refuse(path, parsed)
         self.pump()
         if self.service.full(now):
             self.counts["rejected"] += 1
-            return connection.refuse(path, self._busy(ask), self.simulator.retry_after_s)
-        seen = self.models.seen[ask.key]
-        reply = self.models.reply(ask, seen)
+            return connection.refuse(path, self._busy(parsed), self.behaviour.retry_after_s)
+        seen = self.models.seen[parsed.key]
+        reply = self.models.reply(parsed, seen)
         if wait := self._over_limit(reply, now):
             self.counts["limited"] += 1
-            said = f"Rate limit reached; please try again in {wait:.3f}s"
-            return connection.refuse(path, Refusal(429, said, "rate_limit_exceeded"), wait)
-        self.models.seen[ask.key] += 1
-        text = ask.prompt or " ".join(ask.inputs)
-        self.prompts.setdefault(ask.key, text[:200])
-        fault = self.simulator.fault_of(text, ask.key, seen, self.counts["started"])
+            message = f"Rate limit reached; please try again in {wait:.3f}s"
+            return connection.refuse(path, Refusal(429, message, "rate_limit_exceeded"), wait)
+        self.models.seen[parsed.key] += 1
+        text = parsed.prompt or " ".join(parsed.inputs)
+        self.prompts.setdefault(parsed.key, text[:200])
+        fault = self.behaviour.fault_of(text, parsed.key, seen, self.counts["started"])
         self.counts["started"] += 1
         if fault is not None:
             self.faults[fault] += 1
         if fault in AT_ONCE:
             self.counts["failed"] += 1
             refusal = Refusal(AT_ONCE[fault], f"simulated error {fault}", "simulated")
-            retry_after_s = None if fault == "500" else self.simulator.retry_after_s
+            retry_after_s = None if fault == "500" else self.behaviour.retry_after_s
             return connection.refuse(path, refusal, retry_after_s)
-        seconds = self.simulator.seconds_of(ask.key, seen, reply.completion_tokens)
-        call, parts = self._prepare(connection, ask, reply, fault, seconds, seen)
+        seconds = self.behaviour.seconds_of(parsed.key, seen, reply.completion_tokens)
+        call, parts = self._prepare(connection, parsed, reply, fault, seconds, seen)
         job = Job(call, parts)
-        connection.job = job
+        self.jobs[connection] = job
+        connection.busy = True
         self.service.arrive(job, now)
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         self.counts["prompt_tokens"] += reply.prompt_tokens
@@ -142,9 +184,9 @@ class Server:
             self._set_timer()
         return None
 
-    def _busy(self, ask: Ask) -> Refusal:
-        """Turned away at the knee, in the words of the protocol."""
-        if ask.protocol == "ollama":
+    def _busy(self, parsed: ParsedRequest) -> Refusal:
+        """The rejection above the knee, in the words of the protocol."""
+        if parsed.protocol == "ollama":
             return Refusal(503, BUSY)
         return Refusal(429, "Too many requests at once; please try again", "rate_limit_exceeded")
 
@@ -160,7 +202,7 @@ class Server:
     def _prepare(
         self,
         connection: Connection,
-        ask: Ask,
+        parsed: ParsedRequest,
         reply: Reply,
         fault: str | None,
         seconds: float,
@@ -168,23 +210,23 @@ class Server:
     ) -> tuple[Call, list[float]]:
         """What will be written, in pieces, and the time each piece takes."""
         if fault == "slow":
-            seconds *= self.simulator.slow_factor
+            seconds *= self.behaviour.slow_factor
         if fault == "hang":
-            return Call(connection, ask, [b""], fault), [inf]
+            return Call(connection, parsed, [b""], fault), [inf]
         if fault == "empty":
             texts = [("", "stop")] * len(reply.texts)
             reply = replace(reply, texts=texts, vectors=None, completion_tokens=0)
-        name = f"{ask.key.hex()[:16]}-{seen}"
+        name = f"{parsed.key.hex()[:16]}-{seen}"
         if fault == "html":
             pieces = [response(200, PAGE, "text/html")]
         elif fault in ("wrong_shape", "bad_json"):
-            body = json.dumps(whole(replace(ask, packed=False), reply, name, seconds)).encode()
+            body = json.dumps(whole(replace(parsed, packed=False), reply, name, seconds)).encode()
             body = b'{"status":"accepted","items":[]}' if fault == "wrong_shape" else body[:-9]
             pieces = [response(200, body)]
-        elif ask.stream:
-            pieces = chunks(events(ask, reply, name, seconds), ask.protocol)
+        elif parsed.stream:
+            pieces = chunks(events(parsed, reply, name, seconds), parsed.protocol)
         else:
-            pieces = [response(200, json.dumps(whole(ask, reply, name, seconds)).encode())]
+            pieces = [response(200, json.dumps(whole(parsed, reply, name, seconds)).encode())]
         if fault in ("cut", "reset"):
             sent = b"".join(pieces)
             body_start = sent.index(b"\r\n\r\n") + 4
@@ -192,9 +234,9 @@ class Server:
         if fault == "drip":
             sent = b"".join(pieces)
             pieces = [sent[place : place + 1] for place in range(len(sent))]
-            pauses = [self.simulator.drip_s] * (len(pieces) - 1)
-            return Call(connection, ask, pieces, fault), [seconds, *pauses]
-        return Call(connection, ask, pieces, fault), [seconds / len(pieces)] * len(pieces)
+            pauses = [self.behaviour.drip_s] * (len(pieces) - 1)
+            return Call(connection, parsed, pieces, fault), [seconds, *pauses]
+        return Call(connection, parsed, pieces, fault), [seconds / len(pieces)] * len(pieces)
 
     def now(self) -> float:
         assert self._loop is not None
@@ -206,11 +248,12 @@ class Server:
             call = job.call
             last = part == len(job.parts) - 1
             if last:
-                # Counted before it is written: whoever has the answer finds it in the counts.
+                # Counted before it is written: whoever has the response finds it in the counts.
                 self._count(call)
             call.connection.write(call.pieces[part])
             if last:
-                call.connection.answered(call.fault)
+                self.jobs.pop(call.connection, None)
+                call.connection.finish(call.fault)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -235,10 +278,14 @@ class Server:
             self.counts["spoiled"] += 1
         else:
             self.counts["finished"] += 1
-            self.finished[call.ask.key] += 1
+            self.finished[call.parsed.key] += 1
 
-    def abort(self, job: Job[Call]) -> None:
-        """The client left before its answer: the place is free."""
+    def lost(self, connection: Connection) -> None:
+        """A client left; if that was before its response, its slot is free."""
+        self.connections.discard(connection)
+        job = self.jobs.pop(connection, None)
+        if job is None:
+            return
         self.pump()
         if job.state != "over":
             self.service.leave(job, self.now())
@@ -246,13 +293,13 @@ class Server:
             self.pump()
 
     def run(self, port: int, unix: Path | None, started: Callable[[str], None]) -> None:
-        """Serve until `stop`; `started` is told the address once connections are taken."""
+        """Serve until `stop`; `started` is called with the address once it listens."""
         asyncio.run(self._serve(port, unix, started))
 
     def stop(self) -> None:
         """End `run`, from any thread."""
         if self._loop is not None and self._end is not None:
-            with suppress(RuntimeError):  # it has ended by itself
+            with suppress(RuntimeError):  # the loop is closed already
                 self._loop.call_soon_threadsafe(self._end.set)
 
     async def _serve(self, port: int, unix: Path | None, started: Callable[[str], None]) -> None:
@@ -263,13 +310,11 @@ class Server:
         try:
             if unix is None:
                 server = await self._loop.create_server(
-                    lambda: Connection(self), "127.0.0.1", port, backlog=4096
+                    self._accept, "127.0.0.1", port, backlog=4096
                 )
                 url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             else:
-                server = await self._loop.create_unix_server(
-                    lambda: Connection(self), unix, backlog=4096
-                )
+                server = await self._loop.create_unix_server(self._accept, unix, backlog=4096)
                 url = f"unix://{unix}"
         except (OSError, OverflowError) as reason:
             place = f"port {port}" if unix is None else str(unix)
@@ -281,22 +326,25 @@ class Server:
             server.close()
             for connection in list(self.connections):
                 connection.transport.abort()
-            # One more turn of the loop, in which the connections are told.
+            # One more iteration of the loop, in which the connections are notified.
             await asyncio.sleep(0)
             if self._timer is not None:
                 self._timer.cancel()
 
+    def _accept(self) -> Connection:
+        connection = Connection(self.handle, self.lost)
+        self.connections.add(connection)
+        return connection
+
 
 def child() -> None:
-    """Serve in a process of its own: what and where from stdin, the address to stdout.
+    """Serve in a process of its own: settings and port from stdin, the address to stdout.
 
     The end of stdin is the end of the server, so it never outlives the process it serves.
     """
-    from batchwright.calls.simulator.behaviour import Simulator
-
     # Ctrl-C is for the process that started this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Server(Simulator.from_json(sys.stdin.readline()))
+    server = Server(Behaviour.from_json(sys.stdin.readline()))
     place = json.loads(sys.stdin.readline())
     unix = None if place["unix"] is None else Path(place["unix"])
 

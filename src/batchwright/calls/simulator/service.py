@@ -1,12 +1,12 @@
-"""How many calls a simulated server works on at once, and how fast: four kinds, no clock inside.
+"""How many calls a simulated server serves at once, and how fast: four kinds, no clock inside.
 
     queue     K at once, the others wait
-    reject    K at once, the others are turned away
+    reject    K at once, the others are rejected
     thrash    all at once; above K everything slows down by (n / K)^1.5
     batch     K at once, the others wait; a step takes .4 + .6 n / K of its full time
 
 All calls in service advance at one common speed, so one number, the work done since the start
-by a call that was always there, tells for every call when it is finished.
+by a call that was always there, determines when every call is finished.
 """
 
 import heapq
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Job(Generic[T]):
-    """Work in one or more parts, each in seconds at full speed; `call` is whose it is."""
+    """Work of a call in one or more parts, each in seconds at full speed."""
 
     call: T
     parts: Sequence[float]
@@ -34,7 +34,7 @@ class Job(Generic[T]):
 
 @dataclass(slots=True)
 class Service(Generic[T]):
-    """Who is served, who waits and who is turned away. Times are seconds of the caller's clock."""
+    """Who is served, who waits and who is rejected. Times are seconds of the caller's clock."""
 
     kind: ServerKind
     schedule: Sequence[tuple[float, int]]
@@ -45,10 +45,10 @@ class Service(Generic[T]):
     """The most calls that were ever served at once."""
     _waiting: deque[Job[T]] = field(default_factory=deque)
     _absent: int = 0
-    """How many of those that wait have gone away."""
+    """How many of those that wait have left."""
     _heap: list[tuple[float, int, Job[T]]] = field(default_factory=list)
     _done: float = 0.0
-    """Seconds of work at full speed that a call got which was there from the start."""
+    """Seconds of work at full speed of a call that was there from the start."""
     _now: float = 0.0
     _number: int = 0
 
@@ -60,38 +60,38 @@ class Service(Generic[T]):
         return len(self._waiting) - self._absent
 
     def knee(self, now: float) -> int:
-        """How many calls the server bears at `now`."""
+        """How many calls the server sustains at `now`."""
         if len(self.schedule) == 1:
             return self.schedule[0][1]
         return [knee for since, knee in self.schedule if self.start + since <= now][-1]
 
     def full(self, now: float) -> bool:
-        """Whether a call that comes now is turned away."""
+        """Whether a call that comes now is rejected."""
         return self.kind == "reject" and self.serving >= self.knee(now)
 
     def arrive(self, job: Job[T], now: float) -> None:
-        """Take a call in; call `due` before, so that the present is up to date."""
+        """Accept a call; call `due` before, so that the state is up to date."""
         self._advance(now)
         job.state = "waiting"
         self._waiting.append(job)
         self._admit()
 
     def leave(self, job: Job[T], now: float) -> None:
-        """A client went away: its place is free at once."""
+        """A client left: its slot is free at once."""
         self._advance(now)
         if job.state == "waiting":
             self._absent += 1
         elif job.state == "serving":
-            # What stands in the heap is passed over when its time comes.
+            # Its entry in the heap is skipped when its time comes.
             self.serving -= 1
         job.state = "over"
         self._admit()
 
     def due(self, now: float) -> list[tuple[Job[T], int]]:
-        """The parts that are finished by `now`, in order; places that got free are taken.
+        """The parts that are finished by `now`, in order; slots that became free are filled.
 
-        A place is free from the moment its call ended, not from the moment somebody looked:
-        a late look costs no throughput.
+        A slot is free from the moment its call ended, not from the moment of this call: being
+        late costs no throughput.
         """
         found: list[tuple[Job[T], int]] = []
         while (moment := self.next_time()) is not None and moment <= now:
@@ -140,7 +140,7 @@ class Service(Generic[T]):
             self._now = now
 
     def _admit(self) -> None:
-        """Begin with those who wait while there are places."""
+        """Serve those who wait while there are slots."""
         room = inf if self.kind == "thrash" else self.knee(self._now)
         while self._waiting and self.serving < room:
             job = self._waiting.popleft()
@@ -159,7 +159,7 @@ class Service(Generic[T]):
 
 @dataclass(slots=True)
 class Bucket:
-    """So many units a minute; what is not used is saved for at most `burst_s` seconds."""
+    """A token bucket: units per minute, of which `burst_s` seconds' worth can be saved up."""
 
     per_minute: float
     burst_s: float
@@ -167,7 +167,7 @@ class Bucket:
     _now: float = 0.0
 
     def wait(self, units: float, now: float) -> float:
-        """Seconds until `units` may be taken; 0 says now.
+        """Seconds until `units` may be taken; 0 is now.
 
         >>> bucket = Bucket(per_minute=120, burst_s=1)
         >>> [bucket.wait(1, now=0), bucket.take(2), bucket.wait(1, now=0)]
@@ -176,7 +176,7 @@ class Bucket:
         most = self.per_minute * self.burst_s / 60.0
         self._level = min(most, self._level + (now - self._now) * self.per_minute / 60.0)
         self._now = now
-        # More than the bucket ever holds is let through when it is full, or it never could be.
+        # More than the bucket ever holds goes through when it is full, or it never could.
         missing = min(units, most) - self._level
         return max(0.0, missing * 60.0 / self.per_minute)
 

@@ -1,4 +1,4 @@
-"""The two wire protocols as a server speaks them: bodies in, answers, events and errors out."""
+"""The OpenAI and Ollama protocols on the server's side: bodies in, replies and errors out."""
 
 import base64
 import hashlib
@@ -13,15 +13,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "CREATED",
-    "CREATED_TEXT",
     "PATHS",
-    "Ask",
+    "ParsedRequest",
     "Refusal",
     "Reply",
+    "about_models",
     "error",
     "events",
-    "read",
+    "parse",
     "whole",
 ]
 
@@ -36,7 +35,7 @@ PATHS: Mapping[str, tuple[Protocol, str]] = {
     "/api/embed": ("ollama", "embed"),
     "/api/embeddings": ("ollama", "embed"),
 }
-"""Where calls are made, in which protocol, and of what kind."""
+"""The paths of calls, their protocol and their kind."""
 
 WHOLE_NUMBERS = {"n", "max_tokens", "max_completion_tokens", "num_predict", "seed", "dimensions"}
 FIELDS = {
@@ -47,7 +46,7 @@ FIELDS = {
 
 CREATED = 1_700_000_000
 CREATED_TEXT = "2023-11-14T22:13:20Z"
-"""When every answer says it was made: two servers with one seed give the same bytes."""
+"""The creation time of every response: two servers with one seed send the same bytes."""
 
 PIECE = re.compile(r"\s*\S+|\s+$")
 STATUS_TYPES = {
@@ -59,15 +58,15 @@ STATUS_TYPES = {
 
 
 @dataclass(slots=True)
-class Ask:
-    """A call as both protocols mean it. Not frozen: that would cost a tenth of a call's time."""
+class ParsedRequest:
+    """A request of either protocol. Not frozen: that would cost a tenth of a call's time."""
 
     protocol: Protocol
     kind: str
     model: str
     """Without Ollama's `:latest`."""
     system: str
-    """All that was said before the last message."""
+    """All messages before the last one."""
     prompt: str
     inputs: tuple[str, ...]
     """Of an embedding: the texts."""
@@ -78,21 +77,21 @@ class Ask:
     stop: tuple[str, ...]
     seed: int | None
     exact: bool
-    """Whether the same request must get the same answer."""
+    """Whether the same request must get the same response."""
     schema: object
     """A JSON schema, `json` for any object, None for text."""
     dim: int | None
     packed: bool
-    """Vectors as base64 of little-endian float32, which OpenAI's client asks for."""
+    """Vectors as base64 of little-endian float32, which OpenAI's client requests."""
     bare: bool
-    """Ollama's older way: one vector under `embedding`."""
+    """Ollama's older format: one vector under `embedding`."""
     key: bytes
-    """Names the request, whichever protocol and client it came by."""
+    """Identifies the request, whichever protocol and client it came by."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that is answered with an error before it costs anything."""
+    """A request that is refused with an error before it costs anything."""
 
     status: int
     message: str
@@ -102,7 +101,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class Reply:
-    """What the model came to: texts with the reason they end, or vectors."""
+    """What the model said: texts with their finish reasons, or vectors."""
 
     texts: Sequence[tuple[str, str]]
     vectors: "NDArray[np.float32] | None"
@@ -110,8 +109,8 @@ class Reply:
     completion_tokens: int
 
 
-def read(path: str, body: bytes, models: Sequence[str]) -> Ask | Refusal:
-    """The call in a request body, or why there is none."""
+def parse(path: str, body: bytes, models: Sequence[str]) -> ParsedRequest | Refusal:
+    """The request in a body, or why there is none."""
     protocol, kind = PATHS[path]
     try:
         given = json.loads(body)
@@ -124,25 +123,25 @@ def read(path: str, body: bytes, models: Sequence[str]) -> Ask | Refusal:
         return Refusal(400, "you must provide a model parameter", param="model")
     model = name.removesuffix(":latest")
     if model not in models:
-        said = f"model '{name}' not found"
+        message = f"model '{name}' not found"
         if protocol == "openai":
-            said = f"The model `{name}` does not exist; there are: {', '.join(models)}"
-        return Refusal(404, said, "model_not_found", "model")
+            message = f"The model `{name}` does not exist; there are: {', '.join(models)}"
+        return Refusal(404, message, "model_not_found", "model")
     field = FIELDS.get(path, "input" if kind == "embed" else "prompt")
-    asked = given.get(field)
-    if asked is None or (kind == "chat" and not _are_messages(asked)):
-        # Ollama loads a model when it is asked for nothing.
-        if protocol == "openai" or kind == "embed" or asked is not None:
+    content = given.get(field)
+    if content is None or (kind == "chat" and not _are_messages(content)):
+        # Ollama loads a model on an empty request.
+        if protocol == "openai" or kind == "embed" or content is not None:
             return Refusal(400, f"'{field}' is missing or of the wrong type", param=field)
-        asked = [] if kind == "chat" else ""
+        content = [] if kind == "chat" else ""
     if wrong := _wrong_type(given):
         return Refusal(400, f"'{wrong}' is of the wrong type or out of range", param=wrong)
-    return _ask(protocol, kind, path, model, asked, given)
+    return _parsed(protocol, kind, path, model, content, given)
 
 
-def _ask(
-    protocol: Protocol, kind: str, path: str, model: str, asked: Any, given: Mapping[str, Any]
-) -> Ask:
+def _parsed(
+    protocol: Protocol, kind: str, path: str, model: str, content: Any, given: Mapping[str, Any]
+) -> ParsedRequest:
     settings = given if protocol == "openai" else given.get("options") or {}
     limit = settings.get("num_predict") if protocol == "ollama" else given.get("max_tokens")
     if protocol == "openai" and limit is None:
@@ -151,12 +150,12 @@ def _ask(
     system, prompt = "", ""
     inputs: tuple[str, ...] = ()
     if kind == "chat":
-        contents = [_text(message.get("content")) for message in asked]
+        contents = [_text(message.get("content")) for message in content]
         system, prompt = "\n\n".join(contents[:-1]), (contents or [""])[-1]
     elif kind == "complete":
-        system, prompt = str(given.get("system") or ""), _text(asked)
+        system, prompt = str(given.get("system") or ""), _text(content)
     else:
-        inputs = _inputs(asked)
+        inputs = _inputs(content)
     schema = given.get("format") or None
     wanted = given.get("response_format")
     if isinstance(wanted, dict) and wanted.get("type") in ("json_object", "json_schema"):
@@ -168,7 +167,7 @@ def _ask(
     choices = min(max(1, given.get("n") or 1), 128) if protocol == "openai" else 1
     named = (kind, model, system, prompt, inputs, limit, stop, choices, seed, exact, repr(schema))
     options = given.get("stream_options") or {}
-    return Ask(
+    return ParsedRequest(
         protocol=protocol,
         kind=kind,
         model=model,
@@ -190,57 +189,58 @@ def _ask(
     )
 
 
-def whole(ask: Ask, reply: Reply, name: str, seconds: float) -> dict[str, Any]:
-    """The answer as one JSON object; `name` goes into its id."""
-    if ask.protocol == "ollama":
-        if ask.kind == "embed":
+def whole(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> dict[str, Any]:
+    """The response as one JSON object; `name` goes into its id."""
+    if parsed.protocol == "ollama":
+        if parsed.kind == "embed":
             rows = [] if reply.vectors is None else reply.vectors.tolist()
-            if ask.bare:
+            if parsed.bare:
                 return {"embedding": rows[0] if rows else []}
             counts = {"total_duration": int(seconds * 1e9), "load_duration": 0}
             counts["prompt_eval_count"] = reply.prompt_tokens
-            return {"model": ask.model, "embeddings": rows, **counts}
+            return {"model": parsed.model, "embeddings": rows, **counts}
         text, finish = reply.texts[0]
-        return {**_ollama_piece(ask, text), **_ollama_end(ask, reply, finish, seconds)}
-    usage = _usage(reply, embed=ask.kind == "embed")
-    if ask.kind == "embed":
-        rows = [] if reply.vectors is None else [_vector(v, ask.packed) for v in reply.vectors]
+        return {**_ollama_piece(parsed, text), **_ollama_end(parsed, reply, finish, seconds)}
+    usage = _usage(reply, embed=parsed.kind == "embed")
+    if parsed.kind == "embed":
+        rows = [] if reply.vectors is None else [_vector(v, parsed.packed) for v in reply.vectors]
         data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(rows)]
-        return {"object": "list", "data": data, "model": ask.model, "usage": usage}
+        return {"object": "list", "data": data, "model": parsed.model, "usage": usage}
     choices: list[dict[str, Any]] = []
     for index, (text, finish) in enumerate(reply.texts):
-        said: dict[str, Any] = {"text": text}
-        if ask.kind == "chat":
-            said = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choices.append({"index": index, **said, "logprobs": None, "finish_reason": finish})
-    kind = "chat.completion" if ask.kind == "chat" else "text_completion"
-    return {**_head(ask, name, kind), "choices": choices, "usage": usage}
+        spoken: dict[str, Any] = {"text": text}
+        if parsed.kind == "chat":
+            spoken = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        choices.append({"index": index, **spoken, "logprobs": None, "finish_reason": finish})
+    kind = "chat.completion" if parsed.kind == "chat" else "text_completion"
+    return {**_head(parsed, name, kind), "choices": choices, "usage": usage}
 
 
-def events(ask: Ask, reply: Reply, name: str, seconds: float) -> list[bytes]:
-    """The answer as a stream: server-sent events, or JSON lines from Ollama."""
-    if ask.protocol == "ollama":
+def events(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> list[bytes]:
+    """The response as a stream: server-sent events, or JSON lines from Ollama."""
+    if parsed.protocol == "ollama":
         text, finish = reply.texts[0]
-        lines = [_ollama_piece(ask, piece) for piece in PIECE.findall(text)]
-        lines.append({**_ollama_piece(ask, ""), **_ollama_end(ask, reply, finish, seconds)})
+        lines = [_ollama_piece(parsed, piece) for piece in PIECE.findall(text)]
+        lines.append({**_ollama_piece(parsed, ""), **_ollama_end(parsed, reply, finish, seconds)})
         return [json.dumps(line).encode() + b"\n" for line in lines]
-    head = _head(ask, name, "chat.completion.chunk" if ask.kind == "chat" else "text_completion")
-    if ask.usage_event:
+    kind = "chat.completion.chunk" if parsed.kind == "chat" else "text_completion"
+    head = _head(parsed, name, kind)
+    if parsed.usage_event:
         head["usage"] = None
     found: list[dict[str, Any]] = []
     for index, (text, finish) in enumerate(reply.texts):
         pieces: list[str | None] = [*PIECE.findall(text), None]
-        if ask.kind == "chat":
+        if parsed.kind == "chat":
             pieces.insert(0, "")
         for place, piece in enumerate(pieces):
-            said: dict[str, Any] = {"text": piece or ""}
-            if ask.kind == "chat":
+            spoken: dict[str, Any] = {"text": piece or ""}
+            if parsed.kind == "chat":
                 delta: dict[str, str] = {} if piece is None else {"content": piece}
-                said = {"delta": {"role": "assistant", **delta} if place == 0 else delta}
+                spoken = {"delta": {"role": "assistant", **delta} if place == 0 else delta}
             end = finish if piece is None else None
-            choice = {"index": index, **said, "logprobs": None, "finish_reason": end}
+            choice = {"index": index, **spoken, "logprobs": None, "finish_reason": end}
             found.append({**head, "choices": [choice]})
-    if ask.usage_event:
+    if parsed.usage_event:
         found.append({**head, "choices": [], "usage": _usage(reply, embed=False)})
     sent = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in found]
     return [*sent, b"data: [DONE]\n\n"]
@@ -255,9 +255,51 @@ def error(path: str, refusal: Refusal) -> dict[str, Any]:
     return {"error": {**about, "param": refusal.param, "code": refusal.code}}
 
 
-def _head(ask: Ask, name: str, kind: str) -> dict[str, Any]:
-    start = "chatcmpl" if ask.kind == "chat" else "cmpl"
-    return {"id": f"{start}-{name}", "object": kind, "created": CREATED, "model": ask.model}
+def about_models(path: str, body: bytes, models: Sequence[str]) -> dict[str, Any] | Refusal | None:
+    """Responses to requests about models; None for any other path."""
+    if path == "/v1/models":
+        return {"object": "list", "data": [_card(name) for name in models]}
+    if path.startswith("/v1/models/"):
+        name = path.removeprefix("/v1/models/")
+        if name in models:
+            return _card(name)
+        return Refusal(404, f"The model `{name}` does not exist", "model_not_found", "model")
+    if path == "/api/version":
+        return {"version": "0.12.0"}
+    if path in ("/api/tags", "/api/ps"):
+        return {"models": [_ollama_card(name) for name in models]}
+    if path == "/api/show":
+        try:
+            given = json.loads(body)
+            wanted = str(given.get("model") or given.get("name"))
+        except (ValueError, AttributeError):
+            return Refusal(400, "the body must be a JSON object with a model")
+        if wanted.removesuffix(":latest") not in models:
+            return Refusal(404, f"model '{wanted}' not found")
+        about = {"general.architecture": "simulated", "general.parameter_count": 0}
+        card = _ollama_card(wanted)
+        shown = {"modelfile": f"FROM {wanted}", "parameters": "", "template": "{{ .Prompt }}"}
+        dated = {"details": card["details"], "modified_at": CREATED_TEXT}
+        return {**shown, **dated, "model_info": about, "capabilities": ["completion", "embedding"]}
+    return None
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": CREATED, "owned_by": "batchwright"}
+
+
+def _ollama_card(name: str) -> dict[str, Any]:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    details = {"parent_model": "", "format": "gguf", "family": "simulated", "families": []}
+    full = name if ":" in name else f"{name}:latest"
+    sizes = {"parameter_size": "0B", "quantization_level": "F32"}
+    about = {"modified_at": CREATED_TEXT, "size": 0, "digest": digest}
+    return {"name": full, "model": full, **about, "details": {**details, **sizes}}
+
+
+def _head(parsed: ParsedRequest, name: str, kind: str) -> dict[str, Any]:
+    start = "chatcmpl" if parsed.kind == "chat" else "cmpl"
+    return {"id": f"{start}-{name}", "object": kind, "created": CREATED, "model": parsed.model}
 
 
 def _usage(reply: Reply, *, embed: bool) -> dict[str, int]:
@@ -266,16 +308,16 @@ def _usage(reply: Reply, *, embed: bool) -> dict[str, int]:
     return usage if embed else {**usage, "completion_tokens": reply.completion_tokens}
 
 
-def _ollama_piece(ask: Ask, text: str) -> dict[str, Any]:
-    head = {"model": ask.model, "created_at": CREATED_TEXT}
-    if ask.kind == "chat":
+def _ollama_piece(parsed: ParsedRequest, text: str) -> dict[str, Any]:
+    head = {"model": parsed.model, "created_at": CREATED_TEXT}
+    if parsed.kind == "chat":
         return {**head, "message": {"role": "assistant", "content": text}, "done": False}
     return {**head, "response": text, "done": False}
 
 
-def _ollama_end(ask: Ask, reply: Reply, finish: str, seconds: float) -> dict[str, Any]:
+def _ollama_end(parsed: ParsedRequest, reply: Reply, finish: str, seconds: float) -> dict[str, Any]:
     nanoseconds = int(seconds * 1e9)
-    idle = ask.kind == "complete" and not ask.prompt
+    idle = parsed.kind == "complete" and not parsed.prompt
     return {
         "done": True,
         "done_reason": "load" if idle else finish,
@@ -296,7 +338,7 @@ def _vector(vector: "NDArray[np.float32]", packed: bool) -> str | list[float]:
 
 
 def _wrong_type(given: Mapping[str, Any]) -> str | None:
-    """The first setting that no server could make sense of."""
+    """The first parameter of the wrong type or out of range."""
     for name in ("options", "stream_options", "response_format"):
         if not isinstance(given.get(name) or {}, dict):
             return name

@@ -1,1 +1,1 @@
-"""What goes over the wire: HTTP, the OpenAI and Ollama protocols, models in this process."""
+"""One try of one call: HTTP, the OpenAI and Ollama protocols, models in this process."""

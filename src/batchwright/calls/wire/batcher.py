@@ -1,4 +1,4 @@
-"""Models inside this process: any function over a batch of requests, called in full batches."""
+"""Models inside this process: a function of a batch of requests, called with full batches."""
 
 import contextlib
 import queue
@@ -20,13 +20,13 @@ from batchwright.models import registry as models
 
 __all__ = ["BatchFunction", "LocalModel", "MicroBatcher", "local_model"]
 
-Answer = Mapping[str, Any] | str | Exception
+Response = Mapping[str, Any] | str | Exception
 
 BATCH = 32
-"""Requests in one call of a function, unless told otherwise."""
+"""Requests in one call of a function, by default."""
 
 WAIT_S = 0.005
-"""Far less than a model takes, and long enough for answers of one batch to become new requests."""
+"""Far less than a model takes, and enough for responses of one batch to become new requests."""
 
 
 class LocalModel(Protocol):
@@ -34,7 +34,7 @@ class LocalModel(Protocol):
 
     name: str
 
-    def __call__(self, requests: Sequence[Request]) -> Sequence[Answer]: ...
+    def __call__(self, requests: Sequence[Request]) -> Sequence[Response]: ...
 
     def close(self) -> None: ...
 
@@ -48,7 +48,7 @@ def local_model(
     with `context` tokens each, on `threads` processor threads. `minilm` gives embeddings. `tiny`
     is a random Llama over bytes. Anything else is a folder as `save_pretrained` writes it, of a
     language model or of a sentence embedder; these run by transformers, on a GPU if there is
-    one, the whole batch at once, so that the three settings do not concern them.
+    one, the whole batch at once, so that the three settings do not apply to them.
     """
     text = str(name)
     if text in models.REGISTRY:
@@ -82,9 +82,9 @@ class MicroBatcher:
     runs, it runs to its end and the result is dropped.
 
     Every request ends as one outcome. What the function raises fails the whole batch, an
-    exception among its answers one request: as `http_4xx` if it is an error of this package,
+    exception among its responses one request: as `http_4xx` if it is an error of this package,
     which means that the request cannot be served however often it is sent, and as `http_5xx`
-    otherwise. Answers that are too few, too many or of another type are `bad_body`, an answer
+    otherwise. Responses that are too few, too many or of another type are `bad_body`, one
     without text is `empty`.
     """
 
@@ -92,7 +92,7 @@ class MicroBatcher:
         self, function: BatchFunction, batch: int = BATCH, wait_s: float = WAIT_S, name: str = ""
     ) -> None:
         if batch < 1:
-            raise ConfigError(f"batch={batch} cannot hold a request; use 1 or more")
+            raise ConfigError(f"batch must be at least 1, got {batch}")
         self._function: BatchFunction | None = function
         self.batch = batch
         self.wait_s = wait_s
@@ -113,7 +113,7 @@ class MicroBatcher:
         return await future
 
     def close(self) -> None:
-        """Wait for the batch that runs, fail what waits as `cancelled`, and let go of the function.
+        """Wait for the running batch, fail what waits as `cancelled`, and release the function.
 
         A model that nobody else holds is freed with that; one that is the caller's stays open.
         """
@@ -176,20 +176,20 @@ def _work(
 
 
 def _run(function: BatchFunction, taken: Sequence[_Waiting], name: str) -> list[Outcome]:
-    answers: Sequence[object]
+    responses: Sequence[object]
     try:
-        answers = function([one.request for one in taken])
+        responses = function([one.request for one in taken])
     except Exception as error:  # a function of the user may raise anything, and it is data here
-        answers = [error] * len(taken)
-    if not isinstance(answers, Sequence) or isinstance(answers, str | bytes):
-        answers = [_Wrong(f"{type(answers).__name__} instead of a sequence")] * len(taken)
-    elif len(answers) != len(taken):
-        seen = f"{len(answers)} answers to {len(taken)} requests"
-        answers = [_Wrong(seen)] * len(taken)
+        responses = [error] * len(taken)
+    if not isinstance(responses, Sequence) or isinstance(responses, str | bytes):
+        responses = [_Wrong(f"{type(responses).__name__} instead of a sequence")] * len(taken)
+    elif len(responses) != len(taken):
+        seen = f"{len(responses)} responses to {len(taken)} requests"
+        responses = [_Wrong(seen)] * len(taken)
     now = time.monotonic()
     return [
-        _outcome(one.request, answer, now - one.start, name)
-        for one, answer in zip(taken, answers, strict=True)
+        _outcome(one.request, response, now - one.start, name)
+        for one, response in zip(taken, responses, strict=True)
     ]
 
 
@@ -211,30 +211,32 @@ def _settle(pairs: "Iterable[tuple[Future[Outcome], Outcome]]") -> None:
 
 
 class _Wrong(Exception):
-    """What a function gave instead of answers."""
+    """What a function returned instead of responses."""
 
 
-def _outcome(request: Request, answer: object, seconds: float, name: str) -> Outcome:
+def _outcome(request: Request, response: object, seconds: float, name: str) -> Outcome:
     outcome: Outcome
-    if isinstance(answer, _Wrong):
-        said = f"{name} gave {answer}; it must give one each, in order"
-        outcome = Failed(Kind.BAD_BODY, said)
-    elif isinstance(answer, BatchwrightError):
-        outcome = Failed(Kind.HTTP_4XX, scrub(str(answer), request), 400)
-    elif isinstance(answer, Exception):
-        said = f"{name} raised {type(answer).__name__}: {scrub(str(answer), request)}"
-        outcome = Failed(Kind.HTTP_5XX, said.removesuffix(": "), 500)
-    elif isinstance(answer, str | Mapping):
-        outcome = from_body(request, _body(request, answer) if isinstance(answer, str) else answer)
+    if isinstance(response, _Wrong):
+        text = f"{name} returned {response}; it must return one each, in order"
+        outcome = Failed(Kind.BAD_BODY, text)
+    elif isinstance(response, BatchwrightError):
+        outcome = Failed(Kind.HTTP_4XX, scrub(str(response), request), 400)
+    elif isinstance(response, Exception):
+        text = f"{name} raised {type(response).__name__}: {scrub(str(response), request)}"
+        outcome = Failed(Kind.HTTP_5XX, text.removesuffix(": "), 500)
+    elif isinstance(response, str | Mapping):
+        outcome = from_body(
+            request, _body(request, response) if isinstance(response, str) else response
+        )
     else:
-        seen = type(answer).__name__
-        said = f"{name} gave an answer of type {seen}; it may be a string or a mapping"
-        outcome = Failed(Kind.BAD_BODY, said)
+        seen = type(response).__name__
+        text = f"{name} returned a response of type {seen}; it must be a string or a mapping"
+        outcome = Failed(Kind.BAD_BODY, text)
     return replace(outcome, seconds=seconds, endpoint=name)
 
 
 def _body(request: Request, text: str) -> dict[str, Any]:
-    """A text as the whole answer; its finish and its tokens are not known."""
+    """A text as the whole response; its finish reason and token counts are unknown."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": None}
     if request.kind == "complete":
         choice["text"] = text

@@ -1,4 +1,4 @@
-"""Whether a server is there and has the model: what is wrong for good is said at the first call."""
+"""Whether a server is reachable and has the model, checked before a long run."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from batchwright.errors import NoServer
 __all__ = ["check_any", "check_first", "check_model"]
 
 SHOWN = 12
-"""Models named in the sentence about a wrong one."""
-_NOT_OURS = {401, 403, 404}
-"""No key, a wrong key, no such model or path: the next call would be told the same."""
+"""Models listed in the error about a missing one."""
+_PERMANENT = {401, 403, 404}
+"""No API key, a wrong one, no such model or path: the next call would fail the same."""
 
 
 async def check_model(endpoint: Endpoint, model: str) -> None:
-    """Look for `model` among the models that a server lists; one that lists none is believed.
+    """Look for `model` among the models that a server lists; one that lists none passes.
 
     Raises:
-        NoServer: nobody answers, or the server has other models only, which are named.
+        NoServer: it cannot be reached, or has other models only, which are listed.
     """
     names = await _listed(endpoint)
     # Ollama lists the tag that is meant where none is given.
@@ -29,10 +29,10 @@ async def check_model(endpoint: Endpoint, model: str) -> None:
 
 
 async def check_any(endpoints: Sequence[Endpoint]) -> None:
-    """Ask each server for its models until one answers, whatever it says.
+    """Query each server for its models until one responds, with whatever status.
 
     Raises:
-        NoServer: not one of them takes a connection.
+        NoServer: none of them accepts a connection.
     """
     errors = []
     for endpoint in endpoints:
@@ -46,23 +46,23 @@ async def check_any(endpoints: Sequence[Endpoint]) -> None:
 
 
 def check_first(outcomes: Sequence[Outcome]) -> bool:
-    """Look at the first calls; whether a server answered one of them. What is kept is no answer.
+    """Whether a server responded to one of the first calls; cached responses do not count.
 
     Raises:
-        NoServer: every call failed because the address, the key or the model's name is wrong.
+        NoServer: every call failed because the address, the API key or the model's name is wrong.
     """
     if any(isinstance(outcome, Done) and outcome.source != "cache" for outcome in outcomes):
         return True
     failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-    hopeless = [
+    permanent = [
         outcome
         for outcome in failed
-        if outcome.kind is Kind.UNREACHABLE or outcome.status in _NOT_OURS
+        if outcome.kind is Kind.UNREACHABLE or outcome.status in _PERMANENT
     ]
-    if failed and len(hopeless) == len(failed):
+    if failed and len(permanent) == len(failed):
         raise NoServer(
             f"the first {len(failed):,} calls all failed: {failed[0].error}; "
-            f"check the endpoints, the key and the names of the models"
+            f"check the endpoints, the API key and the names of the models"
         )
     return False
 

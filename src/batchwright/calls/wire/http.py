@@ -1,6 +1,6 @@
-"""One try of one call: bytes to a server and back, every network fault as a typed outcome.
+"""One try of one call over HTTP: bytes to a server and back, every fault as a typed outcome.
 
-The only module that knows aiohttp. One session an endpoint, all on the pool's loop.
+The only module that uses aiohttp. One session per endpoint, all on the pool's loop.
 """
 
 import base64
@@ -25,11 +25,11 @@ __all__ = ["FunctionTransport", "HttpTransport", "Transport", "connect"]
 LIST_S = 10.0
 """How long a server may take to list its models."""
 MOST_BODY_BYTES = 256 * 2**20
-"""An answer that goes on for longer than this is not one."""
+"""A longer response is not read to its end."""
 
 
 class Transport(Protocol):
-    """What the pool needs of an endpoint."""
+    """What the engine needs of an endpoint."""
 
     async def send(self, request: Request) -> Outcome:
         """One try. Only cancellation leaves it as an exception."""
@@ -41,7 +41,7 @@ async def connect(endpoint: Endpoint) -> Transport:
     """The transport for an endpoint; to be called on the loop that will use it."""
     if endpoint.remote:
         return HttpTransport(endpoint)
-    # A model may take seconds to load, and other endpoints go on meanwhile.
+    # A model may take seconds to load; other endpoints keep working meanwhile.
     return await in_thread(lambda: FunctionTransport(endpoint))
 
 
@@ -70,9 +70,9 @@ class HttpTransport:
             if self._base.startswith("https:"):
                 self._proxy_headers = password
             else:
-                # Without a tunnel the proxy reads the call itself.
+                # Without a tunnel the proxy reads the request itself.
                 headers |= password
-        # aiohttp tells a proxy whatever stands in the headers of the session, a key too.
+        # aiohttp sends the headers of the session to a proxy, an API key too.
         self._headers: dict[str, str] | None = None
         if self._key and self._proxy is None:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -81,7 +81,7 @@ class HttpTransport:
         self._session = aiohttp.ClientSession(
             connector=connector,
             headers=headers,
-            # The pool's limit and its deadlines stand above this; a second clock would only cost.
+            # The engine limits concurrency and time; a second timeout would only cost.
             timeout=aiohttp.ClientTimeout(),
             cookie_jar=aiohttp.DummyCookieJar(),
         )
@@ -97,7 +97,7 @@ class HttpTransport:
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(self._base + path)
-        begun = False
+        responding = False
         try:
             response = await self._session.post(
                 url,
@@ -107,16 +107,16 @@ class HttpTransport:
                 proxy=self._proxy,
                 proxy_headers=self._proxy_headers,
             )
-            begun = True
+            responding = True
             try:
                 body_bytes = await _whole(response)
             finally:
                 response.release()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, TimeoutError):
-                # aiohttp has no clock here, so this is the system's own for connecting.
-                return Failed(Kind.UNREACHABLE, f"no connection to {self._name} in time")
-            kind, text = _fault(error, begun, self._name)
+                # aiohttp has no timeout here, so this is the system's own for connecting.
+                return Failed(Kind.UNREACHABLE, f"timeout while connecting to {self._name}")
+            kind, text = _fault(error, responding, self._name)
             return Failed(kind, openai.scrub(text, request, self._key))
         outcome = self._decode(request, response.status, response.headers, body_bytes)
         if self._key and isinstance(outcome, Failed) and self._key in outcome.error:
@@ -132,10 +132,10 @@ class HttpTransport:
         await self._session.close()
 
     async def models(self) -> list[str] | None:
-        """The names of the models there; None if the server does not say.
+        """The names of the server's models; None if it does not list them.
 
         Raises:
-            NoServer: nobody answers at the address.
+            NoServer: it cannot be reached.
         """
         path = self._base + ("/api/tags" if self._decode is ollama.decode else "/models")
         try:
@@ -146,13 +146,13 @@ class HttpTransport:
                 proxy_headers=self._proxy_headers,
                 timeout=aiohttp.ClientTimeout(total=LIST_S),
             ) as response:
-                listed = await response.json(content_type=None) if response.status == 200 else None
+                body = await response.json(content_type=None) if response.status == 200 else None
         except ValueError:
             return None
         except (aiohttp.ClientError, OSError) as error:
             _, text = _fault(error, False, self._name)
             raise NoServer(f"{text}; start the server, or check its address") from None
-        rows = listed.get("data", listed.get("models")) if isinstance(listed, dict) else None
+        rows = body.get("data", body.get("models")) if isinstance(body, dict) else None
         if not isinstance(rows, list):
             return None
         names = (row.get("id") or row.get("name") for row in rows if isinstance(row, dict))
@@ -174,7 +174,7 @@ class FunctionTransport:
         return await self._batcher(request)
 
     async def close(self) -> None:
-        # It waits for the batch that runs.
+        # It waits for the running batch.
         await in_thread(self._batcher.close)
 
 
@@ -186,52 +186,52 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     async for part in response.content.iter_any():
         total += len(part)
         if total > MOST_BODY_BYTES:
-            raise aiohttp.ClientPayloadError(f"the answer goes on after {total:,} bytes")
+            raise aiohttp.ClientPayloadError(f"the response is longer than {total:,} bytes")
         parts.append(part)
     return b"".join(parts)
 
 
-def _fault(error: Exception, begun: bool, name: str) -> tuple[Kind, str]:
-    """The kind of a network fault, and a sentence about it."""
+def _fault(error: Exception, responding: bool, name: str) -> tuple[Kind, str]:
+    """The kind of a network fault, and its message."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return Kind.UNREACHABLE, f"the host of {name} has no address; check its name"
+        return Kind.UNREACHABLE, f"the host of {name} cannot be resolved (DNS); check its name"
     if isinstance(error, aiohttp.ClientConnectorCertificateError | aiohttp.ClientConnectorSSLError):
         reason = getattr(error, "certificate_error", None) or error
-        return Kind.UNREACHABLE, f"no safe connection to {name}: {reason}"
+        return Kind.UNREACHABLE, f"TLS connection to {name} failed: {reason}"
     if isinstance(error, aiohttp.ClientProxyConnectionError):
         return Kind.UNREACHABLE, f"the proxy for {name} cannot be reached: {_reason(error)}"
     if isinstance(error, aiohttp.ClientHttpProxyError):
-        return Kind.UNREACHABLE, f"the proxy for {name} answered {error.status}"
+        return Kind.UNREACHABLE, f"the proxy for {name} responded with status {error.status}"
     if isinstance(error, aiohttp.ClientConnectorError):
-        return Kind.UNREACHABLE, f"no connection to {name}: {_reason(error)}"
-    if isinstance(error, aiohttp.ClientPayloadError) or begun:
-        return Kind.TRUNCATED, f"the answer of {name} broke off"
+        return Kind.UNREACHABLE, f"cannot connect to {name}: {_reason(error)}"
+    if isinstance(error, aiohttp.ClientPayloadError) or responding:
+        return Kind.TRUNCATED, f"the response of {name} was cut off"
     if isinstance(error, aiohttp.ClientResponseError | ValueError):
-        return Kind.BAD_BODY, f"{name} does not answer in HTTP"
+        return Kind.BAD_BODY, f"{name} does not speak HTTP"
     if isinstance(error, aiohttp.ServerDisconnectedError | ConnectionError):
-        return Kind.UNREACHABLE, f"{name} closed the connection before it answered"
-    return Kind.UNREACHABLE, f"no answer of {name}: {_reason(error)}"
+        return Kind.UNREACHABLE, f"{name} closed the connection without a response"
+    return Kind.UNREACHABLE, f"no response of {name}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:
     inner = getattr(error, "os_error", error)
     number = getattr(inner, "errno", None)
-    # asyncio's own words name the address instead of the reason.
+    # asyncio's own message has the address instead of the reason.
     return os.strerror(number) if number else type(inner).__name__
 
 
 def _tls(endpoint: Endpoint) -> ssl.SSLContext | bool:
-    """The system's certificates, or in their place the ones that SSL_CERT_FILE holds."""
+    """The system's certificates, or those in SSL_CERT_FILE instead."""
     if not endpoint.base.startswith("https:"):
         return True
     file = os.environ.get("SSL_CERT_FILE")
     if file and not os.path.exists(file):
-        raise ConfigError(f"SSL_CERT_FILE names {file}, which is not there; correct or unset it")
+        raise ConfigError(f"SSL_CERT_FILE={file} does not exist; correct or unset it")
     return ssl.create_default_context(cafile=file or None)
 
 
 def _proxy(base: str) -> tuple[URL | None, dict[str, str]]:
-    """The proxy that the environment names for an address, and the header it wants."""
+    """The proxy for an address from the environment, and the header it needs."""
     parts = urlsplit(base)
     found = urllib.request.getproxies()
     text = found.get(parts.scheme) or found.get("all")
@@ -241,10 +241,10 @@ def _proxy(base: str) -> tuple[URL | None, dict[str, str]]:
     if proxy.scheme not in ("http", "https"):
         raise ConfigError(
             f"a {proxy.scheme} proxy for {parts.hostname} is not supported; "
-            f"name an http proxy, or put the host into NO_PROXY"
+            f"set an http proxy, or add the host to NO_PROXY"
         )
     headers: dict[str, str] = {}
     if proxy.user is not None:
-        words = f"{proxy.user}:{proxy.password or ''}".encode()
-        headers["Proxy-Authorization"] = "Basic " + base64.b64encode(words).decode()
+        login = f"{proxy.user}:{proxy.password or ''}".encode()
+        headers["Proxy-Authorization"] = "Basic " + base64.b64encode(login).decode()
     return proxy.with_user(None), headers

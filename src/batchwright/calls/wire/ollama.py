@@ -1,6 +1,6 @@
-"""Ollama's wire protocol: requests in the OpenAI shape go out in its own, and answers come back.
+"""The Ollama protocol: requests and responses translated from and to the OpenAI format.
 
-Pure functions. What cannot be said in Ollama's words is refused, never left out.
+Pure functions. A parameter that Ollama does not have is refused, never left out.
 """
 
 import json
@@ -22,7 +22,7 @@ OPTIONS = {
     "max_tokens": "num_predict",
     "max_completion_tokens": "num_predict",
 }
-AS_THEY_ARE = {
+PASSED_THROUGH = {
     "chat": {"model", "keep_alive", "think", "tools", "format", "options"},
     "complete": {"model", "prompt", "suffix", "keep_alive", "think", "format", "options", "system"},
     "embed": {"model", "input", "keep_alive", "truncate", "dimensions", "options"},
@@ -40,7 +40,7 @@ def encode(request: Request) -> tuple[str, bytes]:
     sent: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, value in request.body.items():
-        if name in AS_THEY_ARE[request.kind]:
+        if name in PASSED_THROUGH[request.kind]:
             sent[name] = value
         elif name == "messages":
             sent["messages"] = [_message(message) for message in value]
@@ -52,7 +52,7 @@ def encode(request: Request) -> tuple[str, bytes]:
             options[OPTIONS[name]] = value
         elif not (name == "n" and value == 1) and not (name == "stream" and not value):
             raise ConfigError(
-                f"Ollama has no word for {name!r} in a {request.kind} request; "
+                f"Ollama has no parameter {name!r} for a {request.kind} request; "
                 f"leave it out, or use the server's OpenAI address (http://host:11434/v1)"
             )
     if options or "options" in sent:
@@ -60,60 +60,63 @@ def encode(request: Request) -> tuple[str, bytes]:
     if request.kind != "embed":
         sent["stream"] = False
     if request.kind == "complete":
-        # Plain text is continued as it is; Ollama would wrap it into the chat template.
+        # Ollama would wrap plain text into the chat template.
         sent["raw"] = True
     data = json.dumps(sent, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return PATHS[request.kind], data.encode()
 
 
 def decode(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
-    """The outcome, its body in the OpenAI shape."""
+    """The outcome, its body in the OpenAI format."""
     if status != 200:
         return refused(request, status, headers, body)
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         what = "HTML" if body[:512].lstrip()[:1] == b"<" else f"{len(body):,} bytes"
-        return Failed(Kind.BAD_BODY, f"the server answered with {what}, not JSON", status)
+        return Failed(Kind.BAD_BODY, f"the server responded with {what}, not JSON", status)
     if not isinstance(parsed, dict) or parsed.get("error"):
         return from_body(request, parsed)
     if request.kind != "embed" and parsed.get("done") is False:
-        return Failed(Kind.TRUNCATED, "the server sent the beginning of an answer only", status)
+        return Failed(Kind.TRUNCATED, "the server sent only the beginning of a response", status)
     try:
         return from_body(request, _translated(request, parsed))
     except (KeyError, TypeError, AttributeError, ValueError):
         fields = sorted(map(str, parsed))[:6]
-        return Failed(Kind.BAD_BODY, f"the answer to a {request.kind} call has {fields}", status)
+        return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {fields}", status)
 
 
-def _translated(request: Request, answer: dict[str, Any]) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": answer.get("model", request.model)}
+def _translated(request: Request, response: dict[str, Any]) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": response.get("model", request.model)}
     if request.kind == "embed":
-        rows = enumerate(answer["embeddings"])
+        rows = enumerate(response["embeddings"])
         body["object"] = "list"
         body["data"] = [{"object": "embedding", "index": i, "embedding": row} for i, row in rows]
     else:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": answer.get("done_reason", "stop")}
+        choice: dict[str, Any] = {"index": 0, "finish_reason": response.get("done_reason", "stop")}
         if request.kind == "chat":
             body["object"] = "chat.completion"
-            message = answer["message"]
+            message = response["message"]
             choice["message"] = {"role": "assistant", "content": message["content"]}
             if message.get("tool_calls"):
                 choice["message"]["tool_calls"] = message["tool_calls"]
         else:
             body["object"] = "text_completion"
-            choice["text"] = answer["response"]
+            choice["text"] = response["response"]
         body["choices"] = [choice]
-    if "prompt_eval_count" in answer or "eval_count" in answer:
+    if "prompt_eval_count" in response or "eval_count" in response:
         # Ollama leaves the prompt's count out when it has the prompt in its own cache.
-        asked, said = int(answer.get("prompt_eval_count", 0)), int(answer.get("eval_count", 0))
-        counts = {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
-        body["usage"] = counts
+        prompt, completion = (int(response.get(n, 0)) for n in ("prompt_eval_count", "eval_count"))
+        body["usage"] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
     return body
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message whose parts, if it has any, are joined; pictures go into a field of their own."""
+    """A message with its text parts joined; images go into a field of their own."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -126,8 +129,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         head, comma, data = url.partition(";base64,")
         if not comma or not head.startswith("data:"):
             raise ConfigError(
-                f"Ollama takes text and pictures as data: addresses, not a {part.get('type')!r}; "
-                f"put the picture into the message in base64"
+                f"Ollama takes text and images as data: URLs, not a {part.get('type')!r}; "
+                f"put the image into the message in base64"
             )
         images.append(data)
     joined = {**message, "content": "\n".join(texts)}
@@ -140,4 +143,4 @@ def _format(wanted: Any) -> Any:
         return "json"
     if kind == "json_schema":
         return wanted["json_schema"]["schema"]
-    raise ConfigError(f"response_format {wanted!r} is not known; give json_object or json_schema")
+    raise ConfigError(f"response_format must be json_object or json_schema, got {wanted!r}")

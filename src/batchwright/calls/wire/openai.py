@@ -1,4 +1,4 @@
-"""The OpenAI wire protocol: what is sent, and what an answer means.
+"""The OpenAI protocol: encoding requests and decoding responses.
 
 Pure functions; vLLM, SGLang, llama.cpp and others speak it as well.
 """
@@ -16,13 +16,13 @@ __all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
 
 PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
 LONGEST_ERROR = 200
-WINDOW = 12
-"""So many characters in a row of the prompt are a quotation."""
+QUOTE = 12
+"""So many consecutive characters of the prompt are a quotation."""
 _DECODE = json.JSONDecoder().decode
 
 
 def encode(request: Request) -> tuple[str, bytes]:
-    """The path below the base address and the body, which the request already holds.
+    """The path below the base URL, and the body, which the request already holds.
 
     >>> from batchwright.calls import chat
     >>> encode(chat("m", "2+2?"))[0]
@@ -32,11 +32,11 @@ def encode(request: Request) -> tuple[str, bytes]:
 
 
 def decode(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Outcome:
-    """An answer with its text, or the kind of failure.
+    """The response with its text, or the kind of failure.
 
     >>> from batchwright.calls import chat
     >>> decode(chat("m", "2+2?"), 200, {}, b"<html>")
-    Failed(kind=<Kind.BAD_BODY: 'bad_body'>, error='the server answered with HTML, not JSON', \
+    Failed(kind=<Kind.BAD_BODY: 'bad_body'>, error='the server responded with HTML, not JSON', \
 status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
     """
     if status != 200:
@@ -55,43 +55,43 @@ status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
 
 
 def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
-    """The outcome of an answer in the OpenAI shape; `raw` is the same in UTF-8."""
+    """The outcome of a body in the OpenAI format; `raw` is the same in UTF-8."""
     try:
         if request.kind == "embed":
             return _embedded(request, body, raw)
         choice = body["choices"][0]
         if request.kind == "chat":
             message = choice["message"]
-            said = message.get("content")
-            silent = not said or said.isspace()
-            if silent and not (message.get("tool_calls") or message.get("function_call")):
+            text = message.get("content")
+            empty = not text or text.isspace()
+            if empty and not (message.get("tool_calls") or message.get("function_call")):
                 return _empty(choice)
         else:
-            said = choice["text"]
-            if not said:
+            text = choice["text"]
+            if not text:
                 return _empty(choice)
-        if not isinstance(said or "", str):
-            return Failed(Kind.BAD_BODY, "the answer's content is not text", 200)
-        return _done(said or "", body, raw)
+        if not isinstance(text or "", str):
+            return Failed(Kind.BAD_BODY, "the content of the response is not text", 200)
+        return _done(text or "", body, raw)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return _wrong_shape(request, body)
 
 
-def _done(said: str, body: Mapping[str, Any], raw: bytes | None) -> Done:
-    text, finish, usage = read_body(body)
-    # Whoever has only the body, as the cache, must read the same off it.
-    return Done(said, body, finish, usage, raw=raw if text == said else None)
+def _done(text: str, body: Mapping[str, Any], raw: bytes | None) -> Done:
+    found, finish, usage = read_body(body)
+    # Whoever has only the body, as the cache, must read the same text from it.
+    return Done(text, body, finish, usage, raw=raw if found == text else None)
 
 
 def refused(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Failed:
-    """What a status other than 200 says."""
-    said = scrub(_message(body), request)
+    """The failure of a response with another status than 200."""
+    message = scrub(_message(body), request)
     after = retry_after_s(headers)
-    text = f"the server answered {status}" + (f": {said}" if said else "")
-    lower = said.lower()
+    text = f"the server responded with status {status}" + (f": {message}" if message else "")
+    lower = message.lower()
     kind = Kind.HTTP_5XX if status >= 500 else Kind.HTTP_4XX
     if status == 429 and "quota" not in lower and "billing" not in lower:
-        # An account without money answers 429 as well, and waiting does not help it.
+        # An account without credit gets 429 as well, and waiting does not help.
         kind = Kind.RATE_LIMITED
     elif status in (503, 529):
         busy = ("busy", "overload", "pending", "capacity", "too many", "rate limit")
@@ -101,12 +101,12 @@ def refused(request: Request, status: int, headers: Mapping[str, str], body: byt
         kind = Kind.TIMEOUT
     elif status < 400:
         where = headers.get("Location") or "elsewhere"
-        text = f"the server answered {status} and points {where[:80]}; give that address instead"
+        text = f"the server redirects ({status}) to {where[:80]}; give that address instead"
     return Failed(kind, text, status, retry_after_s=after)
 
 
 def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float | None:
-    """Seconds to wait as the server asks for, by number or by date; None if it does not.
+    """Seconds to wait by the Retry-After header, a number or a date; None without one.
 
     >>> retry_after_s({"Retry-After": "2.5"}), retry_after_s({"Retry-After": "soon"})
     (2.5, None)
@@ -131,7 +131,7 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
 
 
 def scrub(text: str, request: Request, secret: str | None = None) -> str:
-    """A server's words on one short line, without the prompt and without the key.
+    """A server's message on one short line, without the prompt and without the API key.
 
     >>> from batchwright.calls import chat
     >>> scrub("cannot read 'tell me about otters' today", chat("m", "tell me about otters"))
@@ -144,7 +144,7 @@ def scrub(text: str, request: Request, secret: str | None = None) -> str:
     hidden = bytearray(len(text))
     for part in _texts(request):
         part = " ".join(part.split())
-        width = min(WINDOW, len(part))
+        width = min(QUOTE, len(part))
         if width < 2:
             continue
         for start in range(len(text) - width + 1):
@@ -170,9 +170,9 @@ def _texts(request: Request) -> Iterator[str]:
 
 
 def _message(body: bytes) -> str:
-    """The sentence inside an error's body, or the beginning of the body if it is plain text."""
+    """The message inside an error's body, or the beginning of the body if it is plain text."""
     if body[:512].lstrip()[:1] == b"<":
-        return "a page in HTML"
+        return "an HTML page"
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
@@ -186,24 +186,24 @@ def _message(body: bytes) -> str:
 def _not_json(status: int, body: bytes) -> Failed:
     start = body[:512].lstrip()
     if start[:1] == b"<":
-        return Failed(Kind.BAD_BODY, "the server answered with HTML, not JSON", status)
+        return Failed(Kind.BAD_BODY, "the server responded with HTML, not JSON", status)
     if start[:5] == b"data:":
-        return Failed(Kind.BAD_BODY, "the server streamed its answer; leave out `stream`", status)
+        return Failed(Kind.BAD_BODY, "the server streamed its response; leave out `stream`", status)
     what = "nothing" if not body else f"{len(body):,} bytes that are not JSON"
-    return Failed(Kind.BAD_BODY, f"the server answered with {what}", status)
+    return Failed(Kind.BAD_BODY, f"the server responded with {what}", status)
 
 
 def _wrong_shape(request: Request, body: Any) -> Failed:
     if isinstance(body, dict) and body.get("error"):
-        said = scrub(_message(json.dumps(body).encode()), request)
-        return Failed(Kind.BAD_BODY, f"the server answered 200 with an error: {said}", 200)
+        message = scrub(_message(json.dumps(body).encode()), request)
+        return Failed(Kind.BAD_BODY, f"the server responded 200 with an error: {message}", 200)
     seen = f"fields {sorted(map(str, body))[:6]}" if isinstance(body, dict) else type(body).__name__
-    return Failed(Kind.BAD_BODY, f"the answer to a {request.kind} call has {seen}", 200)
+    return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {seen}", 200)
 
 
 def _empty(choice: Mapping[str, Any]) -> Failed:
     why = choice.get("finish_reason")
-    return Failed(Kind.EMPTY, f"the answer holds no text (finish_reason={why!r})", 200)
+    return Failed(Kind.EMPTY, f"the response has no text (finish_reason={why!r})", 200)
 
 
 def _embedded(request: Request, body: Any, raw: bytes | None) -> Outcome:
@@ -215,7 +215,7 @@ def _embedded(request: Request, body: Any, raw: bytes | None) -> Outcome:
     if len(rows) != wanted or sorted(r.get("index", i) for i, r in enumerate(rows)) != list(
         range(wanted)
     ):
-        return Failed(Kind.BAD_BODY, f"{wanted} vectors were asked for, {len(rows)} came", 200)
+        return Failed(Kind.BAD_BODY, f"{wanted} vectors were requested, {len(rows)} came", 200)
     if not all(row["embedding"] for row in rows):
-        return Failed(Kind.EMPTY, "the answer holds an empty vector", 200)
+        return Failed(Kind.EMPTY, "the response has an empty vector", 200)
     return _done("", body, raw)

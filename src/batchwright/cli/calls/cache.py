@@ -1,4 +1,4 @@
-"""`batchwright calls cache`: look into a file of kept answers, make it smaller, write it out."""
+"""`batchwright calls cache`: inspect, prune and export a file of cached responses."""
 
 import re
 from datetime import datetime
@@ -12,7 +12,7 @@ from batchwright.errors import ConfigError
 
 __all__ = ["cache"]
 
-cache = App(name="cache", help="Look into a call cache, prune it, export it.")
+cache = App(name="cache", help="Inspect, prune and export cached responses.")
 
 CacheFile = Annotated[Path, Parameter(help="The file of `calls run --cache`.")]
 UNITS = {
@@ -23,24 +23,24 @@ UNITS = {
 
 @cache.command
 def stats(path: CacheFile, /, *, format: Format = "text") -> None:
-    """Count answers by model, the space they take and how often they were used."""
+    """Count cached responses by model, their disk space and cache hits."""
     from batchwright.calls.cache.store import Cache
     from batchwright.report.text import bytes_, number, table
 
     with Cache(path, mode="replay") as opened:
         found = opened.stats()
     facts = [
-        ["answers", number(found.entries)],
+        ["responses", number(found.entries)],
         ["file", bytes_(found.file_bytes)],
-        ["requests and answers in it", bytes_(found.value_bytes)],
+        ["requests and responses", bytes_(found.value_bytes)],
         ["oldest", _day(found.oldest)],
         ["newest", _day(found.newest)],
-        [f"used since {found.since:%Y-%m-%d}", number(found.hits)],
+        [f"hits since {found.since:%Y-%m-%d}", number(found.hits)],
     ]
     text = table(["call cache", str(path)], facts)
     if found.models:
         rows = [[model, number(count)] for model, count in found.models.items()]
-        text += "\n\n" + table(["model", "answers"], rows)
+        text += "\n\n" + table(["model", "responses"], rows)
     data = {
         "path": str(path),
         "entries": found.entries,
@@ -61,15 +61,15 @@ def prune(
     /,
     *,
     older_than: Annotated[
-        str | None, Parameter(help="Remove answers older than this: 12h, 30d, 8w.")
+        str | None, Parameter(help="Remove responses older than this: 12h, 30d, 8w.")
     ] = None,
     max_size: Annotated[
         str | None, Parameter(help="Remove the oldest until the file is this small: 500MB, 2GB.")
     ] = None,
-    model: Annotated[str | None, Parameter(help="Remove answers of this model only.")] = None,
+    model: Annotated[str | None, Parameter(help="Remove responses of this model only.")] = None,
     format: Format = "text",
 ) -> None:
-    """Remove answers by age, size or model, and give their space back. They are not kept aside."""
+    """Delete cached responses by age, size or model, and free their disk space."""
     from batchwright.calls.cache.store import Cache
     from batchwright.files import existing
     from batchwright.report.text import bytes_, number
@@ -89,7 +89,7 @@ def prune(
         "file_bytes": after.file_bytes,
     }
     text = (
-        f"removed {number(removed)} of {number(before.entries)} answers; "
+        f"removed {number(removed)} of {number(before.entries)} responses; "
         f"{path} has {bytes_(after.file_bytes)} now, {bytes_(before.file_bytes)} before"
     )
     show(data, text, format)
@@ -104,16 +104,16 @@ def export(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Write every request with its answer as a line of JSON."""
+    """Write every request with its response as a line of JSON."""
     from batchwright.calls.cache.store import Cache
     from batchwright.report.text import number
 
     with Cache(path, mode="replay") as opened, progress_bar("exporting", quiet) as progress:
         written = opened.export(out, progress)
         damaged = opened.damaged
-    text = f"{number(written)} answers -> {out}"
+    text = f"{number(written)} responses -> {out}"
     if damaged:
-        text += f"; {number(damaged)} damaged ones were left out"
+        text += f"; skipped {number(damaged)} damaged ones"
     show({"path": str(path), "out": str(out), "written": written, "damaged": damaged}, text, format)
 
 
@@ -129,7 +129,8 @@ def _amount(what: str, text: str) -> float:
     by_name = {name.lower(): factor for name, factor in units.items()}
     if found is None or wanted.lower() not in by_name:
         raise ConfigError(
-            f"{text!r} is no {what}; give a number and one of {', '.join(filter(None, units))}"
+            f"cannot parse the {what} {text!r}; give a number and one of "
+            f"{', '.join(filter(None, units))}"
         )
     return float(found[1]) * by_name[wanted.lower()]
 

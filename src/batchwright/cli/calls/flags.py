@@ -1,4 +1,4 @@
-"""Flags that several commands of `batchwright calls` have."""
+"""Flags shared by the commands of `batchwright calls`."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,9 @@ EndpointFlag = Annotated[
         "unix:///path.sock, local:smollm2; several share the load.",
     ),
 ]
-ModelFlag = Annotated[str, Parameter(name=["--model", "-m"], help="The model's name there.")]
+ModelFlag = Annotated[
+    str, Parameter(name=["--model", "-m"], help="The model's name at the endpoint.")
+]
 KeyEnv = Annotated[
     str | None,
     Parameter(
@@ -28,7 +30,7 @@ KeyEnv = Annotated[
 
 
 def endpoint_at(target: str, key_env: str | None) -> "Endpoint":
-    """The endpoint that the flags name."""
+    """The endpoint of the flags."""
     from batchwright.calls import Endpoint
 
     return Endpoint(target, key_env=key_env)

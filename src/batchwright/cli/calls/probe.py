@@ -1,4 +1,4 @@
-"""`batchwright calls probe`: throughput and latency of a server at each level of concurrency."""
+"""`batchwright calls probe`: throughput and latency of a server at each concurrency."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,17 +16,21 @@ __all__ = ["probe"]
 
 def probe(
     *,
-    endpoint: Annotated[str, Parameter(name=["--endpoint", "-e"], help="Your own server.")],
+    endpoint: Annotated[
+        str, Parameter(name=["--endpoint", "-e"], help="A server of your own: this is a load test.")
+    ],
     model: ModelFlag,
     most: Annotated[int, Parameter(help="The highest concurrency to try.")] = 128,
-    max_tokens: Annotated[int, Parameter(help="Length of the answers asked for.")] = 32,
-    calls_a_slot: Annotated[int, Parameter(help="Calls at each level, for each in flight.")] = 6,
+    max_tokens: Annotated[int, Parameter(help="Completion tokens of each call.")] = 32,
+    calls_a_slot: Annotated[
+        int, Parameter(help="Calls at each level, per slot of its concurrency.")
+    ] = 6,
     key_env: KeyEnv = None,
-    plot: Annotated[Path | None, Parameter(help="Draw both curves into this PNG.")] = None,
+    plot: Annotated[Path | None, Parameter(help="Plot throughput and latency to this PNG.")] = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Measure throughput and latency at 1, 2, 4, ... calls in flight, and name the knee."""
+    """Measure throughput and latency at 1, 2, 4, ... calls in flight, and find the knee."""
     from batchwright.calls.probe import knee, ramp
 
     target = endpoint_at(endpoint, key_env)
@@ -77,7 +81,7 @@ def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
         for name, level in zip(names, measured, strict=True)
     ]
     rates = [round(100 * level.per_second) for level in measured]
-    waits = [round(1000 * (level.p95_s or 0)) for level in measured]
+    latencies = [round(1000 * (level.p95_s or 0)) for level in measured]
     return "\n".join(
         [
             table(["in flight", "calls/s", "p50", "p95", "failed"], rows),
@@ -86,10 +90,10 @@ def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
             histogram(rates, names, width=40),
             "",
             "latency p95 (ms)",
-            histogram(waits, names, width=40),
+            histogram(latencies, names, width=40),
             "",
             f"the knee is at {best.concurrency:,} calls in flight: {best.per_second:.2f} calls/s "
-            f"at {seconds(best.p50_s)}; more only makes calls wait",
+            f"at {seconds(best.p50_s)}; more only adds latency",
             f"use: {line}",
         ]
     )
@@ -106,7 +110,9 @@ def _plot(measured: "list[Level]", best: "Level", path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     left = figure.subplots()
     left.plot(at, [level.per_second for level in measured], "o-", color="tab:blue")
-    left.set(xscale="log", xlabel="calls in flight", ylabel="calls a second (blue)", ylim=(0, None))
+    left.set(
+        xscale="log", xlabel="calls in flight", ylabel="calls per second (blue)", ylim=(0, None)
+    )
     left.axvline(best.concurrency, color="grey", linestyle=":")
     left.set_xticks(at, [str(n) for n in at])
     right = left.twinx()

@@ -1,4 +1,4 @@
-"""`batchwright calls run`: a file of prompts in, a file of answers out."""
+"""`batchwright calls run`: a file of prompts in, a file of responses out."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +23,7 @@ def run(
     ],
     output: Annotated[
         Path,
-        Parameter(name=["--output", "-o"], help="JSONL in the same order; run again to go on."),
+        Parameter(name=["--output", "-o"], help="JSONL in the same order; run again to resume."),
     ],
     endpoint: EndpointFlag,
     model: ModelFlag,
@@ -31,32 +31,43 @@ def run(
         str, Parameter(help="Calls in flight for each endpoint: a number, or auto.")
     ] = "auto",
     cache: Annotated[
-        Path | None, Parameter(help="Keep answers here for other runs (else only for this one).")
+        Path | None, Parameter(help="Cache responses here for other runs (else only for this one).")
     ] = None,
-    rpm: Annotated[float | None, Parameter(help="Requests a minute, for each endpoint.")] = None,
-    tpm: Annotated[float | None, Parameter(help="Tokens a minute, for each endpoint.")] = None,
-    max_cost: Annotated[float | None, Parameter(help="Stop sending at this cost.")] = None,
-    price_in: Annotated[float | None, Parameter(help="Price of a million tokens in.")] = None,
-    price_out: Annotated[float | None, Parameter(help="Price of a million tokens out.")] = None,
-    deadline: Annotated[float, Parameter(help="Seconds for a call, its retries included.")] = 120.0,
-    tries: Annotated[int, Parameter(help="Tries for a call; a 429 does not count.")] = 5,
+    rpm: Annotated[
+        float | None, Parameter(help="Rate limit in requests per minute, for each endpoint.")
+    ] = None,
+    tpm: Annotated[
+        float | None, Parameter(help="Rate limit in tokens per minute, for each endpoint.")
+    ] = None,
+    max_cost: Annotated[
+        float | None, Parameter(help="Spending cap: stop sending at this cost.")
+    ] = None,
+    price_in: Annotated[float | None, Parameter(help="Price of a million prompt tokens.")] = None,
+    price_out: Annotated[
+        float | None, Parameter(help="Price of a million completion tokens.")
+    ] = None,
+    deadline: Annotated[
+        float, Parameter(help="Timeout of a call in seconds, retries included.")
+    ] = 120.0,
+    tries: Annotated[int, Parameter(help="Tries per call; a 429 does not count.")] = 5,
     temperature: float | None = None,
     max_tokens: int | None = None,
     seed: int | None = None,
     error_budget: Annotated[
-        float | None, Parameter(help="Stop when more than this share of the last 1000 calls fail.")
+        float | None,
+        Parameter(help="Stop when more than this fraction of the last 1000 calls fail."),
     ] = None,
     key_env: KeyEnv = None,
     retry_failed: Annotated[
-        bool, Parameter(negative="", help="Make the calls again that failed in an earlier run.")
+        bool, Parameter(negative="", help="Retry the calls that failed in an earlier run.")
     ] = False,
     dry_run: Annotated[
-        bool, Parameter(negative="", help="Say what would be called and what it may cost.")
+        bool, Parameter(negative="", help="Show what would be called and what it may cost.")
     ] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Answer every prompt of a file. Stop it in any way; the same command goes on."""
+    """Call a model with every prompt of a file. Stopped in any way, the same command resumes."""
     from batchwright.calls.promptfile import Answers, read_prompts
 
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -90,10 +101,10 @@ def run(
     if whole and cache is None:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{own}{suffix}").unlink(missing_ok=True)
-    show(facts, _told(facts, output), format)
+    show(facts, _summary(facts, output), format)
     if not whole:
         raise BudgetExceeded(
-            f"{answers.written:,} of {len(prompts):,} prompts are answered in {output}, then "
+            f"{answers.written:,} of {len(prompts):,} prompts have a response in {output}, then "
             f"{facts['stopped'] or 'the calls were cancelled'}"
         )
     if facts["failed"] and error_budget is None:
@@ -109,7 +120,7 @@ def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]
     if batch_size == "auto":
         return Pool(*endpoints, limit="auto", **settings)
     if not batch_size.isdecimal():
-        raise ConfigError(f"--batch-size {batch_size} is not known; give a number or auto")
+        raise ConfigError(f"--batch-size must be a number or auto, got {batch_size}")
     return Pool(*endpoints, limit=int(batch_size), **settings)
 
 
@@ -129,7 +140,7 @@ def _prices(
 
 
 def _answer(pool: "Pool", prompts: "list[Prompt]", answers: "Answers", quiet: bool) -> None:
-    """Make the calls that are missing and write them down as they come."""
+    """Make the missing calls and write their outcomes as they complete."""
     missing = answers.missing
     with (
         progress_bar("calls", quiet) as progress,
@@ -154,17 +165,17 @@ def _facts(pool: "Pool", prompts: "list[Prompt]", answers: "Answers") -> dict[st
     }
 
 
-def _told(facts: dict[str, Any], output: Path) -> str:
+def _summary(facts: dict[str, Any], output: Path) -> str:
     from batchwright.report.text import seconds
 
     made = facts["calls"]
     lines = [
-        f"{facts['written']:,} of {facts['prompts']:,} answers in {output} "
-        f"({facts['earlier']:,} were there, {facts['failed']:,} failed)",
-        f"{made['sent']:,} tries, {made['hits']:,} from the cache, {made['shared']:,} shared, "
-        f"{made['retries']:,} retries, {made['rejects']:,} rejects",
+        f"{facts['written']:,} of {facts['prompts']:,} responses in {output} "
+        f"({facts['earlier']:,} from an earlier run, {facts['failed']:,} failed)",
+        f"{made['sent']:,} tries, {made['hits']:,} cache hits, {made['shared']:,} shared, "
+        f"{made['retries']:,} retries, {made['rejects']:,} rejected",
         f"latency p50 {seconds(made['p50_s'])}, p95 {seconds(made['p95_s'])}; "
-        f"tokens {made['prompt_tokens']:,} in, {made['completion_tokens']:,} out",
+        f"tokens {made['prompt_tokens']:,} prompt, {made['completion_tokens']:,} completion",
     ]
     if made["cost"]:
         lines.append(f"cost {made['cost']:.4f}")
@@ -180,8 +191,8 @@ def _predict(
     retry_failed: bool,
     format: str,
 ) -> None:
-    """What a run would do, without doing any of it."""
-    from batchwright.calls.cache.store import Cache
+    """What a run would do, without any call."""
+    from batchwright.calls.cache import Cache
     from batchwright.calls.engine.stats import estimate_usage
     from batchwright.calls.promptfile import Answers
 
@@ -194,8 +205,8 @@ def _predict(
     hits = 0
     for path in {cache or own}:
         if path.exists():
-            with Cache(path) as kept:
-                found = kept.get_many(list(requests))
+            with Cache(path) as cached:
+                found = cached.get_many(list(requests))
                 hits = len(found)
                 requests = {key: one for key, one in requests.items() if key not in found}
     usages = [(one.model, estimate_usage(one)) for one in requests.values()]
@@ -218,10 +229,11 @@ def _predict(
         "cost_most": cost,
     }
     text = (
-        f"{len(prompts):,} prompts, {data['answered']:,} answered already, {hits:,} in the cache\n"
-        f"{len(requests):,} calls to make, about {into:,} tokens in and at most {out:,} out"
-        + (" (give --max-tokens to bound it)" if not out else "")
+        f"{len(prompts):,} prompts, {data['answered']:,} done already, {hits:,} cached\n"
+        f"{len(requests):,} calls to make, about {into:,} prompt tokens and at most {out:,} "
+        f"completion tokens"
+        + (" (set --max-tokens to bound them)" if not out else "")
         + (f"\ncost at most {cost:.4f}" if cost is not None else "")
-        + "\nnothing was called (--dry-run)"
+        + "\nno calls were made (--dry-run)"
     )
     show(data, text, format)

@@ -1,4 +1,4 @@
-"""`batchwright calls simulate`: a model server of known behaviour, on this machine."""
+"""`batchwright calls simulate`: a model server of known behaviour on this machine."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,35 +15,37 @@ def simulate(
     *,
     kind: Annotated[
         Literal["queue", "reject", "thrash", "batch"],
-        Parameter(help="What happens above the knee: wait, 429, slow down, batch and wait."),
+        Parameter(help="Above the knee calls queue, get 429, slow down, or batch and queue."),
     ] = "queue",
     knee: Annotated[
-        str, Parameter(help="Calls it bears at once; 0:60,10:20 is 60, and 20 from second 10 on.")
+        str, Parameter(help="Concurrency it sustains; 0:60,10:20 is 60, and 20 from second 10 on.")
     ] = "8",
-    latency: Annotated[float, Parameter(help="Mean seconds of a call.")] = 0.05,
-    sigma: Annotated[float, Parameter(help="Spread of the lognormal latency; 0 is fixed.")] = 0.5,
-    token_seconds: Annotated[float, Parameter(help="Seconds for each token of an answer.")] = 0.0,
+    latency: Annotated[float, Parameter(help="Mean latency of a call in seconds.")] = 0.05,
+    sigma: Annotated[float, Parameter(help="Sigma of the lognormal latency; 0 is fixed.")] = 0.5,
+    token_seconds: Annotated[
+        float, Parameter(help="Additional seconds per completion token.")
+    ] = 0.0,
     retry_after: Annotated[
-        float | None, Parameter(help="Seconds in Retry-After of 429 and 503.")
+        float | None, Parameter(help="Retry-After of 429 and 503 in seconds.")
     ] = None,
-    rpm: Annotated[int | None, Parameter(help="Requests a minute.")] = None,
-    tpm: Annotated[int | None, Parameter(help="Tokens a minute.")] = None,
+    rpm: Annotated[int | None, Parameter(help="Rate limit in requests per minute.")] = None,
+    tpm: Annotated[int | None, Parameter(help="Rate limit in tokens per minute.")] = None,
     fault: Annotated[
         list[str] | None,
-        Parameter(help="NAME=CHANCE, several times: 429=0.01, hang=0.001, ...", negative=""),
+        Parameter(help="NAME=PROBABILITY, repeatable: 429=0.01, hang=0.001, ...", negative=""),
     ] = None,
     questions: Annotated[
         Path | None,
-        Parameter(help="JSON lines with question, answer, category, for the model sim-qa."),
+        Parameter(help="JSONL with question, answer, category, for the model sim-qa."),
     ] = None,
     model: Annotated[
-        list[str] | None, Parameter(help="One more model name, several times.", negative="")
+        list[str] | None, Parameter(help="An additional model name, repeatable.", negative="")
     ] = None,
-    seed: Annotated[int, Parameter(help="Answers, latencies and faults depend on it.")] = 0,
-    port: Annotated[int, Parameter(help="0 takes a free one.")] = 0,
+    seed: Annotated[int, Parameter(help="Random seed of responses, latencies and faults.")] = 0,
+    port: Annotated[int, Parameter(help="Port to listen on; 0 takes a free one.")] = 0,
     format: Format = "text",
 ) -> None:
-    """Serve simulated models on 127.0.0.1 until Ctrl-C, then print what was asked of them.
+    """Serve simulated models on 127.0.0.1 until Ctrl-C, then print the request counts.
 
     The first line is the address: OpenAI's protocol under /v1, Ollama's under /api.
     """
@@ -79,8 +81,8 @@ def simulate(
 
     server.run(port, None, started)
     counts = server.stats()
-    told = {name: value for name, value in counts.items() if value or name == "received"}
-    rows = [[name.replace("_", " "), str(value)] for name, value in told.items()]
+    shown = {name: value for name, value in counts.items() if value or name == "received"}
+    rows = [[name.replace("_", " "), str(value)] for name, value in shown.items()]
     show(counts, table(["calls", "count"], rows), format)
 
 
@@ -92,16 +94,18 @@ def _knee(text: str) -> int | list[tuple[float, int]]:
         return [(float(since), int(knee)) for since, knee in pairs]
     except ValueError:
         raise ConfigError(
-            f"--knee {text} is neither a number nor pairs of second and knee like 0:60,10:20"
+            f"--knee must be a number or pairs of second and knee like 0:60,10:20, got {text}"
         ) from None
 
 
 def _faults(given: list[str]) -> dict[str, float]:
     found = {}
     for one in given:
-        name, _, chance = one.partition("=")
+        name, _, probability = one.partition("=")
         try:
-            found[name] = float(chance)
+            found[name] = float(probability)
         except ValueError:
-            raise ConfigError(f"--fault {one} is not NAME=CHANCE, as in 429=0.01") from None
+            raise ConfigError(
+                f"--fault must be NAME=PROBABILITY, as in 429=0.01, got {one}"
+            ) from None
     return found
