@@ -121,8 +121,8 @@ def parquet_bytes(rows: int = 200) -> bytes:
 ROWS = b"".join(b'{"text": "row number %d"}\n' % number for number in range(300))
 PACKED = gzip.compress(ROWS)
 BAD_DATA = {
-    "empty": (b"", "holds no rows"),
-    "blank": (b"\n \n\n", "holds no rows"),
+    "empty": (b"", "has no rows"),
+    "blank": (b"\n \n\n", "has no rows"),
     "binary": (bytes(range(256)) * 40, "binary"),
     "array": (b'[{"text": "a"}]\n', "one JSON array"),
     "utf16": ('{"text": "a"}\n'.encode("utf-16"), "UTF-16"),
@@ -132,7 +132,7 @@ BAD_DATA = {
     "number": (b"3\n", "bad.jsonl:1: is a JSON int"),
     "no-tokens": (ROWS + b'{"input_ids": []}\n', "bad.jsonl:301: .*no tokens"),
     "only-no-tokens": (b'{"input_ids": []}\n', "bad.jsonl:1: .*no tokens"),
-    "cut-gzip": (PACKED[:-20], "cut or damaged gzip"),
+    "cut-gzip": (PACKED[:-20], "truncated or damaged gzip"),
     "flipped-gzip": (PACKED[:90] + bytes([PACKED[90] ^ 1]) + PACKED[91:], "gzip"),
     "cut-parquet": (parquet_bytes()[:-9], "bad.jsonl"),
     "headless-parquet": (b"PAR1" + bytes(100), "bad.jsonl"),

@@ -211,7 +211,7 @@ def test_a_tokenizer_must_be_there_and_fit(tmp_path: Path, monkeypatch: pytest.M
     assert "has 321 ids" in failure(Mismatch, saved(tmp_path / "saved", words=321))
     (tmp_path / "saved" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
-    assert "holds no tokenizer.json" in failure(NoTokenizer, "saved")
+    assert "has no tokenizer.json" in failure(NoTokenizer, "saved")
 
 
 def test_a_model_that_was_not_fetched_names_the_command() -> None:
