@@ -367,7 +367,7 @@ WRONG_NUMBERS = {
     "data batching suggest -c lengths.jsonl --align 0": "align=0",
     "data batching suggest -c lengths.jsonl --max-length 2": "max_length=2",
     "data batching suggest -c lengths.jsonl --current 5,4": "5, 4",
-    "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "workers must be at least 1, got 0",
+    "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "at least 1, got 0",
     "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "per_file=0",
 }  # fmt: skip
 WRONG_USAGE = {
