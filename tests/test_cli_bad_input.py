@@ -121,8 +121,8 @@ def parquet_bytes(rows: int = 200) -> bytes:
 ROWS = b"".join(b'{"text": "row number %d"}\n' % number for number in range(300))
 PACKED = gzip.compress(ROWS)
 BAD_DATA = {
-    "empty": (b"", "holds no rows"),
-    "blank": (b"\n \n\n", "holds no rows"),
+    "empty": (b"", "has no rows"),
+    "blank": (b"\n \n\n", "has no rows"),
     "binary": (bytes(range(256)) * 40, "binary"),
     "array": (b'[{"text": "a"}]\n', "one JSON array"),
     "utf16": ('{"text": "a"}\n'.encode("utf-16"), "UTF-16"),
@@ -132,7 +132,7 @@ BAD_DATA = {
     "number": (b"3\n", "bad.jsonl:1: is a JSON int"),
     "no-tokens": (ROWS + b'{"input_ids": []}\n', "bad.jsonl:301: .*no tokens"),
     "only-no-tokens": (b'{"input_ids": []}\n', "bad.jsonl:1: .*no tokens"),
-    "cut-gzip": (PACKED[:-20], "cut or damaged gzip"),
+    "cut-gzip": (PACKED[:-20], "truncated or damaged gzip"),
     "flipped-gzip": (PACKED[:90] + bytes([PACKED[90] ^ 1]) + PACKED[91:], "gzip"),
     "cut-parquet": (parquet_bytes()[:-9], "bad.jsonl"),
     "headless-parquet": (b"PAR1" + bytes(100), "bad.jsonl"),
@@ -367,7 +367,7 @@ WRONG_NUMBERS = {
     "data batching suggest -c lengths.jsonl --align 0": "align=0",
     "data batching suggest -c lengths.jsonl --max-length 2": "max_length=2",
     "data batching suggest -c lengths.jsonl --current 5,4": "5, 4",
-    "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "0 workers",
+    "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "at least 1, got 0",
     "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "per_file=0",
 }  # fmt: skip
 WRONG_USAGE = {

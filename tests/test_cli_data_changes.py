@@ -61,7 +61,7 @@ def test_rows_may_move_and_grow_but_not_change(folder: Path) -> None:
     error = run(folder, f"{generate} changed", code=1)
 
     assert texts(folder / "moved") == sorted(row["text"] for row in NAMED)
-    assert error.startswith("error: the plan was made for data")
+    assert error.startswith("error: the plan was built for data")
     assert not (folder / "changed").exists()
 
 

@@ -155,7 +155,7 @@ def test_a_cache_without_its_end_says_how_to_go_on(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]))
 
-    with pytest.raises(BadFile, match=r"cut off.*batchwright data lengths build.*resumes"):
+    with pytest.raises(BadFile, match=r"truncated.*batchwright data lengths build.*resumes"):
         LengthCache.load(path)
 
 
@@ -182,9 +182,9 @@ def test_missing_and_foreign_files_are_refused(tmp_path: Path) -> None:
     for path in (foreign, model):
         with pytest.raises(BadFile, match="not a length cache"):
             LengthCache.load(path)
-        with pytest.raises(ConfigError, match="so it stays"):
+        with pytest.raises(ConfigError, match="is not overwritten"):
             LengthCache.create(path, "t")
-        with pytest.raises(ConfigError, match="so it stays"):
+        with pytest.raises(ConfigError, match="is not overwritten"):
             build_lengths(foreign, "bytes", path)
     assert foreign.read_text().startswith('{"id"')
     with pytest.raises(MissingFile, match="no length cache at"):
@@ -224,7 +224,7 @@ def test_another_tokenizer_is_named(tmp_path: Path) -> None:
     with LengthCache.create(tmp_path / "l.jsonl", tokenizer_hash="t1"):
         pass
 
-    with pytest.raises(Mismatch, match="measured with the tokenizer t1, not with t2"):
+    with pytest.raises(Mismatch, match="measured with tokenizer t1, not with t2"):
         LengthCache.load(tmp_path / "l.jsonl", expected_tokenizer_hash="t2")
     with pytest.raises(Mismatch):
         LengthCache.load_or_create(tmp_path / "l.jsonl", "t2")
@@ -237,7 +237,7 @@ def test_a_cache_goes_on_where_an_error_stopped_it(tmp_path: Path) -> None:
     cache.add("a", 1)
     cache.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert not path.exists()
-    with pytest.raises(BadFile, match=r"not finished, only l\.jsonl\.partial is there"):
+    with pytest.raises(BadFile, match=r"not finished, only l\.jsonl\.partial exists"):
         LengthCache.load(path)
 
     resumed = LengthCache.load_or_create(path, "t")
@@ -261,7 +261,7 @@ def test_entries_that_make_no_sense_are_refused_when_added(tmp_path: Path) -> No
     with cache:
         cache.add("a", 1)
         cache.add("a", 1)
-        with pytest.raises(DuplicateId, match="'a' stands twice, with lengths 1 and 2"):
+        with pytest.raises(DuplicateId, match="duplicate sample id 'a', with lengths 1 and 2"):
             cache.add("a", 2)
         for wrong in (0, -1, 2**31, 1.5, True, None):
             with pytest.raises(BadLength, match="sample 'b' has length"):
@@ -281,11 +281,11 @@ def test_lengths_are_checked_once_at_the_edge() -> None:
         ({"a": 0}, BadLength, "sample 'a' has length 0"),
         ({"a": 2**70}, BadLength, "sample 'a' has length"),
         ({"a": 1.0}, BadLength, "sample 'a'"),
-        ({3: 1}, ConfigError, "ids are strings, got 3"),
+        ({3: 1}, ConfigError, "ids must be strings, got 3"),
         (np.array([1, -2]), BadLength, "sample '1' has length -2"),
         (np.array([1, 2**31]), BadLength, "sample '1' has length 2147483648"),
-        (np.array([1.0]), BadLength, "whole numbers"),
-        (np.ones((2, 2), int), ConfigError, "2 axes"),
+        (np.array([1.0]), BadLength, "must be integers"),
+        (np.ones((2, 2), int), ConfigError, "2 dimensions"),
     ]
     for source, error, reason in cases:
         with pytest.raises(error, match=reason):

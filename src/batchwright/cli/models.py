@@ -1,4 +1,4 @@
-"""`batchwright models`: the models that come without a hub."""
+"""`batchwright models`: download and list the models that need no hub."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["models"]
 
-models = App(name="models", help="Get the small models that need no hub, and see what is here.")
+models = App(name="models", help="Download the small models that need no hub, and list them.")
 
 
 @models.command
@@ -17,17 +17,17 @@ def get(
     name: Annotated[str, Parameter(help="A name from `batchwright models list`.")],
     *,
     verify: Annotated[
-        bool, Parameter(negative="", help="Hash a file that is here already.")
+        bool, Parameter(negative="", help="Check the sha256 of a file that is already downloaded.")
     ] = False,
     file_only: Annotated[
-        bool, Parameter(negative="", help="Leave out the trainable copy.")
+        bool, Parameter(negative="", help="Do not convert a trainable copy.")
     ] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Fetch a model once and make a trainable copy of a language model.
+    """Download a model once; of a language model, make a trainable copy as well.
 
-    Run it again after an interruption.
+    Run it again to resume after an interruption.
     """
     from importlib.util import find_spec
 
@@ -35,7 +35,7 @@ def get(
     from batchwright.report.text import bytes_
 
     model = find(name)
-    with progress_bar(f"fetching {name} (bytes)", quiet) as progress:
+    with progress_bar(f"downloading {name} (bytes)", quiet) as progress:
         path = get(name, verify=verify, progress=progress)
     trainable = None
     wanted = name in REGISTRY and not file_only
@@ -56,7 +56,7 @@ def get(
 
 @models.command(name="list")
 def list_(*, format: Format = "text") -> None:
-    """List the models that have a name of their own, and which of them are here."""
+    """List the models that have a name, and which of them are downloaded."""
     from batchwright.models.registry import known
     from batchwright.report.text import bytes_, table
 
@@ -90,7 +90,7 @@ def list_(*, format: Format = "text") -> None:
 
 def _where(one: dict[str, Any]) -> str:
     if not one["present"]:
-        return f"not here; run: batchwright models get {one['name']}"
+        return f"not downloaded; run: batchwright models get {one['name']}"
     return _short(Path(one["path"])) if one["path"] else "-"
 
 

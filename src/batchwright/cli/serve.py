@@ -1,4 +1,4 @@
-"""`batchwright serve`: a real model behind the OpenAI protocol, with no hub and no account."""
+"""`batchwright serve`: a model behind the OpenAI API, with no hub and no account."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +13,21 @@ __all__ = ["serve"]
 def serve(
     model: Annotated[str, Parameter(help="smollm2, or a GGUF file.")],
     *,
-    port: Annotated[int, Parameter(help="0 takes a free one.")] = 8080,
-    host: Annotated[str, Parameter(help="An address of this machine only.")] = "127.0.0.1",
-    parallel: Annotated[int, Parameter(help="Requests that are answered at a time.")] = 4,
+    port: Annotated[int, Parameter(help="Port; 0 picks a free one.")] = 8080,
+    host: Annotated[str, Parameter(help="A loopback address.")] = "127.0.0.1",
+    parallel: Annotated[int, Parameter(help="Requests served concurrently.")] = 4,
     context: Annotated[
-        int, Parameter(help="Tokens a request and its answer may have together.")
+        int, Parameter(help="Context length of a request: tokens of prompt and completion.")
     ] = 2048,
     threads: Annotated[
-        int | None, Parameter(help="Processor threads; all cores but one if left out.")
+        int | None, Parameter(help="CPU threads; default: all cores but one.")
     ] = None,
     get: Annotated[
-        bool, Parameter(negative="", help="Fetch the model first if it is not here.")
+        bool, Parameter(negative="", help="Download the model first if needed.")
     ] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Serve a model by llama.cpp until Ctrl-C: chat, completions, /health, /metrics."""
+    """Serve a model with llama.cpp until Ctrl-C: chat, completions, /health, /metrics."""
     import os
     import signal
     import sys
@@ -37,8 +37,8 @@ def serve(
     path = _file(model, get, quiet)
     _check_address(host, port)
     name = path.stem if model.endswith(".gguf") else model
-    # Blocked before llama.cpp starts its threads, so that only the wait below sees them; a stop
-    # that comes while the model loads is kept until then.
+    # Blocked before llama.cpp starts its threads, so that only the wait below receives them; a
+    # signal that comes while the model loads stays pending until then.
     stops = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     try:
@@ -47,7 +47,7 @@ def serve(
         )
         room = _ready(server.url)
         print(
-            f"{name} at {server.url}/v1 ({parallel} at a time, {room:,} tokens each); "
+            f"{name} at {server.url}/v1 ({parallel} concurrent requests of {room:,} tokens); "
             f"Ctrl-C stops it",
             flush=True,
         )
@@ -55,8 +55,8 @@ def serve(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     print("stopped", file=sys.stderr, flush=True)
-    # llama.cpp's own end waits for ever for a request that is still under way, and there is
-    # nothing to save: its callers see a closed connection.
+    # llama.cpp's own shutdown waits for ever for a request in flight, and there is nothing to
+    # save: its clients see a closed connection.
     os._exit(0)
 
 
@@ -69,16 +69,15 @@ def _file(model: str, get: bool, quiet: bool) -> Path:
         return Path(model)
     if model not in models.REGISTRY:
         raise ConfigError(
-            f"there is no model {model} to serve; known: {', '.join(models.REGISTRY)}, "
-            f"or name a GGUF file"
+            f"unknown model {model}; known: {', '.join(models.REGISTRY)}, or name a GGUF file"
         )
     if get:
-        with progress_bar(f"fetching {model} (bytes)", quiet) as progress:
+        with progress_bar(f"downloading {model} (bytes)", quiet) as progress:
             return models.get(model, progress=progress)
     path = models.find(model).path
     if path is None:
         raise MissingFile(
-            f"{model} is not here yet; run: batchwright models get {model}, or add --get"
+            f"{model} is not downloaded yet; run: batchwright models get {model}, or add --get"
         )
     return path
 
@@ -97,29 +96,29 @@ def _check_address(host: str, port: int) -> None:
         own = False
     if not own:
         raise ConfigError(
-            f"the host {host} is not of this machine alone, and the server asks nobody for a "
-            f"password; use 127.0.0.1, and from elsewhere a tunnel such as ssh -L"
+            f"--host {host} is not a loopback address, and the server has no authentication; "
+            f"use 127.0.0.1, and a tunnel such as ssh -L from elsewhere"
         )
     if not 0 <= port <= 65535:
-        raise ConfigError(f"the port {port} is not possible; use 0 to 65535")
+        raise ConfigError(f"--port must be 0 to 65535, got {port}")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise NoServer(
-                f"port {port} of {host} is in use; name another, or --port 0 for a free one"
+                f"port {port} of {host} is in use; choose another, or --port 0 for a free one"
             ) from None
         raise NoServer(
-            f"cannot listen at {host}:{port}: {error.strerror}; name another port"
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port"
         ) from None
 
 
 def _ready(url: str) -> int:
-    """The tokens each request has room for, asked of the server itself: it is up."""
+    """The context length of a request, as the running server reports it."""
     import json
     from urllib.request import ProxyHandler, build_opener
 
-    # A proxy of the environment knows nothing of this machine's own addresses.
+    # A proxy from the environment cannot reach loopback addresses.
     with build_opener(ProxyHandler({})).open(f"{url}/v1/models", timeout=60) as answer:
         return int(json.load(answer)["data"][0]["meta"]["n_ctx"])

@@ -1,4 +1,4 @@
-"""From rows to tokens to lengths: sources, tokenizers, samples and the length cache."""
+"""Rows to tokens to lengths: sources, tokenizers, samples and length caches."""
 
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import (

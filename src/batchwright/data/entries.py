@@ -1,4 +1,4 @@
-"""What is known of every sample before its tokens are: id, length and a hash of its row."""
+"""Samples without their tokens: ids, lengths and content hashes, as arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ __all__ = ["Entries", "dataset_hash", "mixture_hash"]
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """Everything a cache holds: ids, lengths, content hashes (0 unknown) and row numbers.
+    """Every sample of a data set: ids, lengths, content hashes (0: unknown) and row numbers.
 
     `rows` is None when entry i is row i of the data.
     """
@@ -28,17 +28,17 @@ class Entries:
 
     @cached_property
     def dataset_hash(self) -> str:
-        """One digest over the ids and the content of all rows, whatever order they stand in."""
+        """A digest of the ids and content of all rows, independent of their order."""
         return dataset_hash(self.ids, self.content)
 
 
 def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
-    """Identity of a data set: which rows it has, by id and content, not in which order."""
+    """Identity of a data set: its rows by id and content, independent of their order."""
     keys = ids.keys()
     order = np.lexsort((content, keys))
     return digest("dataset", digest_array(keys[order]), digest_array(content[order]))[:16]
 
 
 def mixture_hash(parts: Mapping[str, str]) -> str:
-    """Identity of several named data sets together, in whatever order they are named."""
+    """Identity of several named data sets together, independent of their order."""
     return digest("mixture", [[name, parts[name]] for name in sorted(parts)])[:16]

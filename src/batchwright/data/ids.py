@@ -1,7 +1,7 @@
-"""Sample ids as two arrays: where each begins, and their bytes.
+"""Sample ids as two arrays, offsets and bytes.
 
-Ten million Python strings weigh most of a gigabyte; the same ids here weigh their own bytes and
-eight more each. Ids that are just the row numbers "0", "1", ... weigh nothing.
+Ten million Python strings take most of a gigabyte; the same ids here take their own bytes and
+eight more each. Ids that are just the row numbers "0", "1", ... take nothing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,14 +22,14 @@ Offsets = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 SEED = np.uint64(0x6A09E667F3BCC908)
-"""The first 64 bits of sqrt(2): any constant would do, and it may never change."""
+"""The first 64 bits of sqrt(2); any constant would do, but it must never change."""
 
 
 class Ids:
-    """An immutable list of string ids, found by position or by id.
+    """An immutable list of string ids, looked up by position or by id.
 
-    Row numbers are recognised however the ids are made, so equal ids have one form, one digest
-    and the same keys.
+    Row numbers are recognised however the ids are made, so equal ids have the same
+    representation, digest and keys.
 
     >>> ids = Ids.of(["a", "b", "c"])
     >>> ids[1], ids.find("c"), len(ids)
@@ -66,10 +66,10 @@ class Ids:
     def from_arrays(cls, offsets: Offsets, data: Bytes) -> "Ids":
         """Ids over arrays such as `arrays` gives, which may be memory-mapped.
 
-        Only the ends are looked at, so opening costs the same for ten ids and for ten million.
+        Only the ends are checked, so opening takes the same time for ten ids and ten million.
         """
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(data):
-            raise BadFile("these arrays hold no sample ids: the offsets do not span the bytes")
+            raise BadFile("these arrays are not sample ids: the offsets do not span the bytes")
         n = len(offsets) - 1
         # Nearly always the first id tells.
         numbers = not n or (offsets[1] == 1 and data[:1].tobytes() == b"0")
@@ -89,7 +89,7 @@ class Ids:
 
     def __getitem__(self, item: int) -> str:
         if not 0 <= item < self._n:
-            raise UnknownSample(f"there is no item {item} among {self._n:,} samples")
+            raise UnknownSample(f"no item {item} among {self._n:,} samples")
         if self._arrays is None:
             return str(int(item))
         offsets, data = self._arrays
@@ -154,11 +154,10 @@ class Ids:
         return self._keys
 
     def first_duplicate(self) -> tuple[int, int] | None:
-        """The earliest item whose id came before, as (before, item); None if all differ."""
+        """The first item whose id occurs earlier, as (earlier, item); None if ids are unique."""
         if self._arrays is None:
             return None
-        # A plain sort is several times faster than one that remembers the order, and nearly
-        # always it is all that is needed.
+        # A plain sort is several times faster than an argsort, and nearly always sufficient.
         keys = np.sort(self.keys())
         if not (keys[1:] == keys[:-1]).any():
             return None
@@ -187,7 +186,7 @@ class Ids:
         return hash((self._n, self.digest()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without the index: it is twice the ids' size and quickly made again.
+        # Without the index: it is twice the size of the ids and quickly rebuilt.
         return (Ids, (self._n, self._arrays))
 
     def __repr__(self) -> str:
@@ -203,7 +202,7 @@ class Ids:
         return self._index
 
     def _unknown(self, id: str) -> str:
-        return f"no sample has the id {id!r} among {self._n:,}"
+        return f"no sample with id {id!r} among {self._n:,}"
 
 
 def _text(raw: bytes) -> str:
@@ -237,7 +236,7 @@ def _keys_by_numpy(offsets: Offsets, data: Bytes) -> NDArray[np.uint64]:
 @kernel
 def _key(data: Bytes, start: int, end: int) -> np.uint64:
     """Eight bytes at a time, little-endian, each word folded in by splitmix64's finaliser."""
-    # The length goes in first, so that the zeros filling the last word say nothing.
+    # The length goes in first, so that the zero padding of the last word has no effect.
     hash = mix(SEED, np.uint64(end - start))
     for at in range(start, end, 8):
         word = np.uint64(0)

@@ -1,4 +1,4 @@
-"""From the number of a sample in a plan to its tokens."""
+"""Tokens of a plan's samples, read from their rows when they are needed."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,11 +17,11 @@ __all__ = ["find_rows", "rows_hash", "sample_reader"]
 def sample_reader(
     sources: Sequence[Source], tokenizer: Tokenizer, ids: Ids, names: Sequence[str] = ()
 ) -> Callable[[int], Sample]:
-    """A function that tokenises the sample of a given number.
+    """A function that tokenises a sample by its number in the plan.
 
-    Samples are found by id, so rows that were skipped, moved or added since the lengths were
-    measured do not shift the others. With several sources of a mixture, `names` are the
-    prefixes of their ids.
+    Samples are looked up by id, so rows that were skipped, moved or added since the lengths were
+    measured do not shift the others. For a mixture of several sources, `names` are the prefixes
+    of their ids.
     """
     places = find_rows(sources, ids, names)
 
@@ -40,7 +40,7 @@ def sample_reader(
 def find_rows(
     sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()
 ) -> Callable[[int], tuple[int, int]]:
-    """A function that gives the source and the row of a sample."""
+    """A function that maps the number of a sample to its source and row."""
     if names and len(names) != len(sources):
         raise Mismatch(
             f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are given; "
@@ -50,7 +50,7 @@ def find_rows(
     if ids.arrays is None and not names and len(sources) == 1:
         if total < len(ids):
             raise Mismatch(
-                f"the plan has {len(ids):,} samples, {sources[0].name} only {total:,} rows; "
+                f"the plan has {len(ids):,} samples, {sources[0].name} only has {total:,} rows; "
                 f"give the data it was built from"
             )
         return lambda item: (0, item)
@@ -77,8 +77,8 @@ def find_rows(
 def rows_hash(sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()) -> str:
     """The `dataset_hash` of the rows with these ids, as they are now.
 
-    Equal to that of the lengths if no row has changed since; rows that were added or moved do
-    not matter.
+    Equal to that of the lengths if no row has changed since they were measured; rows that were
+    added or moved do not matter.
     """
     place = find_rows(sources, ids, names)
     places = [place(item) for item in range(len(ids))]
@@ -101,6 +101,6 @@ def _row_ids(source: Source, first: int) -> Sequence[str]:
         try:
             found.append(name if isinstance(row, BadRow) else row_id(row, name))
         except BadRow:
-            # It was no sample when lengths were measured either; nothing asks for its number.
+            # It was not a sample when lengths were measured either, so it is never looked up.
             found.append(name)
     return found

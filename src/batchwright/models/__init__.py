@@ -1,4 +1,4 @@
-"""Models by name: which we know how to get, and how they are loaded, served and run."""
+"""Models by name: downloaded, loaded, served and run in this process."""
 
 from batchwright.models.registry import EMBEDDERS, REGISTRY, Model, find, get, home, known, locked
 

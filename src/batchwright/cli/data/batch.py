@@ -1,4 +1,4 @@
-"""`batchwright data batch`: write batches as files."""
+"""`batchwright data batch`: write the batches of a plan as NPZ files."""
 
 from pathlib import Path
 from typing import Annotated
@@ -38,17 +38,17 @@ def generate(
     loaded = load_tokenizer(tokenizer)
     if opened.tokenizer_hash not in ("unknown", loaded.fingerprint):
         raise Mismatch(
-            f"the plan was made for tokenizer {opened.tokenizer_hash}, {loaded.name} is "
+            f"the plan was built for tokenizer {opened.tokenizer_hash}, {loaded.name} is "
             f"{loaded.fingerprint}; give the tokenizer it was built with"
         )
     names = [name for name, _, _ in opened.sources]
-    # Without names the data sets are read one after another, as they were measured.
+    # Without names the data sets are concatenated, as they were measured.
     sources = [open_source(spec) for spec in dataset] if names else [open_source(dataset)]
     if opened.dataset_hash != "unknown":
         seen = rows_hash(sources, opened.ids, names)
         if seen != opened.dataset_hash:
             raise Mismatch(
-                f"the plan was made for data {opened.dataset_hash}, these rows are {seen}: some "
+                f"the plan was built for data {opened.dataset_hash}, these rows are {seen}: some "
                 f"have changed; measure and plan again, or give the data it was built from"
             )
     read = sample_reader(sources, loaded, opened.ids, names)
@@ -64,7 +64,7 @@ def generate(
     }
     text = f"{count:,} batches of {opened.num_epochs} epochs, {tokens:,} padded tokens"
     if dry_run:
-        # Five int32 matrices a batch, less the small change.
+        # Four int32 matrices a batch; the rest is small.
         show(result, f"{text}, about {bytes_(tokens * 16)}\nnothing written (--dry-run)", format)
         return
     with progress_bar("writing", quiet) as progress:

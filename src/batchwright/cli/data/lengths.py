@@ -1,4 +1,4 @@
-"""`batchwright data lengths`: measure every sample once."""
+"""`batchwright data lengths`: measure the length of every sample once."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["lengths"]
 
-lengths = App(name="lengths", help="Measure how many tokens each sample has.")
+lengths = App(name="lengths", help="Measure the length in tokens of each sample.")
 
 Dataset = Annotated[
     list[str],
@@ -17,7 +17,7 @@ Dataset = Annotated[
         name=["--dataset", "-d"],
         negative="",
         help="JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or "
-        "hf:NAME[:SPLIT]; several are read one after another.",
+        "hf:NAME[:SPLIT]; several are concatenated.",
     ),
 ]
 TokenizerName = Annotated[
@@ -29,7 +29,10 @@ TokenizerName = Annotated[
 ]
 OnBadRow = Annotated[
     Literal["fail", "skip"],
-    Parameter(name="--on-bad-row", help="Stop at a row that cannot be read, or skip and count it."),
+    Parameter(
+        name="--on-bad-row",
+        help="fail: stop at the first bad row; skip: leave bad rows out and count them.",
+    ),
 ]
 
 
@@ -40,17 +43,22 @@ def build(
     tokenizer: TokenizerName,
     output: Annotated[
         Path,
-        Parameter(name=["--output", "-o"], help=".jsonl to read, .safetensors to load fast."),
+        Parameter(
+            name=["--output", "-o"],
+            help="Length cache: .jsonl is readable, .safetensors loads fast.",
+        ),
     ],
     on_bad_row: OnBadRow = "fail",
-    workers: Annotated[int | None, Parameter(help="Processes; default: all cores.")] = None,
+    workers: Annotated[
+        int | None, Parameter(help="Worker processes; default: all cores where it is worth it.")
+    ] = None,
     dry_run: Annotated[
-        bool, Parameter(negative="", help="Measure nothing, write nothing.")
+        bool, Parameter(negative="", help="Check data and tokenizer, measure and write nothing.")
     ] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Measure all rows and write the length cache. Run it again to resume or to add new rows."""
+    """Measure all rows into a length cache. Run it again to resume or to add new rows."""
     from batchwright.data.lengths import build_lengths
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
@@ -95,7 +103,7 @@ def stats(
     cache: Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")],
     format: Format = "text",
 ) -> None:
-    """Say what a length cache holds."""
+    """Summarise a length cache: samples, tokens, quantiles."""
     from batchwright.batching.analyze.report import compute_length_histogram
     from batchwright.cli.flags import load_lengths
     from batchwright.report.text import number, table

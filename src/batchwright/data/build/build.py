@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from batchwright.data.build.workers import map_chunks
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.data.rows.sample import Sample, content_hash, encode_rows, row_id
-from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source
+from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow, DuplicateId
 
@@ -34,7 +35,7 @@ class EncodedChunk:
     tokens: NDArray[np.int32]
     """Of the rows tokenised now, one after another; empty if only lengths are wanted."""
     mask: NDArray[np.uint8]
-    bad: list[tuple[int, str]]
+    bad: list[tuple[int, BadRow]]
 
     @property
     def is_new(self) -> NDArray[np.bool_]:
@@ -111,11 +112,8 @@ class Build:
         return Entries(ids, lengths, content, rows if moved else None, self._tokenizer.fingerprint)
 
     def _gather(self, chunk: EncodedChunk) -> None:
-        for item, reason in chunk.bad:
-            named = f"{self._source.where(item)}: {reason}"
-            if self._on_bad_row == "fail":
-                raise BadRow(named)
-            self.skipped.add(named)
+        # None of them is good: the first is raised, or all are counted.
+        list(good_rows(self._source, chunk.bad, self._on_bad_row, self.skipped))
         self._rows_done += len(chunk.rows) + len(chunk.bad)
         self.tokenised += int(chunk.is_new.sum())
         encoded = [id.encode() for id in chunk.ids]
@@ -126,7 +124,7 @@ class Build:
 
 
 def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bool) -> EncodedChunk:
-    bad: list[tuple[int, str]] = []
+    bad: list[tuple[int, BadRow]] = []
     read = []
     for item, row in chunk.rows():
         try:
@@ -134,14 +132,14 @@ def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bo
                 raise row
             read.append((item, row, row_id(row, str(item)), content_hash(row)))
         except BadRow as error:
-            bad.append((item, str(error)))
+            bad.append((item, error))
     content = np.array([r[3] for r in read], np.uint64)
     lengths, places = known.find([r[2] for r in read], content)
     new = [(at, read[at][1]) for at in np.flatnonzero(places < 0).tolist()]
     samples: list[Sample] = []
     for at, outcome in encode_rows(new, tokenizer):
         if isinstance(outcome, BadRow):
-            bad.append((read[at][0], str(outcome)))
+            bad.append((read[at][0], outcome))
         else:
             lengths[at] = len(outcome)
             samples.append(outcome)
@@ -156,5 +154,5 @@ def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bo
         places=places[good],
         tokens=np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in wanted)]),
         mask=np.concatenate([np.empty(0, np.uint8), *(s.loss_mask for s in wanted)]),
-        bad=sorted(bad),
+        bad=sorted(bad, key=itemgetter(0)),
     )

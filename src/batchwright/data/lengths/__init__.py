@@ -1,4 +1,4 @@
-"""Everything about lengths by one name: the arrays, the cache, and how it is built."""
+"""Sample lengths: the arrays, the cache on disk, and its build."""
 
 from batchwright.data.lengths.build import BuildReport, build_lengths
 from batchwright.data.lengths.cache import LONGEST, LengthCache, LengthEntry, Lengths

@@ -1,4 +1,4 @@
-"""Measure every row of a data set, on all cores, without measuring anything twice."""
+"""Measure every row of a data set on all cores, none twice."""
 
 import time
 from collections.abc import Callable, Iterator

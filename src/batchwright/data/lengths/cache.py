@@ -1,4 +1,4 @@
-"""How many tokens each sample has, in memory and kept on disk."""
+"""How many tokens each sample has, in memory and on disk."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ FLUSH_EVERY = 4096
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Lengths:
-    """The length of every sample, with its id and the hashes of what was measured.
+    """The length of every sample, with its id and the hashes of data and tokenizer.
 
-    `rows` tells which row of the data each sample is; None means that sample i is row i, which
-    holds unless bad rows were skipped.
+    `rows` are the row numbers of the samples; None means that sample i is row i, which holds
+    unless bad rows were skipped.
 
     >>> Lengths.of({"a": 3, "b": 5})
     Lengths(2 samples, 8 tokens, 3 to 5)
@@ -48,10 +48,10 @@ class Lengths:
 
     @classmethod
     def of(cls, source: "Mapping[str, int] | Lengths | LengthCache | NDArray[Any]") -> "Lengths":
-        """Lengths from whatever holds them, checked once.
+        """Lengths from a mapping, an array or a cache, checked once.
 
-        An array numbers its samples "0", "1", ...; a mapping names them. A length below 1 or
-        above 2**31 - 1 is refused with the sample's id.
+        The samples of an array are called "0", "1", ...; a mapping names them. A length below 1
+        or above 2**31 - 1 is refused with the sample's id.
         """
         if isinstance(source, Lengths):
             return source
@@ -61,7 +61,9 @@ class Lengths:
             return cls(*_from_mapping(source))
         array = np.asarray(source)
         if array.ndim != 1:
-            raise ConfigError(f"lengths are one row of numbers, got an array of {array.ndim} axes")
+            raise ConfigError(
+                f"lengths must be a one-dimensional array, got {array.ndim} dimensions"
+            )
         ids = Ids.numbered(len(array))
         return cls(checked_lengths(array, ids), ids)
 
@@ -93,7 +95,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class LengthEntry:
-    """One line of a cache; `content` is the row's hash in 16 hexadecimal digits, or empty."""
+    """One entry of a cache; `content` is the row's hash in 16 hexadecimal digits, or empty."""
 
     sample_id: str
     length: int
@@ -103,9 +105,9 @@ class LengthEntry:
 class LengthCache:
     """Lengths with a file behind them: `.jsonl` or `.safetensors`, by its suffix.
 
-    Entries are added inside a `with` block. They go to a journal beside the file as they come;
-    the file itself appears, whole, when the block ends well. After a crash `load_or_create`
-    picks up what the journal holds.
+    Entries are added inside a `with` block. They are journaled beside the file as they come; the
+    file itself is written atomically when the block ends without an error. After a crash
+    `load_or_create` resumes from the journal.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "lengths.jsonl"
@@ -126,24 +128,24 @@ class LengthCache:
 
     @classmethod
     def create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
-        """An empty cache, which replaces what stood at `path` once it is finished."""
+        """An empty cache, which replaces the one at `path` once it is finished."""
         check_path(Path(path))
         return cls(Path(path), _empty(tokenizer_hash), complete=False, resume=False)
 
     @classmethod
     def load(cls, path: str | Path, expected_tokenizer_hash: str | None = None) -> "LengthCache":
-        """A finished cache; one that is cut, damaged or of another tokenizer is refused."""
+        """A finished cache; one that is truncated, damaged or of another tokenizer is refused."""
         entries = read_entries(Path(path))
         if expected_tokenizer_hash not in (None, entries.tokenizer_hash):
             raise Mismatch(
-                f"{path} was measured with the tokenizer {entries.tokenizer_hash}, not with "
+                f"{path} was measured with tokenizer {entries.tokenizer_hash}, not with "
                 f"{expected_tokenizer_hash}; measure again or name the tokenizer it was made with"
             )
         return cls(Path(path), entries, complete=True, resume=True)
 
     @classmethod
     def load_or_create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
-        """The cache at `path` with all that is known so far; entries can be added to it."""
+        """The cache at `path` with all entries so far, finished or not; more can be added."""
         path = Path(path)
         check_path(path)
         if path.exists():
@@ -177,9 +179,9 @@ class LengthCache:
         )
 
     def add(self, sample_id: str, length: int, content: str = "") -> None:
-        """One more entry. To add the same one twice is allowed, another length for it is not."""
+        """Add an entry; adding the same one again is allowed, with another length it is not."""
         if self._journal is None:
-            raise ConfigError("a length cache takes entries inside `with cache:` only")
+            raise ConfigError("entries can be added inside `with cache:` only")
         if isinstance(length, bool) or not isinstance(length, int | np.integer):
             raise bad_length(sample_id, repr(length))
         if not 1 <= length <= LONGEST:
@@ -188,8 +190,8 @@ class LengthCache:
         known = self._find(sample_id)
         if known is not None and known != entry:
             raise DuplicateId(
-                f"sample id {sample_id!r} stands twice, with lengths {known[0]} and {length}; "
-                f"every id must be there once"
+                f"duplicate sample id {sample_id!r}, with lengths {known[0]} and {length}; "
+                f"ids must be unique"
             )
         if known is None:
             self._added[sample_id] = entry
@@ -203,7 +205,7 @@ class LengthCache:
         lengths: Iterable[int],
         contents: Iterable[str] | None = None,
     ) -> None:
-        """Many entries, as columns of one length."""
+        """Add many entries, as columns of equal length."""
         if contents is None:
             for sample_id, length in zip(sample_ids, lengths, strict=True):
                 self.add(sample_id, length)
@@ -226,12 +228,12 @@ class LengthCache:
         return zip(entries.ids, entries.lengths.tolist(), strict=True)
 
     def validate(self, ids: Iterable[str]) -> tuple[set[str], set[str]]:
-        """The ids that are missing here, and those that are here but not asked for."""
+        """The ids that are missing here, and those that are here but not in `ids`."""
         wanted, here = set(ids), set(self._all().ids)
         return wanted - here, here - wanted
 
     def is_complete(self, ids: Iterable[str] | None = None) -> bool:
-        """Whether the file is finished, and holds each of `ids` if they are given."""
+        """Whether the file is finished, and has all of `ids` if they are given."""
         done = self._complete and not self._added
         return done and (ids is None or not self.validate(ids)[0])
 
@@ -326,7 +328,7 @@ def _content(text: str) -> int:
     except ValueError:
         value = -1
     if not 0 <= value < 2**64 or len(text) not in (0, 16):
-        raise ConfigError(f"a content hash is 16 hexadecimal digits or empty, got {text!r}")
+        raise ConfigError(f"a content hash must be 16 hexadecimal digits or empty, got {text!r}")
     return value
 
 
@@ -335,10 +337,10 @@ def _rows(lengths: Lengths) -> NDArray[np.int64]:
 
 
 def _from_mapping(source: Mapping[str, int]) -> tuple[NDArray[np.int32], Ids]:
-    # Through Python's integers, so that 2**70 is named instead of overflowing.
+    # As Python integers, so that 2**70 is reported instead of overflowing.
     for id, value in source.items():
         if not isinstance(id, str):
-            raise ConfigError(f"sample ids are strings, got {id!r}")
+            raise ConfigError(f"sample ids must be strings, got {id!r}")
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise bad_length(id, repr(value))
         if not 1 <= value <= LONGEST:

@@ -1,4 +1,4 @@
-"""Length caches on disk: `.jsonl` to read, `.safetensors` to load fast.
+"""Length caches on disk: `.jsonl` is readable, `.safetensors` loads fast.
 
 A `.jsonl` cache is a header line, a line for each entry, and an end record:
 
@@ -6,9 +6,9 @@ A `.jsonl` cache is a header line, a line for each entry, and an end record:
     {"sample_id":"a","length":12,"content":"0123456789abcdef"}
     {"end":true,"entries":1,"dataset_hash":"...","sha256":"..."}
 
-`content` is a hash of the row that was measured. `row` is added to entries that do not stand at
-their row's number, which happens after a row that was skipped. The last line is a function of
-all others, and a reader compares it whole, so no byte of the file can change unseen.
+`content` is a hash of the row that was measured. `row` is added to entries whose number is not
+their row's, which happens after a row that was skipped. The last line is a function of all
+others, and a reader compares it whole, so a change of any byte is detected.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 LONGEST = 2**31 - 1
-"""Lengths are int32 everywhere, so this is the longest a sample may be."""
+"""Lengths are int32 everywhere, so this is the longest sample possible."""
 
 FORMAT = "batchwright.lengths"
 JOURNAL = "batchwright.lengths.partial"
@@ -53,7 +53,7 @@ AGAIN = "run `batchwright data lengths build` again with the same output"
 def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:
     """The values as int32, or `BadLength` with the first id whose value is out of range."""
     if values.dtype.kind not in "iu":
-        raise BadLength(f"lengths are whole numbers, got an array of {values.dtype}")
+        raise BadLength(f"lengths must be integers, got an array of {values.dtype}")
     wrong = (values < 1) | (values > LONGEST)
     if wrong.any():
         item = int(wrong.argmax())
@@ -63,15 +63,16 @@ def checked_lengths(values: NDArray[Any], ids: Ids) -> NDArray[np.int32]:
 
 def bad_length(id: str, value: object) -> BadLength:
     return BadLength(
-        f"sample {id!r} has length {value}; "
-        f"a length is a whole number, at least 1 and at most {LONGEST:,}"
+        f"sample {id!r} has length {value}; a length must be an integer from 1 to {LONGEST:,}"
     )
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path whose suffix names no format, or where somebody else's file stands."""
+    """Refuse a path whose suffix is no known format, or that is another kind of file."""
     if path.suffix not in (".jsonl", ".safetensors"):
-        raise ConfigError(f"{path} names no format; a length cache ends in .jsonl or .safetensors")
+        raise ConfigError(
+            f"{path} has no known format; a length cache ends in .jsonl or .safetensors"
+        )
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file for the lengths")
     if path.exists():
@@ -79,19 +80,21 @@ def check_path(path: Path) -> None:
             head = file.read(1 << 16)
         ours = head.startswith(START) if path.suffix == ".jsonl" else FORMAT.encode() in head
         if head and not ours:
-            raise ConfigError(f"{path} is not a length cache, so it stays; name another file")
+            raise ConfigError(
+                f"{path} is not a length cache and is not overwritten; name another file"
+            )
 
 
 def write_entries(path: Path, entries: Entries) -> None:
-    """Write a finished cache, whole or not at all, the same bytes for the same entries.
+    """Write a finished cache atomically, the same bytes for the same entries.
 
-    No id stands twice in what is written; readers rely on that and on the checksum.
+    Ids are unique in what is written; readers rely on that and on the checksum.
     """
     check_path(path)
     if (pair := entries.ids.first_duplicate()) is not None:
         raise DuplicateId(
-            f"sample id {entries.ids[pair[0]]!r} stands twice, as entries {pair[0]} and {pair[1]} "
-            f"(from 0); every id must be there once"
+            f"duplicate sample id {entries.ids[pair[0]]!r}, entries {pair[0]} and {pair[1]} "
+            f"(from 0); ids must be unique"
         )
     with writing(path) as temporary:
         if path.suffix == ".jsonl":
@@ -101,12 +104,12 @@ def write_entries(path: Path, entries: Entries) -> None:
 
 
 def read_entries(path: Path) -> Entries:
-    """Read a finished cache; `BadFile` says what is wrong with any other."""
+    """Read a finished cache; `BadFile` says what is wrong with any other file."""
     if path.suffix not in (".jsonl", ".safetensors"):
         raise BadFile(f"{path} is not a length cache; one ends in .jsonl or .safetensors")
     partial = partial_path(path)
     if not path.exists() and partial.exists():
-        raise BadFile(f"{path} is not finished, only {partial.name} is there; {AGAIN}: it resumes")
+        raise BadFile(f"{path} is not finished, only {partial.name} exists; {AGAIN}: it resumes")
     try:
         raw = existing(path, "length cache").read_bytes()
     except IsADirectoryError:
@@ -117,7 +120,7 @@ def read_entries(path: Path) -> Entries:
 
 
 def partial_path(path: Path) -> Path:
-    """Where the journal of an unfinished cache stands."""
+    """The journal of an unfinished cache."""
     return path.with_name(f"{path.name}.partial")
 
 
@@ -162,14 +165,14 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
         raise BadFile(f"{path} is not a length cache: its first line is not the header of one")
     last = raw.rfind(b"\n", 0, len(raw) - 1) + 1
     if not raw.startswith(END, last) or not raw.endswith(b"\n"):
-        raise BadFile(f"{path} was cut off: it has no end record; {AGAIN}: it resumes")
+        raise BadFile(f"{path} is truncated: it has no end record; {AGAIN}: it resumes")
     sha256 = hashlib.sha256(memoryview(raw)[:last]).hexdigest()
     if sha256.encode() not in raw[last:]:
         raise _damaged(path, "its bytes do not match its checksum")
     first = raw.find(b"\n") + 1
     header = json.loads(raw[:first])
     if header.get("version") != VERSION:
-        raise BadFile(f"{path} is of version {header.get('version')}, this reads {VERSION}")
+        raise BadFile(f"{path} has version {header.get('version')}, this reads {VERSION}")
     entries = _parse_lines(path, memoryview(raw)[first:last], header["tokenizer_hash"])
     if raw[last:] != _end(len(entries.ids), entries.dataset_hash, sha256):
         raise _damaged(path, "its end record does not match its entries")
@@ -252,7 +255,7 @@ def _write_safetensors(path: Path, entries: Entries) -> None:
         "sha256": _sum(entries),
     }
     # One key, because the order of several is not the same in every run.
-    # To bytes first: a full disk must be an OSError, and the library has an error of its own.
+    # To bytes first: a full disk must be an OSError, and the library raises an error of its own.
     path.write_bytes(save(arrays, {FORMAT: json.dumps(header, separators=(",", ":"))}))
 
 
@@ -265,12 +268,12 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
     if size > len(raw) or FORMAT.encode() not in head:
         raise BadFile(f"{path} is not a length cache, or its first bytes are damaged")
     try:
-        # Only spaces may follow the header; readers take other white space as well.
+        # Only spaces may follow the header; the library accepts other white space as well.
         metadata = json.loads(head.rstrip(b" "))["__metadata__"]
         header = json.loads(metadata[FORMAT])
         arrays = load(raw)
         if header["version"] != VERSION:
-            raise BadFile(f"{path} is of version {header['version']}, this reads {VERSION}")
+            raise BadFile(f"{path} has version {header['version']}, this reads {VERSION}")
         entries = _from_tensors(arrays, header)
         entries.ids.keys()  # damaged offsets show here
     except (SafetensorError, ValueError, LookupError, TypeError) as error:
@@ -297,7 +300,7 @@ def _from_tensors(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> En
         ids = Ids.numbered(len(lengths))
     columns = [lengths, content] if rows is None else [lengths, content, rows]
     if any(column.shape != (len(ids),) for column in columns):
-        raise ValueError("its arrays are not of one length")
+        raise ValueError("its arrays differ in length")
     return Entries(ids, lengths, content, rows, str(header["tokenizer_hash"]))
 
 

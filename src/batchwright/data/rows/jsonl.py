@@ -1,4 +1,4 @@
-"""JSON lines, plain or compressed, with the place of every row kept as one integer."""
+"""JSON lines, plain or compressed, indexed by one byte offset a row."""
 
 import hashlib
 import itertools
@@ -26,24 +26,26 @@ BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
 
 
 class JsonlSource:
-    """One JSON object a line; `packing` is None, "gzip" or "zstd".
+    """One JSON object a line; `compression` is None, "gzip" or "zstd".
 
-    Blank lines are no rows, but they count as lines. A compressed file is unpacked into a
-    temporary file that has no name, so it is gone with the process.
+    Blank lines are not rows, but count as lines. A compressed file is decompressed into an
+    unnamed temporary file, which is gone with the process.
     """
 
-    def __init__(self, path: Path, packing: str | None) -> None:
+    def __init__(self, path: Path, compression: str | None) -> None:
         self.path = path
         self.name = path.name
-        # Rows are read by position instead of mapped: a file that shrinks meanwhile must be an
+        # Rows are read by offset instead of mapped: a file that shrinks meanwhile must be an
         # error, and a mapped one would kill the process.
-        self._packing = packing
-        self._handle = os.open(path, os.O_RDONLY) if packing is None else _unpacked(path, packing)
-        # A source is a view that nobody closes, so its file closes with it.
+        self._compression = compression
+        self._handle = (
+            os.open(path, os.O_RDONLY) if compression is None else _decompressed(path, compression)
+        )
+        # A source is a view that nobody closes, so its file is closed with it.
         weakref.finalize(self, os.close, self._handle)
         self._starts, self._lines = _index(self._handle, path)
         if len(self) == 0:
-            raise BadFile(f"{path} holds no rows")
+            raise BadFile(f"{path} has no rows; check the path")
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -71,8 +73,8 @@ class JsonlSource:
         return digest("jsonl", _file_digest(self._handle))[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By place, not by content: the file without a name cannot be handed on.
-        return (JsonlSource, (self.path, self._packing))
+        # By path, not by content: the unnamed file cannot be passed on.
+        return (JsonlSource, (self.path, self._compression))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +98,12 @@ def _parse(line: bytes) -> Row | BadRow:
     except (ValueError, RecursionError) as error:
         return BadRow(f"not JSON: {one_line(error)}")
     if not isinstance(row, dict):
-        return BadRow(f"is a JSON {type(row).__name__}, not an object in braces")
+        return BadRow(f"is a JSON {type(row).__name__}, not an object")
     return row
 
 
 def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Where each row begins, the end of the file last, and its line if blank lines intervene."""
+    """The offset of each row, then of the end, and its line number if there are blank lines."""
     size = os.fstat(handle).st_size
     head = os.pread(handle, 4096, 0)
     _refuse_foreign(head, path)
@@ -113,7 +115,7 @@ def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64
     starts = np.concatenate([[byte_order_mark], *(n + 1 for n in newlines), [size]])
     if starts[-2] == size:  # the file ends with a newline, so no line begins there
         starts = starts[:-1]
-    # A row begins with a brace; only lines that begin with white space may be blank.
+    # A row begins with a brace; only lines that begin with white space can be blank.
     sizes, firsts = np.diff(starts), _first_bytes(handle, starts[:-1], size)
     blank = (firsts == 10) & (sizes == 1)
     for line in np.flatnonzero(np.isin(firsts, BLANK) & ~blank):
@@ -121,8 +123,8 @@ def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64
     if not blank.any():
         return starts, None
     lines = np.flatnonzero(~blank) + 1
-    # Blank lines stay behind the row before them: JSON allows white space at the end. Those
-    # before the first row belong to nobody.
+    # Blank lines belong to the row before them: JSON allows white space at the end. Those before
+    # the first row belong to none.
     return np.append(starts[:-1][~blank], size), lines
 
 
@@ -145,30 +147,30 @@ def _refuse_foreign(head: bytes, path: Path) -> None:
         raise BadFile(f"{path} is one JSON array; write one object a line, as in: jq -c '.[]'")
 
 
-def _unpacked(path: Path, packing: str) -> int:
-    """The content of an archive as an open file without a name."""
+def _decompressed(path: Path, compression: str) -> int:
+    """The content of a compressed file as an open unnamed file."""
     import pyarrow
 
     try:
-        with tempfile.TemporaryFile() as file, pyarrow.OSFile(str(path)) as packed:
-            stream = pyarrow.CompressedInputStream(packed, packing)
-            while block := _read(stream, path, packing):
+        with tempfile.TemporaryFile() as file, pyarrow.OSFile(str(path)) as compressed:
+            stream = pyarrow.CompressedInputStream(compressed, compression)
+            while block := _read(stream, path, compression):
                 file.write(block)
             file.flush()
             return os.dup(file.fileno())
     except OSError as error:
         raise CannotWrite(
-            f"cannot unpack {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
-            f"free space or set TMPDIR to a larger place"
+            f"cannot decompress {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
+            f"free space or set TMPDIR to a larger disk"
         ) from None
 
 
-def _read(stream: Any, path: Path, packing: str) -> bytes:
+def _read(stream: Any, path: Path, compression: str) -> bytes:
     try:
         return bytes(stream.read(BLOCK))
     except (OSError, ValueError) as error:
         raise BadFile(
-            f"{path} is cut or damaged {packing}: {one_line(error)}; fetch or make it again"
+            f"{path} is truncated or damaged {compression}: {one_line(error)}; get it again"
         ) from None
 
 

@@ -1,8 +1,8 @@
-"""Rows of every known shape become token ids and a loss mask.
+"""Rows of every known shape to token ids and a loss mask.
 
 The first of these that a row has decides its shape; a key whose value is null counts as absent:
 
-    input_ids (+ loss_mask)                      already tokens; taken as they are
+    input_ids (+ loss_mask)                      already tokens, used as they are
     messages (+ tools)                           a conversation, by the chat template
     prompt + completion | response               text, or lists of messages
     instruction (+ input) + output | response    under Alpaca's headings
@@ -10,9 +10,9 @@ The first of these that a row has decides its shape; a key whose value is null c
     text | content | input                       plain text
 
 The loss covers the response, every assistant turn, or all of a plain text. A prompt and its
-response are tokenised apart and joined, so the mask is exact. The end-of-text token, where the
-tokenizer has one, follows plain texts and responses and counts for the loss; conversations end
-as their template ends them.
+response are tokenised separately and concatenated, so the mask is exact. The end-of-text token,
+where the tokenizer has one, follows plain texts and responses and counts for the loss;
+conversations end as their template ends them.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ from batchwright.errors import BadRow
 
 __all__ = ["IGNORE", "Sample", "content_hash", "encode_row", "encode_rows", "row_id"]
 
-# Made once: `json.dumps` would make one for every row.
+# Created once: `json.dumps` would create one for every row.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 IGNORE = -100
@@ -51,7 +51,7 @@ Name = TypeVar("Name", int, str)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One row as tokens: `loss_mask` is 1 where the model is to learn the token."""
+    """One row as tokens: `loss_mask` is 1 where the token counts for the loss."""
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
@@ -80,10 +80,10 @@ def encode_row(row: Row, tokenizer: Tokenizer, sample_id: str) -> Sample:
 def encode_rows(
     rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: Tokenizer
 ) -> list[tuple[Name, Sample | BadRow]]:
-    """Many rows at once, in order; each becomes a sample or the reason why it cannot.
+    """Many rows at once, in order; each becomes a sample, or the reason why it cannot.
 
-    All texts go to the tokenizer together, which is several times faster than one by one. Rows
-    are named by their number or an id; rows that are already bad pass through.
+    All texts go to the tokenizer in one batch, which is several times faster than one by one.
+    Rows are named by their number or an id; rows that are already bad pass through.
     """
     read = [(name, row, shape_or_reason(row, tokenizer)) for name, row in rows]
     tokens = _Tokens([shape for _, _, shape in read if not isinstance(shape, BadRow)], tokenizer)
@@ -104,9 +104,9 @@ def encode_rows(
 
 
 def content_hash(row: Row) -> int:
-    """64 bits of a row's content, the same whatever file it is read from.
+    """A 64-bit hash of a row's content, the same whatever file it is read from.
 
-    Nulls at the top count as absent, because Parquet gives every row every key.
+    Nulls at the top level count as absent, because Parquet gives every row every key.
 
     >>> content_hash({"text": "a", "id": None}) == content_hash({"text": "a"})
     True
@@ -116,7 +116,7 @@ def content_hash(row: Row) -> int:
 
 
 class _Tokens:
-    """The tokens of many shapes, encoded in as few calls as there are kinds of text."""
+    """The tokens of many shapes, encoded in one call for each kind of text."""
 
     def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
         self._prefix = tokenizer.prefix
@@ -124,7 +124,7 @@ class _Tokens:
         texts = [shape.text for shape in shapes if isinstance(shape, Text)]
         parts = [p for s in shapes if isinstance(s, Pair) for p in (s.prompt, s.response)]
         chats = [shape.text for shape in shapes if isinstance(shape, Chat)]
-        # Shapes are asked for in the order they were given, so iterators are enough.
+        # Shapes are taken in the order they were given, so iterators are enough.
         self._texts = iter(tokenizer.encode_batch(texts, special=True) if texts else ())
         self._parts = iter(tokenizer.encode_batch(parts, special=False) if parts else ())
         self._chats = iter(tokenizer.encode_with_offsets(chats) if chats else ())
@@ -149,7 +149,7 @@ class _Tokens:
         return np.concatenate([before, response]), mask
 
     def _ended(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """The ids with the end-of-text token behind, unless it is there already."""
+        """The ids, with the end-of-text token appended unless it is there already."""
         if self._eos is None or (len(ids) and ids[-1] == self._eos):
             return np.asarray(ids, np.int32)
         ended = np.empty(len(ids) + 1, np.int32)
@@ -180,6 +180,6 @@ def row_id(row: Row, name: str) -> str:
         if given is None:
             continue
         if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
-            raise BadRow(f"its {key} is {given!r}; an id is a string or a whole number")
+            raise BadRow(f"its {key} is {given!r}; an id must be a string or an integer")
         return checked_unicode(str(given), key)
     return name

@@ -1,4 +1,4 @@
-"""Which of the known shapes a row has, and the texts in it."""
+"""The known shapes of rows, and which one a row has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ __all__ = ["Chat", "Pair", "Ready", "Shape", "Text", "checked_unicode", "shape_o
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text: all of it is to be learned."""
+    """Plain text: the loss covers all of it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A prompt to be read and a response to be learned."""
+    """A prompt and a response: the loss covers the response."""
 
     prompt: str
     response: str
@@ -31,7 +31,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A rendered conversation and the ranges of characters to be learned."""
+    """A rendered conversation and the character ranges that the loss covers."""
 
     text: str
     spans: tuple[tuple[int, int], ...]
@@ -49,7 +49,7 @@ Shape = Text | Pair | Chat | Ready
 
 
 def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
-    """What a row holds, or why nothing can be made of it."""
+    """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
         return row
     try:
@@ -84,7 +84,7 @@ def _shape(row: Row, tokenizer: Tokenizer) -> Shape:
         if has(key):
             text = _string(row, key)
             if not text:
-                raise BadRow(f"its {key} is empty, so there are no tokens to learn")
+                raise BadRow(f"its {key} is empty, so there are no tokens to train on")
             return Text(text)
     raise BadRow(
         f"has none of the known keys; saw {_keys(row)}; known are input_ids, messages, "
@@ -94,7 +94,7 @@ def _shape(row: Row, tokenizer: Tokenizer) -> Shape:
 
 def _pair(prompt: str, response: str) -> Pair:
     if not prompt and not response:
-        raise BadRow("its prompt and response are both empty, so there are no tokens to learn")
+        raise BadRow("its prompt and response are both empty, so there are no tokens to train on")
     return Pair(prompt, response)
 
 
@@ -103,7 +103,7 @@ def _ready(row: Row, vocab_size: int) -> Ready:
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise BadRow(
-            f"its input_ids hold {wrong}, outside the tokenizer's vocabulary of {vocab_size:,}; "
+            f"its input_ids contain {wrong}, outside the tokenizer's vocabulary of {vocab_size:,}; "
             f"name the tokenizer that made them"
         )
     if row.get("loss_mask") is None:
@@ -112,15 +112,15 @@ def _ready(row: Row, vocab_size: int) -> Ready:
     if len(mask) != len(ids):
         raise BadRow(f"its loss_mask has {len(mask)} entries for {len(ids)} input_ids")
     if len(mask) and not 0 <= mask.min() <= mask.max() <= 1:
-        raise BadRow("its loss_mask holds values other than 0 and 1")
+        raise BadRow("its loss_mask has values other than 0 and 1")
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
 
 
 def _chat(row: Row, given: Any, first: int, tokenizer: Tokenizer) -> Chat:
-    """A rendered conversation, and the characters the assistant says from message `first` on.
+    """A rendered conversation, and the characters of the assistant turns from message `first` on.
 
-    The assistant's words are what a turn adds to the rendering of all before it, the generation
-    prompt included. That holds only while earlier turns render as they did, which is checked.
+    An assistant turn is what it adds to the rendering of all turns before it, generation prompt
+    included. That is right only if earlier turns render as before, which is checked.
     """
     messages = _messages(given)
     tools = row.get("tools")
@@ -137,11 +137,11 @@ def _chat(row: Row, given: Any, first: int, tokenizer: Tokenizer) -> Chat:
         if not (text.startswith(after) and after.startswith(before)):
             raise BadRow(
                 f"the chat template is not prefix-stable: the first {number + 1} messages render "
-                f"differently once more follow, so the assistant's words cannot be found"
+                f"differently once more follow, so the assistant turns cannot be located"
             )
         spans.append((len(before), len(after)))
     if not spans:
-        raise BadRow("has no assistant message to learn from")
+        raise BadRow("has no assistant message to train on")
     return Chat(checked_unicode(text, "conversation"), tuple(spans))
 
 
@@ -154,7 +154,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} is not an object with a role")
         if "content" not in message and "tool_calls" not in message:
             raise BadRow(f"its message {number} has no content")
-        # Parquet gives every message every key; templates ask whether a key is there at all.
+        # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
         messages.append(kept)
     return messages
@@ -175,11 +175,13 @@ def _string(row: Row, key: str) -> str:
 
 
 def checked_unicode(text: str, key: str) -> str:
-    # JSON can spell half of a surrogate pair, which no tokenizer can read.
+    # JSON can encode half of a surrogate pair, which no tokenizer can read.
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadRow(f"its {key} holds half of a surrogate pair, which is not text") from None
+        raise BadRow(
+            f"its {key} has half of a surrogate pair, which is not valid Unicode"
+        ) from None
     return text
 
 
@@ -191,7 +193,7 @@ def _integers(row: Row, key: str) -> NDArray[np.int64]:
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise BadRow(f"its {key} are not a list of whole numbers")
+        raise BadRow(f"its {key} are not a list of integers")
     return array.astype(np.int64)
 
 

@@ -1,6 +1,6 @@
-"""Rows of JSONL, Parquet or a Hugging Face data set behind one indexable view.
+"""Rows of JSONL, Parquet or a Hugging Face dataset behind one indexable view.
 
-What a file is, its first bytes say, not its name: JSONL may be compressed with gzip or zstd.
+A file's first bytes, not its name, say what it is: JSONL may be compressed with gzip or zstd.
 """
 
 import bisect
@@ -26,30 +26,30 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Chunk(Protocol):
-    """Some rows in a form that travels cheaply to another process, to be parsed there."""
+    """Some rows in a form that is cheap to send to another process, which parses them."""
 
     def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
-        """Each row's number in the whole source, with the row or why it cannot be read."""
+        """The number of each row in the source, with the row or why it cannot be read."""
         ...
 
 
 class Source(Protocol):
-    """A data set as a list of rows; row `i` of the source is item `i` everywhere else."""
+    """A data set as a sequence of rows; row `i` of the source is item `i` everywhere else."""
 
     @property
     def name(self) -> str: ...
     @property
     def fingerprint(self) -> str:
-        """A digest of the content, made on first use."""
+        """A digest of the content, computed on first use."""
         ...
 
     def __len__(self) -> int: ...
     def __getitem__(self, item: int) -> Row:
-        """The row, or `BadRow` with its place and the reason."""
+        """The row; `BadRow` with its location and the reason if it cannot be read."""
         ...
 
     def where(self, item: int) -> str:
-        """The place of a row as `train.jsonl:17`, lines and rows counted from 1."""
+        """The location of a row as `train.jsonl:17`, lines and rows counted from 1."""
         ...
 
     def chunk(self, start: int, stop: int) -> Chunk:
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 @dataclass(slots=True)
 class Skipped:
-    """How many bad rows were left out, and why the first few were."""
+    """How many bad rows were skipped, and the reasons of the first few."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -71,12 +71,11 @@ class Skipped:
 
 
 def open_source(spec: Any) -> Source:
-    """Open a file, a folder, several files as one, or a Hugging Face data set.
+    """Open a file, a folder, several files as one, or a Hugging Face dataset.
 
     `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
     or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
-    a folder); or a `datasets.Dataset` itself. Nothing but the places of the rows is held in
-    memory.
+    a folder); or a `datasets.Dataset`. Only the offsets of the rows are held in memory.
     """
     if isinstance(spec, str) and spec.startswith("hf:"):
         return hugging_face(spec.removeprefix("hf:"))
@@ -84,13 +83,13 @@ def open_source(spec: Any) -> Source:
         return _open_path(Path(spec))
     if isinstance(spec, Sequence):
         if not spec:
-            raise ConfigError("an empty list names no data; give at least one path")
+            raise ConfigError("got an empty list of data; give at least one path")
         parts = [open_source(part) for part in spec]
         return parts[0] if len(parts) == 1 else _JoinedSource(parts)
     if type(spec).__module__.partition(".")[0] == "datasets":
-        return dataset(spec, "the data set")
+        return dataset(spec, "the dataset")
     raise ConfigError(
-        f"data is named by a path, a list of paths or a Dataset, not by a {type(spec).__name__}"
+        f"data must be a path, a list of paths or a Dataset, got a {type(spec).__name__}"
     )
 
 
@@ -100,10 +99,9 @@ def good_rows(
     on_bad_row: OnBadRow,
     skipped: Skipped,
 ) -> Iterator[tuple[int, T]]:
-    """The rows that are no `BadRow`; a bad one is raised with its place, or counted.
+    """The rows that are not a `BadRow`; a bad one is raised with its location, or counted.
 
-    The rows may have been worked on since they were read: whatever carries the row's number
-    and is no `BadRow` passes.
+    Rows may be processed already: anything with the row's number that is not a `BadRow` passes.
     """
     for item, row in rows:
         if not isinstance(row, BadRow):
@@ -123,7 +121,7 @@ def _open_path(path: Path) -> Source:
             return hugging_face(str(path))
         files = sorted(file for pattern in FILES for file in path.glob(pattern))
         if not files:
-            raise MissingFile(f"{path} is a folder without {' or '.join(FILES)} in it")
+            raise MissingFile(f"{path} is a folder without {' or '.join(FILES)}; check the path")
         return open_source(files)
     try:
         with path.open("rb") as file:
@@ -136,7 +134,7 @@ def _open_path(path: Path) -> Source:
 
 
 class _JoinedSource:
-    """Several sources one after the other."""
+    """Several sources concatenated."""
 
     def __init__(self, parts: Sequence[Source]) -> None:
         self._parts = parts

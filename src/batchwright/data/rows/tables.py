@@ -1,4 +1,4 @@
-"""Parquet files and Hugging Face data sets: rows cut out of Arrow tables."""
+"""Parquet files and Hugging Face datasets: rows of Arrow tables."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ __all__ = ["TableSource", "dataset", "hugging_face", "parquet"]
 
 
 class TableSource:
-    """Rows of whatever can give a range of itself as an Arrow table."""
+    """Rows of anything that returns a range of itself as an Arrow table."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class TableSource:
         fingerprint: Callable[[], str],
     ) -> None:
         if size == 0:
-            raise BadFile(f"{name} holds no rows")
+            raise BadFile(f"{name} has no rows; check its name")
         self.name = name
         self._size = size
         self._table = table
@@ -53,7 +53,7 @@ class TableSource:
 
         table = self._table(start, stop)
         sink = pyarrow.BufferOutputStream()
-        # Arrow's own format takes only the cut; pickling a slice may take the whole table.
+        # Arrow's own format writes only the slice; pickle may write the whole table.
         with pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
         return _TableChunk(start, sink.getvalue().to_pybytes())
@@ -111,7 +111,7 @@ class _Parquet:
             return digest("parquet", hashlib.file_digest(file, "sha256").hexdigest())[:16]
 
     def _read(self, group: int) -> Any:
-        # Neighbouring rows are asked for together, so the last group is kept.
+        # Neighbouring rows are read together, so the last group is cached.
         if self._group[0] != group:
             try:
                 self._group = (group, self._file.read_row_group(group))
@@ -125,11 +125,11 @@ class _Parquet:
 
 def _damaged(path: Path, error: Exception) -> BadFile:
     reason = one_line(error)[:200]
-    return BadFile(f"{path} is cut or damaged Parquet: {reason}; fetch or make it again")
+    return BadFile(f"{path} is truncated or damaged Parquet: {reason}; get it again")
 
 
 def hugging_face(spec: str) -> TableSource:
-    """The data set NAME or NAME:SPLIT; a NAME that is a folder was written by `save_to_disk`."""
+    """The dataset NAME or NAME:SPLIT; a NAME that is a folder was written by `save_to_disk`."""
     datasets = need("datasets", extra="hf")
     name, _, split = spec.partition(":")
     try:
@@ -139,7 +139,7 @@ def hugging_face(spec: str) -> TableSource:
             loaded = datasets.load_dataset(name, split=split or None)
     except (OSError, ValueError) as error:
         raise MissingFile(
-            f"cannot load the data set {name}: {one_line(error)[:200]}; check its name, "
+            f"cannot load the dataset {name}: {one_line(error)[:200]}; check its name, "
             f"or give a local file"
         ) from None
     if isinstance(loaded, dict):
@@ -154,8 +154,8 @@ def dataset(loaded: Any, name: str) -> TableSource:
         loaded = _split(loaded, name, "")
     if not isinstance(loaded, datasets.Dataset):
         raise ConfigError(
-            f"{name} is a {type(loaded).__name__}, whose rows have no numbers; "
-            f"give a datasets.Dataset, as load_dataset without streaming does"
+            f"{name} is a {type(loaded).__name__}, which has no random access; "
+            f"give a datasets.Dataset, as load_dataset without streaming returns"
         )
     reader = _Dataset(loaded.with_format("arrow"))
     return TableSource(name, len(loaded), reader.table, reader.fingerprint)

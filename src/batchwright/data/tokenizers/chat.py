@@ -17,15 +17,15 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-"""The template of the `bytes` tokenizer: each turn is its role in a line of its own, the content
-and a newline. The marks are plain text, because bytes have no special tokens."""
+"""The template of the `bytes` tokenizer: each turn is its role on a line, the content and a
+newline. The role markers are plain text, because bytes have no special tokens."""
 
 
 class ChatTemplate:
-    """One compiled template with the special tokens it may name.
+    """One compiled template with the special tokens it may use.
 
-    Templates come with downloaded tokenizers, so they run in Jinja's sandbox and see nothing
-    but the messages.
+    Templates come with downloaded tokenizers, so they run in Jinja's sandbox and see only the
+    messages.
 
     >>> chat = ChatTemplate(PLAIN_TEMPLATE)
     >>> chat.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
@@ -33,7 +33,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
-        # Jinja is a tenth of a second that only rows of messages need to pay.
+        # Importing Jinja takes a tenth of a second, and only rows of messages need it.
         from jinja2 import TemplateError
 
         self.source = source
@@ -50,7 +50,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The text of a conversation; `BadRow` with the template's own words if it refuses."""
+        """The text of a conversation; `BadRow` with the template's own message if it refuses."""
         from jinja2 import TemplateError
 
         try:
@@ -72,7 +72,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Lets `{% generation %}` blocks through; what they mark is found by other means."""
+        """Ignores `{% generation %}` tags; assistant turns are located by other means."""
 
         tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -90,7 +90,7 @@ def _environment() -> Any:
         raise jinja2.TemplateError(message)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML, which no model was trained on.
+        # Jinja's own filter escapes HTML, which models were not trained on.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     def strftime_now(format: str) -> str:

