@@ -105,7 +105,7 @@ def typed(config: type[RunConfig], name: str, value: Any) -> str:
 
 
 def defaults(config: type[RunConfig]) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+    return {field.name: field.default for field in dataclasses.fields(config)}
 
 
 def unusual(trainer: Trainer, folder: Path) -> RunConfig:
@@ -194,7 +194,7 @@ def test_flags_given_as_they_were_saved_change_nothing(
 ) -> None:
     folder = finished(name)
     config = TRAINERS[name].config
-    saved = dataclasses.asdict(config.of_run(folder / "run"))  # type: ignore[call-overload]
+    saved = dataclasses.asdict(config.of_run(folder / "run"))
     saved[config.FOLDER] = "run"
     same = [typed(config, n, v) for n, v in saved.items() if v not in (None, "")]
     outcome = call(f"train {name} --resume run --quiet {' '.join(same)}", folder)
