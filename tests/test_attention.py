@@ -185,7 +185,9 @@ def test_a_backend_refuses_what_it_would_compute_wrongly(backend: Backend) -> No
     model = made(gemma2)
     use_backend(model, backend)
 
-    with pytest.raises(ConfigError, match=f"softcap, which the {backend} backend lacks") as caught:
+    with pytest.raises(
+        ConfigError, match=f"softcap, which the {backend} backend does not"
+    ) as caught:
         model(row()[None], **inputs())
     assert "\n" not in str(caught.value)
 
@@ -208,7 +210,7 @@ def test_flex_computes_capped_scores() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_that_takes_no_backend_is_refused(backend: Backend) -> None:
-    with pytest.raises(ConfigError, match="FalconForCausalLM has an attention of its own"):
+    with pytest.raises(ConfigError, match="FalconForCausalLM has a hard-coded attention"):
         use_backend(made(falcon), backend)
 
 
@@ -278,7 +280,9 @@ def test_verify_finds_an_attention_that_leaks(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(attention, "_attend_by_segment", attend_to_everything_before)
 
-    with pytest.raises(Mismatch, match="segments attention leaks: changing sample 0 of 5") as found:
+    with pytest.raises(
+        Mismatch, match="segments attention leaks: perturbing sample 0 of 5"
+    ) as found:
         verify_isolation("tiny", "segments")
     assert "\n" not in str(found.value)
 

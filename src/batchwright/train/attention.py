@@ -1,7 +1,7 @@
-"""Keep packed samples apart: each attends to itself and nothing else.
+"""Attention backends that isolate packed samples: each attends to itself and nothing else.
 
-Tokens of a microbatch stand end to end in one row, without padding. Which backend holds the
-samples apart is named in the run log; `pack verify` proves it on the model at hand.
+Tokens of a microbatch are laid end to end in one row, without padding. The backend is named in
+the run log; `pack verify` tests the isolation on a given model.
 """
 
 import warnings
@@ -29,52 +29,52 @@ _IMPLEMENTATIONS: dict[str, str] = {
 }
 
 _masks: Any = WeakTensorKeyDictionary()
-"""Masks by the bounds they were built from, as long as those are in use."""
+"""Masks by the `cu_seqlens` they were built from, as long as those are in use."""
 
 
-def choose_backend(asked: str, device: torch.device, *, training: bool = True) -> Backend:
-    """The backend to use, or a sentence on why the one asked for is not possible.
+def choose_backend(wanted: str, device: torch.device, *, training: bool = True) -> Backend:
+    """The backend to use; `ConfigError` if the one that is wanted cannot run here.
 
     flash: one varlen kernel over all samples (CUDA and flash-attn). segments: torch's fused
     attention once for each sample, so no work is spent on masked pairs. sdpa: torch's fused
-    attention under a dense block mask. flex: FlexAttention's block masks.
+    attention with a dense block mask. flex: FlexAttention with a sparse block mask.
     """
     flash = device.type == "cuda" and find_spec("flash_attn") is not None
-    if asked == "flash" and not flash:
+    if wanted == "flash" and not flash:
         raise ConfigError(
             "--attention flash needs CUDA and the flash-attn package; use segments, flex or sdpa"
         )
-    if asked == "flex" and training and device.type == "cpu":
+    if wanted == "flex" and training and device.type == "cpu":
         raise ConfigError(
             "FlexAttention has no backward pass on the CPU; use --attention segments or sdpa"
         )
-    if asked == "auto":
+    if wanted == "auto":
         if flash:
             return "flash"
         return "flex" if device.type == "cuda" else "segments"
-    return asked  # type: ignore[return-value]
+    return wanted  # type: ignore[return-value]
 
 
 def use_backend(model: Any, backend: Backend) -> None:
-    """Tell a transformers model to attend by `backend`, or say why it cannot."""
+    """Set the attention of a transformers model to `backend`; `ConfigError` if it cannot be."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(_IMPLEMENTATIONS["segments"], _attend_by_segment)
     AttentionInterface.register(_IMPLEMENTATIONS["sdpa"], _attend_by_mask)
     AttentionInterface.register(_IMPLEMENTATIONS["flex"], _attend_by_blocks)
     wanted = _IMPLEMENTATIONS[backend]
-    # A model whose attention is written by hand only warns, and goes on as before.
+    # A model whose attention is hard-coded only warns, and keeps it.
     if model._can_set_attn_implementation():
         model.set_attn_implementation(wanted)
     if model.config.get_text_config()._attn_implementation != wanted:
         raise ConfigError(
-            f"{type(model).__name__} has an attention of its own, which cannot keep packed "
-            f"samples apart; train it without --pack"
+            f"{type(model).__name__} has a hard-coded attention, which cannot isolate packed "
+            f"samples; train it without --pack"
         )
 
 
 def packed_inputs(cu_seqlens: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
-    """What the model is given beside its tokens so that samples stay apart.
+    """The model's inputs besides its tokens that isolate packed samples.
 
     `cu_seqlens` are the bounds of the samples in the row, `position_ids` count from 0 in each.
     """
@@ -126,7 +126,7 @@ def _attend_by_mask(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over the whole row under a dense mask of the samples."""
+    """Attention over the whole row with a dense mask of the samples."""
     _refuse_extras("sdpa", kwargs)
     window = kwargs.get("sliding_window")
 
@@ -148,7 +148,7 @@ def _attend_by_blocks(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """FlexAttention over the whole row, which skips blocks that hold no pair of one sample."""
+    """FlexAttention over the whole row, which skips blocks without a pair of one sample."""
     from torch.nn.attention.flex_attention import create_block_mask
     from transformers.integrations.flex_attention import flex_attention_forward
 
@@ -171,7 +171,7 @@ def _attend_by_blocks(
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """FlexAttention as plain torch: on the CPU it only proves something, and needs no compiler."""
+    """FlexAttention in eager mode: on the CPU it is only tested, and needs no compiler."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         yield
@@ -205,7 +205,7 @@ def _once_a_row(
     bounds: torch.Tensor | None,
     make: Callable[[torch.Tensor], Any],
 ) -> Any:
-    """The mask that `make` builds from each place's sample; all layers of a row share it."""
+    """The mask that `make` builds from the sample of each token; all layers of a row share it."""
     places = torch.arange(query.shape[2], device=query.device)
     if bounds is None:
         return make(torch.zeros_like(places))
@@ -217,7 +217,7 @@ def _once_a_row(
 
 
 def _sees(query: Any, key: Any, window: int | None) -> Any:
-    """Whether a token looks at another: at itself and back, as far as the window reaches."""
+    """Causal mask: whether a token attends to another, at most `window` tokens back."""
     ahead = query - key
     return ahead >= 0 if window is None else (ahead >= 0) & (ahead < window)
 
@@ -226,6 +226,7 @@ def _refuse_extras(backend: str, kwargs: dict[str, Any]) -> None:
     for refused in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(refused) is not None:
             raise ConfigError(
-                f"this model's attention uses {refused}, which the {backend} backend lacks; "
+                f"this model's attention uses {refused}, which the {backend} backend does not "
+                f"support; "
                 f"use --attention flex or flash, or train it without --pack"
             )

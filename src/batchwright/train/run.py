@@ -10,7 +10,7 @@ import threading
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
 from typing import get_type_hints as type_hints
@@ -29,6 +29,7 @@ FORMAT = 2
 """Of the run folder; 2: one checkpoint format for all trainers, `checkpoints/step_<n>`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Base of a trainer's settings: flags of its command and lines of a run's `config.toml`.
 
@@ -42,8 +43,10 @@ class RunConfig:
     CHANGEABLE: ClassVar[tuple[str, ...]] = ()
     """Fields that a resumed run may change; any other would make it another run."""
 
-    seed: int
-    stop_after: int
+    if TYPE_CHECKING:
+        # Every trainer has them, each with its own help and at its own place among the flags.
+        seed: int
+        stop_after: int
 
     @property
     def folder(self) -> Path:
@@ -92,7 +95,7 @@ class RunConfig:
     def to_toml(self) -> str:
         """The settings as lines `name = value`; what is None is left out."""
         lines = []
-        for name, value in asdict(self).items():  # type: ignore[call-overload]
+        for name, value in asdict(self).items():
             if value is None:
                 continue
             if isinstance(value, Path):
@@ -109,7 +112,7 @@ class RunConfig:
             found: dict[str, Any] = tomllib.loads(text)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
-        known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        known = {field.name for field in fields(cls)}
         unknown = sorted(found.keys() - known)
         if unknown:
             raise BadFile(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
@@ -141,7 +144,8 @@ class RunConfig:
                 f"the run {run} has format {format}, of batchwright {version}; this version reads "
                 f"format {FORMAT}: use that version, or start a new run in another folder"
             )
-        return replace(saved, **{cls.FOLDER: run, "stop_after": 0})  # type: ignore[type-var]
+        here: dict[str, Any] = {cls.FOLDER: run, "stop_after": 0}
+        return replace(saved, **here)
 
 
 def changes(saved: RunConfig, given: Mapping[str, Any], verb: str = "resumed") -> dict[str, Any]:

@@ -36,8 +36,7 @@ def settings(config: type[Config], given: Given, resume: Path | None) -> Config:
     if resume is None:
         return config(**vars(given)).named()
     saved = config.of_run(resume)
-    changed: Config = replace(saved, **changes(saved, vars(given)))  # type: ignore[type-var]
-    return changed.named()
+    return replace(saved, **changes(saved, vars(given))).named()
 
 
 def ending(finished: bool, done: str, trainer: str, run: Path) -> str:

@@ -1,4 +1,4 @@
-"""Proof that samples of a packed row do not see each other, on the model at hand."""
+"""Test on a given model that samples of a packed row do not attend to each other."""
 
 import itertools
 from collections.abc import Callable
@@ -15,28 +15,28 @@ from batchwright.train.attention import Backend, choose_backend, packed_inputs, 
 __all__ = ["IsolationProof", "refuse_leaks", "verify_isolation"]
 
 TOLERANCE = 1e-3
-"""Packed and alone, a sample's logits may differ by rounding: sums are taken in another order."""
+"""Packed and alone, logits of a sample may differ by rounding: sums have another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsolationProof:
-    """How far logits moved when one sample was changed, sample by sample."""
+    """How far logits changed when each sample in turn was perturbed."""
 
     backend: str
     device: str
     lengths: tuple[int, ...]
     own: tuple[float, ...]
-    """Of the changed sample itself: not zero, or nothing was tested."""
+    """Of the perturbed sample itself: not zero, or nothing was tested."""
     others: tuple[float, ...]
     """Of all others: exactly zero."""
     against_alone: float
-    """Largest difference between a sample in the row and the same sample by itself."""
+    """Largest difference of logits between a sample in the row and the same sample alone."""
 
 
 def verify_isolation(
     name: str, attention: str = "auto", *, segments: int = 5, tokens: int = 256, seed: int = 0
 ) -> IsolationProof:
-    """Perturb each sample of a packed row in turn; `Mismatch` if another one's logits move."""
+    """Perturb each sample of a packed row in turn; `Mismatch` if another one's logits change."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer, _ = load_model(name, device=device, dtype=torch.float32)
     model.eval()
@@ -44,8 +44,8 @@ def verify_isolation(
     context = context_length(model)
     if segments < 2 or tokens < 2 * segments or (context is not None and tokens > context):
         raise ConfigError(
-            f"{segments} samples in {tokens} tokens cannot be tested; give 2 samples or more, two "
-            f"tokens for each, and no more tokens than the model's context of {context}"
+            f"{segments} samples in {tokens} tokens cannot be tested; give at least 2 samples, at "
+            f"least 2 tokens for each, and at most the model's context of {context} tokens"
         )
     draw = rng.stream(seed, "isolation")
     cuts = sorted(draw.choice(tokens - segments, segments - 1, replace=False) + 1)
@@ -66,20 +66,20 @@ def verify_isolation(
     )
     if not min(own) > 0:
         raise Mismatch(
-            f"changing a sample of {name} moved its own logits by {min(own)}, so nothing can be "
-            f"proved; check the model's weights"
+            f"perturbing a sample of {name} changed its own logits by {min(own)}, so nothing can "
+            f"be tested; check the model's weights"
         )
     _no_leak(backend, others)
     if proof.against_alone > TOLERANCE:
         raise Mismatch(
             f"{backend} attention changes the model: packed and alone, logits differ by "
-            f"{proof.against_alone:.3g}; use another --attention for this model"
+            f"{proof.against_alone:.3g}, more than {TOLERANCE}; use another --attention"
         )
     return proof
 
 
 def refuse_leaks(model: Any, backend: Backend, device: torch.device) -> None:
-    """A quick proof before training: layers other than attention may carry tokens along too."""
+    """A quick test before training: layers other than attention may mix tokens as well."""
     row, bounds = torch.arange(2, 14, device=device), [0, 5, 12]
     _, others = _moved(_packed(model, bounds, device), row, bounds, 16)
     _no_leak(backend, others)
@@ -88,7 +88,7 @@ def refuse_leaks(model: Any, backend: Backend, device: torch.device) -> None:
 def _packed(
     model: Any, bounds: list[int], device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the tokens of a packed row to their logits."""
+    """A function from the tokens of a packed row to their logits."""
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
     positions = torch.cat([torch.arange(n, device=device) for n in sizes])[None]
     limits = torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -107,12 +107,12 @@ def _moved(
     bounds: list[int],
     vocabulary: int,
 ) -> tuple[list[float], list[float]]:
-    """How far logits move when each sample is changed in turn: its own, and all others."""
+    """How far logits change when each sample in turn is perturbed: its own, and all others."""
     before = logits(row)
     own, others = [], []
     for first, last in itertools.pairwise(bounds):
         changed = row.clone()
-        # Every token becomes another one, so whoever looks at the sample must notice.
+        # Every token changes, so the logits of whatever attends to the sample change.
         changed[first:last] = (changed[first:last] + 1) % vocabulary
         moved = (logits(changed) - before).abs().amax(1)
         own.append(float(moved[first:last].max()))
@@ -125,14 +125,14 @@ def _no_leak(backend: str, others: list[float]) -> None:
     leaky = [number for number, moved in enumerate(others) if moved > 0]
     if leaky:
         raise Mismatch(
-            f"{backend} attention leaks: changing sample {leaky[0]} of {len(others)} moved the "
-            f"logits of others by {others[leaky[0]]:.3g}; use another --attention for this model, "
-            f"or train it without --pack"
+            f"{backend} attention leaks: perturbing sample {leaky[0]} of {len(others)} changed "
+            f"the logits of others by {others[leaky[0]]:.3g}; use another --attention for this "
+            f"model, or train it without --pack"
         )
 
 
 def _alone(model: Any, row: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    """Logits of each sample by itself, under the model's own attention."""
+    """Logits of each sample alone, with the model's own attention."""
     with torch.no_grad():
         parts = [
             model(row[None, a:b], use_cache=False).logits[0] for a, b in itertools.pairwise(bounds)

@@ -1,4 +1,4 @@
-"""What a run will take, before it takes it."""
+"""Predict the steps, tokens and memory of a run without training."""
 
 import dataclasses
 import tempfile
@@ -18,7 +18,7 @@ __all__ = ["Prediction", "predict"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Counts are exact; memory is an estimate from the usual arithmetic."""
+    """What a run will do: counts are exact, memory is an estimate."""
 
     steps: int
     microbatches: int
@@ -31,7 +31,7 @@ class Prediction:
 
 
 def predict(config: SftConfig) -> Prediction:
-    """Tokenise and plan in a temporary folder, and read off what training would do."""
+    """Tokenise and plan in a temporary folder, and read the prediction off the plan."""
     world = World.detect()
     model, tokenizer, info = load_model(config.model, device="cpu", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,11 +72,11 @@ def _trained(model: torch.nn.Module, config: SftConfig) -> int:
 
 
 def _memory(model: torch.nn.Module, config: SftConfig, parameters: int, trained: int) -> int:
-    """Weights, gradients, two moments, activations, logits and their gradient, in float32."""
+    """Bytes of weights, gradients, Adam moments, activations, logits and their gradient."""
     shape = model.config.get_text_config()  # type: ignore[union-attr, operator]
     hidden, layers = int(shape.hidden_size), int(shape.num_hidden_layers)
-    # About 34 numbers of hidden size are kept in each layer for the backward pass; with
-    # checkpointing, one, and those of the layer being computed again.
+    # The backward pass needs about 34 activations of hidden size of each layer; with activation
+    # checkpointing one, and those of the layer that is being recomputed.
     kept = hidden * (layers + 34 if config.activation_checkpointing else layers * 34)
     logits = 2 * int(shape.vocab_size)
     return 4 * (parameters + 3 * trained + config.token_budget * (kept + logits))
