@@ -57,8 +57,8 @@ def response_of(row: Mapping[str, Any]) -> Response:
     text = message_text(found.get("text"))
     if not isinstance(text, str):
         seen = "no response" if text is None else f"a response that is {type(text).__name__}"
-        names = ", ".join(_COLUMNS["text"])
-        raise BadRow(f"{seen}; a row needs text in one of the columns {names}")
+        allowed = ", ".join(_COLUMNS["text"])
+        raise BadRow(f"{seen}; a row needs text in one of the columns {allowed}")
     extra = {name: value for name, value in row.items() if name not in used}
     given = found.get("extra")
     if isinstance(given, Mapping):
