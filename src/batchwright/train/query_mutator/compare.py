@@ -160,13 +160,17 @@ def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
     >>> 0.0 <= low <= 0.75 <= high <= 1.0
     True
     """
-    if not len(differences):
+    size = len(differences)
+    if not size:
         return float("nan"), float("nan")
-    drawn = rng.stream(seed, "bootstrap", len(differences))
-    means = np.empty(RESAMPLES)
-    for number in range(RESAMPLES):
-        means[number] = differences[drawn.integers(0, len(differences), len(differences))].mean()
-    low, high = np.quantile(means, [0.025, 0.975])
+    drawn = rng.stream(seed, "bootstrap", size)
+    # As many resamples at a time as fit in a few megabytes.
+    rows = max(1, 1_000_000 // size)
+    means = [
+        differences[drawn.integers(0, size, (min(rows, RESAMPLES - start), size))].mean(1)
+        for start in range(0, RESAMPLES, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
 
 
