@@ -35,7 +35,7 @@ from batchwright.rewards.files import response_of
 from batchwright.rewards.reward import Response
 from batchwright.rewards.score import Column, Scorer
 
-__all__ = ["RewardFunction", "app_of", "responses_of", "reward_func", "serve", "tensors_of"]
+__all__ = ["RewardFunction", "responses_of", "reward_func", "serve"]
 
 _SPECIAL = re.compile(r"(?:\s*(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>))+\s*$")
 """Special tokens at the end of a decoded text."""
@@ -88,7 +88,7 @@ class RewardFunction:
         except BatchwrightError as error:
             self._report(error)
             raise
-        return tensors_of(rows)
+        return _tensors(rows)
 
     async def lists(self, queries: Any, prompts: Any, labels: Any) -> dict[str, Any]:
         """The same as lists, from inside an event loop: the body of an HTTP response."""
@@ -99,7 +99,7 @@ class RewardFunction:
         except BatchwrightError as error:
             self._report(error)
             raise
-        return _plain(tensors_of(rows))
+        return _plain(_tensors(rows))
 
     def close(self) -> None:
         """Close the pool of this process."""
@@ -169,7 +169,7 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
     return response_of({**row, "prompt": prompt, "response": text})
 
 
-def tensors_of(rows: Sequence[dict[str, Column]]) -> dict[str, Any]:
+def _tensors(rows: Sequence[dict[str, Column]]) -> dict[str, Any]:
     """Rows in OpenRLHF's format; text columns are left out, because its logs are numbers."""
     columns = [name for name in (rows[0] if rows else ()) if name not in ("score", "why")]
     logs = {
@@ -188,7 +188,7 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def app_of(function: RewardFunction) -> web.Application:
+def _app(function: RewardFunction) -> web.Application:
     """The HTTP server: POST {"query": [...], "prompts": [...], "labels": [...]} as JSON."""
 
     async def post(request: web.Request) -> web.Response:
@@ -224,7 +224,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
-    runner = web.AppRunner(app_of(function), access_log=None)
+    runner = web.AppRunner(_app(function), access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)

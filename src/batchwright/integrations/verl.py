@@ -30,7 +30,6 @@ __all__ = [
     "acompute_score",
     "compute_score",
     "response_of_item",
-    "settings_of",
 ]
 
 ESTIMATOR = "batchwright_grpo"
@@ -54,7 +53,7 @@ def response_of_item(item: Any, text: str) -> Response:
     )
 
 
-def settings_of(config: Any) -> Mapping[str, Any]:
+def _settings(config: Any) -> Mapping[str, Any]:
     """The settings under `reward.batchwright`: `config`, a TOML file, and `missing`.
 
     Raises:
@@ -97,7 +96,7 @@ if _installed("verl.experimental.reward_loop.reward_manager"):
             reward_model_tokenizer: Any = None,
         ) -> None:
             super().__init__(config, tokenizer, compute_score)
-            given = settings_of(config)
+            given = _settings(config)
             self.missing = given.get("missing")
             self.scorer = scorer_for(given.get("config"))
 

@@ -51,7 +51,8 @@ def compute_score(
 
     The reward is that of the file `config`, else of the file in BATCHWRIGHT_REWARDS, else that of
     the environment variables (`RewardsConfig.from_environment`). A batch may mix data sets. An
-    invalid reward is an error, unless `missing` is `mask` or a number.
+    invalid reward is an error, unless `missing` is `mask` or a number. The pool stays open until
+    the process ends, or until `close_scorers()`.
     """
     scorer = scorer_for(config)
     if solution_strs is not None or ground_truths is not None or data_sources is not None:
