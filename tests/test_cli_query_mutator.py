@@ -74,6 +74,7 @@ def test_the_documents_flags_are_understood(
     assert outcome.err.count("\n") == 1
 
 
+@pytest.mark.training
 @pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
 def test_the_example_trains_on_the_simulator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -93,6 +94,7 @@ def test_the_example_trains_on_the_simulator(
     assert (tmp_path / "run" / "stamp.json").is_file()
 
 
+@pytest.mark.training
 def test_a_run_killed_anywhere_resumes_to_the_same_numbers(
     tmp_path: Path, call: Callable[..., Any], environ: dict[str, str], trained: Path
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_run_killed_anywhere_resumes_to_the_same_numbers(
     assert turns(tmp_path / "run") == turns(trained)
 
 
+@pytest.mark.training
 def test_waiting_for_the_slowest_environment_changes_no_number(
     tmp_path: Path, call: Callable[..., Any], trained: Path
 ) -> None:
@@ -138,6 +141,7 @@ def server() -> Any:
         yield url
 
 
+@pytest.mark.training
 def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     tmp_path: Path, call: Callable[..., Any], server: Any
 ) -> None:
@@ -219,6 +223,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_configuration(
     assert "--num-processes is 8, got 4" in other.err
 
 
+@pytest.mark.training
 def test_evaluation_compares_strategies_on_held_out_questions(
     tmp_path: Path, call: Callable[..., Any], trained: Path
 ) -> None:

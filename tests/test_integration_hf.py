@@ -34,9 +34,10 @@ from batchwright.train.attention import use_backend
 from batchwright.train.sft.loop import microbatch_loss
 
 # From Python 3.12 on, fork warns wherever a native library has started a thread, as torch has.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.training,
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 VOCABULARY = 60
 SAMPLES = 22

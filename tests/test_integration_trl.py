@@ -96,6 +96,7 @@ def trained(kind: type, config: type, reward: Any, folder: Path) -> Any:
     return trainer
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("wrapped", [RewardFunction, AsyncRewardFunction])
 @pytest.mark.parametrize(
     ("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
