@@ -45,7 +45,7 @@ from batchwright.rl.rollout import Runner
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.evaluate import evaluate_run
 from batchwright.train.query_mutator.loop import train_query_mutator
-from batchwright.train.query_mutator.models import SYSTEM, Phrasing, open_phrasing
+from batchwright.train.query_mutator.models import SYSTEM, Models, open_models
 from batchwright.train.query_mutator.rollout import OverlappingRunner
 from common import RESULTS, Report, arguments
 
@@ -104,7 +104,7 @@ def two_phases(url: str, given: Sequence[tuple[Question, int]], width: int) -> N
         list(threads.map(lambda wording: answer(url, wording), wordings))
 
 
-def environments(models: Phrasing, n: int, number: int, **more: Any) -> BatchedQueryMutationEnv:
+def environments(models: Models, n: int, number: int, **more: Any) -> BatchedQueryMutationEnv:
     """The environments of one step, each with the question that the other ways have there."""
     return BatchedQueryMutationEnv(
         *([q for q, _ in tasks(n, number)], models.mutator, models.target, models.rate, n),
@@ -121,7 +121,7 @@ def environments(models: Phrasing, n: int, number: int, **more: Any) -> BatchedQ
 @contextmanager
 def ours(url: str, n: int, width: int | str) -> Iterator[Callable[[int], float]]:
     """Seconds of a step of our environments; what comes before the step is not timed."""
-    with phrasing(url, n, width) as models:
+    with opened(url, n, width) as models:
 
         def step(number: int) -> float:
             env = environments(models, n, number)
@@ -140,7 +140,7 @@ def our_rollout(
     url: str, n: int, width: int | str, *, overlap: bool = True
 ) -> Iterator[Callable[[int], float]]:
     """Seconds of a rollout of our environments, the first answers to its questions included."""
-    with phrasing(url, n, width) as models:
+    with opened(url, n, width) as models:
 
         def rollout(number: int) -> float:
             asking = [OPERATORS[at] for at in ASKING]
@@ -157,7 +157,7 @@ def our_rollout(
 
 
 @contextmanager
-def phrasing(url: str, n: int, width: int | str) -> Iterator[Phrasing]:
+def opened(url: str, n: int, width: int | str) -> Iterator[Models]:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = QueryMutatorConfig(
             target_model=f"{url}/v1#sim-qa",
@@ -166,7 +166,7 @@ def phrasing(url: str, n: int, width: int | str) -> Iterator[Phrasing]:
             num_processes=n,
             save_dir=Path(folder),
         )
-        with open_phrasing(config, Path(folder)) as models:
+        with open_models(config, Path(folder)) as models:
             yield models
 
 
@@ -306,11 +306,11 @@ def real(report: Report, steps: int, questions: int) -> None:
         flight = [row["in_flight"] for row in records if row.get("in_flight") is not None]
     rows = [
         [
-            *(way.name, way.plan, 100 * way.accuracy, 100 * way.gain),
-            f"{100 * way.low:+.1f} to {100 * way.high:+.1f}",
-            *(way.questions, way.calls, way.tokens),
+            *(one.name, one.plan, 100 * one.accuracy, 100 * one.gain),
+            f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
+            *(one.questions, one.calls, one.tokens),
         ]
-        for way in found.ways
+        for one in found.strategies
     ]
     report.table(
         f"SmolLM2-135M on its own server: {steps} steps of training, {questions} test questions",

@@ -56,8 +56,8 @@ class Outcome:
 
 Run = Callable[..., Outcome]
 
-PROCESSES = {"run", "workshop", "copy"}
-"""Fixtures that start the installed command; `make quick` leaves out the tests that use them."""
+PROCESSES = {"run", "workshop", "copy", "server"}
+"""Fixtures that start the command or a server; `make quick` leaves out the tests that use them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,8 +1,8 @@
 """`train query-mutator` and `evaluate query-mutator` through the installed command."""
 
 import json
-import os
-import signal
+import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -17,14 +17,28 @@ from batchwright.envs.questions import load_questions
 from batchwright.events import read_events
 from batchwright.models import registry as models
 
-BIN = Path(sys.executable).parent
-EXAMPLES = Path(__file__).parents[1] / "examples" / "query_mutation"
+EXAMPLE = Path(__file__).parents[1] / "examples" / "query_mutation" / "train_query_mutator.py"
 SMALL = "--target-model sim --num-processes 8 --num-steps 4 --num-env-steps 96"
 ONE_CORE = {"OMP_NUM_THREADS": "1"}
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of the flags in SMALL; to read only."""
+    from batchwright.train.query_mutator.config import QueryMutatorConfig
+    from batchwright.train.query_mutator.loop import train_query_mutator
+
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train_query_mutator(
+        QueryMutatorConfig(
+            target_model="sim", num_processes=8, num_steps=4, num_env_steps=96, save_dir=run
+        )
+    )
+    return run
+
+
 def numbers(run: Path) -> list[dict[str, Any]]:
-    """What every update came to, without what depends on the clock."""
+    """The metrics of every update, except those that depend on the clock."""
     idle = ("SPS", "_s")
     return [
         {k: v for k, v in event.fields.items() if not k.endswith(idle)}
@@ -60,18 +74,18 @@ def test_the_documents_flags_are_understood(
     assert outcome.err.count("\n") == 1
 
 
-def test_the_example_trains_on_the_simulator(tmp_path: Path, environ: dict[str, str]) -> None:
+@pytest.mark.training
+@pytest.mark.filterwarnings("ignore:Cyclopts application invoked without tokens")
+def test_the_example_trains_on_the_simulator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = f"{SMALL} --no-batching --batch-size 8 --save-dir run --format json"
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_query_mutator.py"), *line.split()],
-        cwd=tmp_path,
-        env={**environ, **ONE_CORE},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *line.split()])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert not end.value.code
+    result = json.loads(capsys.readouterr().out)
     assert result["finished"]
     assert result["steps"] == 96
     assert result["invalid_steps"] == 0
@@ -80,57 +94,54 @@ def test_the_example_trains_on_the_simulator(tmp_path: Path, environ: dict[str, 
     assert (tmp_path / "run" / "stamp.json").is_file()
 
 
-def test_a_run_killed_anywhere_goes_on_to_the_same_numbers(
-    tmp_path: Path, call: Callable[..., Any], environ: dict[str, str]
+@pytest.mark.training
+def test_a_run_killed_anywhere_resumes_to_the_same_numbers(
+    tmp_path: Path, call: Callable[..., Any], environ: dict[str, str], trained: Path
 ) -> None:
-    line = f"train query-mutator {SMALL} --save-interval 1 --quiet"
-    assert call(f"{line} --save-dir whole", tmp_path).code == 0
     process = subprocess.Popen(
-        [BIN / "batchwright", *f"{line} --save-dir killed".split()],
+        [sys.executable, str(EXAMPLE), *f"{SMALL} --save-interval 1 --save-dir run".split()],
         cwd=tmp_path,
         env={**environ, **ONE_CORE},
         stdout=subprocess.DEVNULL,
     )
-    checkpoints = tmp_path / "killed" / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not (checkpoints.is_dir() and any(checkpoints.iterdir())):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for _ in range(60_000):
+        if process.poll() is not None or (checkpoints.is_dir() and any(checkpoints.iterdir())):
+            break
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    # Unless it was quicker than the signal.
-    outcome = call("train query-mutator --resume killed --quiet --format json", tmp_path)
+    # It may be finished already, if this process had to wait for its turn.
+    process.kill()
+    assert process.wait() in (0, -9)
+    outcome = call("train query-mutator --resume run --quiet --format json", tmp_path)
     assert outcome.code == 0, outcome.err
     assert outcome.data["finished"]
-    last = {row["update"]: row for row in numbers(tmp_path / "killed")}
-    assert [last[n] for n in sorted(last)] == numbers(tmp_path / "whole")
-    assert turns(tmp_path / "killed") == turns(tmp_path / "whole")
+    last = {row["update"]: row for row in numbers(tmp_path / "run")}
+    assert [last[n] for n in sorted(last)] == numbers(trained)
+    assert turns(tmp_path / "run") == turns(trained)
 
 
+@pytest.mark.training
 def test_waiting_for_the_slowest_environment_changes_no_number(
-    tmp_path: Path, call: Callable[..., Any]
+    tmp_path: Path, call: Callable[..., Any], trained: Path
 ) -> None:
-    line = f"train query-mutator {SMALL} --quiet"
-    assert call(f"{line} --save-dir ahead", tmp_path).code == 0
-    assert call(f"{line} --no-overlap --save-dir waiting", tmp_path).code == 0
+    assert (
+        call(f"train query-mutator {SMALL} --quiet --no-overlap --save-dir run", tmp_path).code == 0
+    )
 
-    assert numbers(tmp_path / "ahead") == numbers(tmp_path / "waiting") != []
-    assert turns(tmp_path / "ahead") == turns(tmp_path / "waiting")
+    assert numbers(tmp_path / "run") == numbers(trained) != []
+    assert turns(tmp_path / "run") == turns(trained)
 
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    """A simulated server whose calls fail now and then, with the shipped questions."""
-    rows = [
-        {"question": q.question, "answer": q.answer, "category": q.category}
-        for q in load_questions("shipped", "all")
-    ]
-    simulator = Simulator(questions=rows, latency_s=0.001, faults={"bad_json": 0.05, "empty": 0.05})
-    with simulator.running() as url:
+    """A simulated server with the shipped questions, some of whose calls fail."""
+    questions = load_questions("shipped", "all")
+    faults = {"bad_json": 0.05, "empty": 0.05}
+    with Simulator(questions=questions, latency_s=0.001, faults=faults).running() as url:
         yield url
 
 
+@pytest.mark.training
 def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     tmp_path: Path, call: Callable[..., Any], server: Any
 ) -> None:
@@ -162,7 +173,7 @@ def test_a_dead_server_stops_the_run_with_one_sentence(
     assert "127.0.0.1:9" in outcome.err
 
 
-def test_a_wrong_model_name_is_told_which_there_are(
+def test_an_error_about_a_model_name_lists_the_models_there_are(
     tmp_path: Path, call: Callable[..., Any], server: Any
 ) -> None:
     for model in (f"{server}/v1#gpt-none", f"ollama+{server}#none"):
@@ -201,30 +212,29 @@ def test_bad_input_is_one_sentence(case: str, tmp_path: Path, call: Callable[...
     assert not (tmp_path / "runs/query-mutator/config.toml").exists()
 
 
-def test_a_run_of_another_configuration_is_not_gone_on_with(
-    tmp_path: Path, call: Callable[..., Any]
+def test_a_run_is_neither_overwritten_nor_resumed_with_another_configuration(
+    call: Callable[..., Any], trained: Path
 ) -> None:
-    line = f"train query-mutator {SMALL} --save-dir run --quiet"
-    assert call(line, tmp_path).code == 0
-    again = call(line, tmp_path)
+    again = call(f"train query-mutator {SMALL} --save-dir run --quiet", trained.parent)
     assert again.code == 1
     assert "--resume run" in again.err
-    other = call("train query-mutator --resume run --num-processes 4 --quiet", tmp_path)
+    other = call("train query-mutator --resume run --num-processes 4 --quiet", trained.parent)
     assert other.code == 1
     assert "--num-processes is 8, got 4" in other.err
 
 
-def test_evaluation_compares_ways_on_held_out_questions(
-    tmp_path: Path, call: Callable[..., Any]
+@pytest.mark.training
+def test_evaluation_compares_strategies_on_held_out_questions(
+    tmp_path: Path, call: Callable[..., Any], trained: Path
 ) -> None:
-    assert call(f"train query-mutator {SMALL} --save-dir run --quiet", tmp_path).code == 0
-    line = "evaluate query-mutator run --questions 20 --bandit-episodes 64 --quiet"
+    shutil.copytree(trained, tmp_path / "run")
+    line = "evaluate query-mutator run --questions 10 --bandit-episodes 20 --quiet"
     outcome = call(f"{line} --format json", tmp_path)
     assert outcome.code == 0, outcome.err
     ways = {way["name"]: way for way in outcome.data["ways"]}
     assert list(ways) == ["identity", "random", "best single", "greedy plan", "bandit", "ppo"]
     assert ways["identity"]["gain"] == 0.0
-    assert all(way["questions"] == 20 for way in ways.values())
+    assert all(way["questions"] == 10 for way in ways.values())
     for way in ways.values():
         assert way["low"] <= way["gain"] <= way["high"]
     robust = outcome.data["robustness"]
@@ -235,7 +245,7 @@ def test_evaluation_compares_ways_on_held_out_questions(
     text = call(line, tmp_path).out
     assert all(name in text for name in ways)
     lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
-    assert {json.loads(row)["env"] for row in lines} == set(range(20))
+    assert {json.loads(row)["env"] for row in lines} == set(range(10))
 
 
 @pytest.fixture(scope="module")
@@ -283,11 +293,7 @@ def test_ppo_finds_the_hidden_rule(seed: int, tmp_path: Path, call: Callable[...
     assert call(line, tmp_path).code == 0
     outcome = call("evaluate query-mutator run --quiet --format json", tmp_path)
     ways = {way["name"]: way for way in outcome.data["ways"]}
-    rows = [
-        {"question": q.question, "answer": q.answer, "category": q.category}
-        for q in load_questions("shipped", "all")
-    ]
-    target = Simulator(questions=rows).target()
+    target = Simulator(questions=load_questions("shipped", "all")).target()
     optimum = sum(
         target.best_plan(q.question) is not None for q in load_questions("shipped", "test")
     ) / len(load_questions("shipped", "test"))

@@ -130,7 +130,7 @@ def test_failures_are_gaps_and_are_counted_by_kind(
     # Failures are not kept: once the server is well, the second run asks for those alone.
     shown = call(SCORE, folder)
     assert "17 of 20 rewards are valid" in shown.out
-    assert "left out: 1 http_5xx, 1 empty, 1 bad_truth" in shown.out
+    assert "excluded: 1 http_5xx, 1 empty, 1 bad_truth" in shown.out
 
 
 def test_explain_shows_what_was_asked_and_answered(
@@ -140,7 +140,7 @@ def test_explain_shows_what_was_asked_and_answered(
     told = call(f"{line} --cache kept.db", folder)
     assert told.code == 0
     assert "Rome, said 3" in told.out
-    assert "asked sim-judge:" in told.out
+    assert "prompt to sim-judge:" in told.out
     assert "    | Score: 10" in told.out
     again = call(f"{line} --cache kept.db --format json", folder)
     (part,) = again.data["parts"]
@@ -171,7 +171,7 @@ def test_agree_compares_a_judge_with_labels_and_draws_it(
     assert all(word in text.out for word in ("accuracy", "kappa", "Brier", "labelled true"))
     wide = call("reward agree -s scores.jsonl --labels rows.jsonl", folder)
     assert wide.code == 1
-    assert "not within 0 and 1" in wide.err
+    assert "must be between 0 and 1" in wide.err
     nobody = call(f"{line} --label nothing", folder)
     assert nobody.code == 1
     assert "has no column 'nothing'" in nobody.err
@@ -180,24 +180,24 @@ def test_agree_compares_a_judge_with_labels_and_draws_it(
 @pytest.mark.parametrize(
     ("rows", "config", "words"),
     [
-        ([{"prompt": "2+2?"}], RULES, "rows.jsonl:1: no response; a row needs a text in one of"),
+        ([{"prompt": "2+2?"}], RULES, "rows.jsonl:1: no response; a row needs text in one of"),
         ([{"response": 4}], RULES, "rows.jsonl:1: a response that is int"),
         ([{"response": "4"}, {"response": [1]}], RULES, "rows.jsonl:2: a response that is list"),
         (
             [{"response": "4", "dataset": "poems"}],
             '[[part]]\nkind = "numeric"\ndatasets = ["sums"]\n',
-            "data set 'poems', for which there is no part; there are parts for sums",
+            "data set 'poems', and no part applies to it; there are parts for sums",
         ),
         (
             [{"response": "4"}],
             'endpoints = ["{url}"]\n[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
             'template = "{{colour}} {{response}}"\n',
-            "the template asks for {colour}, the sample has dataset, prompt, response, truth",
+            "the template uses {colour}, the sample has dataset, prompt, response, truth",
         ),
         (
             [{"response": "4"}],
             '[[part]]\nkind = "judge"\nmodels = ["m"]\n',
-            "1 calls to m are needed and no endpoint is named",
+            "1 calls to m are needed, and there is no endpoint",
         ),
         (
             [{"response": "4"}],

@@ -2,16 +2,20 @@
 
 import asyncio
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from batchwright.calls.simulator import RunningSimulator, Simulator
 from batchwright.errors import BadReward, BadRow, ConfigError, Mismatch, NoServer
 from batchwright.rewards import acompute_score, compute_score
 from batchwright.rewards import compute as edges
+from raw_server import RawServer, Seen
 
 RIGHT = "It is correct, yes. <measurements>[true, false, true]</measurements>"
 WRONG = "That is incorrect. <measurements>[false, false, true]</measurements>"
@@ -31,7 +35,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     yield
-    edges.forget_scorers()
+    edges.close_scorers()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +166,7 @@ def test_the_cache_serves_another_process_and_no_server(
 ) -> None:
     sample = (RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
     first = compute_score(*sample)
-    edges.forget_scorers()
+    edges.close_scorers()
     assert compute_score(*sample) == first
     assert monitor.stats()["received"] == 1
     assert Path("monitor_cache.db").exists()
@@ -220,11 +224,26 @@ def test_a_monitor_that_fails_pays_nothing(monitor: RunningSimulator) -> None:
     assert math.isnan(spoilt["monitor_correctness"])
 
 
-def test_a_running_loop_may_call_it_and_many_samples_share_the_pool(
-    monitor: RunningSimulator,
-) -> None:
+def test_a_running_loop_may_call_it(monitor: RunningSimulator) -> None:
     async def blocking() -> object:
         return compute_score(RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
+
+    assert asyncio.run(blocking())["score"] == 3.0
+
+
+def test_samples_of_one_loop_are_in_flight_together(
+    monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enough = asyncio.Event()
+
+    async def waits_for_five(seen: Seen) -> None:
+        if seen.body is None:
+            await seen.reply(404)
+            return
+        if server.open >= 5:
+            enough.set()
+        await enough.wait()
+        await seen.answer("true")
 
     async def many() -> list[float]:
         texts = [f"{number} {RIGHT}" for number in range(40)]
@@ -233,9 +252,9 @@ def test_a_running_loop_may_call_it_and_many_samples_share_the_pool(
         ]
         return [float(row["score"]) for row in await asyncio.gather(*calls)]
 
-    assert asyncio.run(blocking())["score"] == 3.0
-    assert asyncio.run(many()) == [3.0] * 40
-    assert monitor.stats()["peak_in_flight"] > 4
+    with RawServer(waits_for_five) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        assert asyncio.run(many()) == [3.0] * 40
 
 
 def test_a_file_is_named_by_an_argument_or_by_the_environment(
@@ -260,7 +279,7 @@ def test_what_cannot_be_scored_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
         compute_score("a rose", "a rose", "poems")
     with pytest.raises(BadRow, match="response 0 is list, not text"):
         compute_score(data_source="diamonds-seed0", solution_str=[1, 2], ground_truth=TRUTH)
-    with pytest.raises(BadRow, match="extra_info of a sample is str"):
+    with pytest.raises(BadRow, match="extra_info must be a dict or None, got str"):
         compute_score(RIGHT, TRUTH, "diamonds-seed0", "is_correct")
     monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
     with pytest.raises(ConfigError, match="export OPENAI_API_KEY"):

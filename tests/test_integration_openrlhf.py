@@ -20,11 +20,14 @@ import aiohttp
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from batchwright.calls.simulator import RunningSimulator, Simulator
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch, NoServer
 from batchwright.integrations.openrlhf import RewardFunction, responses_of
 from batchwright.rewards import RewardsConfig
 from batchwright.rewards import compute as edges
+from raw_server import RawServer, Seen
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rewards" / "openrlhf.py"
 COMMAND = Path(sys.executable).parent / "batchwright"
@@ -62,7 +65,7 @@ def loaded(
     spec.loader.exec_module(module)
     function = pickle.loads(pickle.dumps(module.reward_func))
     yield function
-    edges.forget_scorers()
+    edges.close_scorers()
 
 
 def config_of(url: str, missing: Any = "raise", **more: Any) -> RewardsConfig:
@@ -88,8 +91,7 @@ async def as_openrlhf(function: Any, samples: list[tuple[str, str, str]]) -> lis
     return await asyncio.gather(*(one(*sample) for sample in samples))
 
 
-def test_openrlhfs_threads_share_one_pool(loaded: Any, server: RunningSimulator) -> None:
-    server.reset()
+def test_openrlhfs_threads_get_rewards_and_logs_of_one_shape(loaded: Any) -> None:
     samples = [(f"<s>{n}+1? It is {n + 1}.</s>", f"{n}+1?", str(n + 1)) for n in range(24)]
 
     found = asyncio.run(as_openrlhf(loaded, samples))
@@ -102,10 +104,30 @@ def test_openrlhfs_threads_share_one_pool(loaded: Any, server: RunningSimulator)
     judged = torch.cat([log["judge_reward"] for log in logs])
     torch.testing.assert_close(rewards, judged + 2.0)
     assert len({tuple(log) for log in logs}) == 1
-    assert server.stats()["peak_in_flight"] > 2
     # It merges the logs of many calls by concatenation.
     merged = {key: torch.cat([log[key] for log in logs]) for key in logs[0]}
     assert merged["valid"].tolist() == [1.0] * 24
+
+
+@pytest.mark.process
+def test_calls_of_openrlhfs_threads_are_in_flight_together() -> None:
+    enough = asyncio.Event()
+
+    async def waits_for_three(seen: Seen) -> None:
+        if seen.body is None:
+            await seen.reply(404)
+            return
+        if slow.open >= 3:
+            enough.set()
+        await enough.wait()
+        await seen.answer("Score: 10")
+
+    samples = [(f"q {n}", "q", str(n)) for n in range(12)]
+    with RawServer(waits_for_three) as slow:
+        function = RewardFunction(config_of(slow.url.removesuffix("/v1")))
+        found = asyncio.run(as_openrlhf(function, samples))
+        function.close()
+    assert [info["reward"].tolist() for info in found] == [[3.0]] * 12
 
 
 def test_a_missing_reward_is_loud_once_and_no_number(
@@ -116,8 +138,8 @@ def test_a_missing_reward_is_loud_once_and_no_number(
     assert found[0] is None
     assert found[2] is None
     assert found[1]["reward"].isfinite().all()
-    told = capsys.readouterr().err
-    assert told.count("batchwright: no reward: 1 of 1 rewards are missing") == 1
+    printed = capsys.readouterr().err
+    assert printed.count("batchwright: no reward: 1 of 1 rewards are missing") == 1
 
 
 def test_a_number_is_taken_only_if_it_was_chosen(server: RunningSimulator) -> None:
@@ -128,11 +150,14 @@ def test_a_number_is_taken_only_if_it_was_chosen(server: RunningSimulator) -> No
         function.close()
     assert found["rewards"][0] == -0.5
     assert found["extra_logs"]["valid"].tolist() == [0.0, 1.0]
+    chosen = RewardFunction(config_of(server, missing="mask"), missing=0.0)
+    assert chosen(["q say nothing 1"], ["q"], ["1"])["rewards"].tolist() == [0.0]
+    chosen.close()
     with pytest.raises(ConfigError, match="NaN would enter the loss"):
         RewardFunction(config_of(server, missing="mask"))(["q"], ["q"], ["1"])
 
 
-def test_a_spent_budget_goes_on_failing(
+def test_an_exceeded_error_budget_keeps_failing(
     server: RunningSimulator, capsys: pytest.CaptureFixture[str]
 ) -> None:
     function = RewardFunction(config_of(server, missing=0.0, error_budget=0.002))
@@ -173,6 +198,7 @@ def test_responses_are_what_stands_behind_the_prompt() -> None:
         responses_of(["a", "b"], ["a"], ["a"])
 
 
+@pytest.mark.process
 def test_the_http_form_answers_the_same_over_a_socket(
     server: RunningSimulator, tmp_path: Path
 ) -> None:
@@ -200,7 +226,7 @@ def test_the_http_form_answers_the_same_over_a_socket(
     assert good[1]["rewards"] == pytest.approx([judged[0] + 2.0, judged[1] + 0.0])
     assert good[1]["scores"] == good[1]["rewards"]
     assert (nothing[0], unequal[0], form[0]) == (400, 500, 415)
-    assert "three equal lists" in unequal[1]["error"]
+    assert "three lists of equal length" in unequal[1]["error"]
     assert missing[0] == 500
     assert "empty" in missing[1]["error"]
     assert process.returncode == 0

@@ -96,6 +96,7 @@ def trained(kind: type, config: type, reward: Any, folder: Path) -> Any:
     return trainer
 
 
+@pytest.mark.training
 @pytest.mark.parametrize("wrapped", [RewardFunction, AsyncRewardFunction])
 @pytest.mark.parametrize(
     ("kind", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)], ids=["grpo", "rloo"]
@@ -152,7 +153,7 @@ def test_a_template_sees_the_prompt_and_every_column(server: RunningSimulator) -
     reward = RewardFunction(config_of(server, part=[part]))
     try:
         assert reward(["2+2?"], ["4"], level=[3])[0] is not None
-        with pytest.raises(BadRow, match=r"asks for \{level\}"):
+        with pytest.raises(BadRow, match=r"uses \{level\}"):
             reward(["2+2?"], ["4"])
     finally:
         reward.close()

@@ -306,6 +306,7 @@ def test_an_update_ends_where_the_policy_has_moved_too_far() -> None:
     assert 0 < counts[1] < 16
 
 
+@pytest.mark.training
 def test_it_learns_to_open_the_right_door_among_the_unlocked_ones_though_steps_fail() -> None:
     env = Doors(32, failing=0.1)
     config = PPOConfig(total_steps=32 * 16 * 30, num_steps=16, lr=1e-2, gamma=0.5, entropy_coef=0.0)
@@ -316,6 +317,7 @@ def test_it_learns_to_open_the_right_door_among_the_unlocked_ones_though_steps_f
     assert last > 2.8
 
 
+@pytest.mark.training
 def test_it_learns_to_balance_the_pole() -> None:
     env = CartPole(32)
     config = PPOConfig(
@@ -336,6 +338,7 @@ def test_it_learns_to_balance_the_pole() -> None:
     assert np.nanmean(returns[-8:]) > 200
 
 
+@pytest.mark.training
 def test_it_learns_to_prove() -> None:
     env = prover(32)
     config = PPOConfig(
@@ -515,6 +518,7 @@ train(Path(sys.argv[1]), kill_at=7)
 """
 
 
+@pytest.mark.training
 def test_a_run_that_was_killed_ends_with_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "killed")])
     assert killed.returncode == -signal.SIGKILL

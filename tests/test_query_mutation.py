@@ -20,7 +20,6 @@ from batchwright.envs.query_mutation.operators import (
     NOOP,
     OPERATORS,
     STOP,
-    find_operator,
     load_operators,
 )
 from batchwright.envs.questions import Question, load_questions
@@ -356,8 +355,9 @@ def test_users_add_operators_in_a_file(tmp_path: Path) -> None:
     assert names == [*NAMES[:-1], "rhyme", "stop"]
     assert found[-1] is STOP
     assert found[names.index("noop")] is NOOP
-    assert find_operator("rhyme", found).prompt("{other}?", "o") == "Make it rhyme: {other}? {x}"
-    assert find_operator("shorten", found).prompt("q", "o") == "Shorter than o: q"
+    rhyme, shorten = (found[names.index(name)] for name in ("rhyme", "shorten"))
+    assert rhyme.prompt("{other}?", "o") == "Make it rhyme: {other}? {x}"
+    assert shorten.prompt("q", "o") == "Shorter than o: q"
 
 
 @pytest.mark.parametrize(

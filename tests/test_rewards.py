@@ -131,7 +131,7 @@ def test_json_is_checked_by_its_schema() -> None:
     rule = JsonSchema(schema={"type": "object", "required": ["a"]})
     for text, value in (('{"a": 1}', 1.0), ('```json\n{"a": 1}\n```', 1.0), ("[]", 0.5), ("{", 0)):
         assert rule.part_of(Response(text), ()).value == value
-    with pytest.raises(ConfigError, match="not one"):
+    with pytest.raises(ConfigError, match="schema is invalid"):
         JsonSchema(schema={"type": "nothing"}).part_of(Response("{}"), ())
 
 
@@ -243,7 +243,7 @@ def test_similarity_is_the_cosine_of_the_two_embeddings() -> None:
 def test_templates_take_what_the_sample_has_and_name_what_it_has_not() -> None:
     response = Response("{truth}", "4", extra={"level": 2})
     assert fill("{response} {level} {{level}} {}", response) == "{truth} 2 {level} {}"
-    with pytest.raises(BadRow, match=r"asks for \{colour\}, the sample has dataset, level"):
+    with pytest.raises(BadRow, match=r"uses \{colour\}, the sample has dataset, level"):
         fill("{colour}", response)
 
 
@@ -254,7 +254,7 @@ def test_mixed_data_sets_are_each_scored_by_their_own_parts() -> None:
         ["numeric"],
         ["exact"],
     ]
-    with pytest.raises(ConfigError, match="'poems', for which there is no part"):
+    with pytest.raises(ConfigError, match="'poems', and no part applies to it"):
         score_all([Response("x", "x", "poems")], parts)
 
 
@@ -273,10 +273,13 @@ def test_what_cannot_be_scored_is_named() -> None:
         ({}, "part"),
         ({"part": []}, "part"),
         ({"part": [{"kind": "magic"}]}, "magic"),
-        ({"part": [{"kind": "regex", "pattern": "("}]}, "no regular expression"),
+        ({"part": [{"kind": "regex", "pattern": "("}]}, "not a regular expression"),
         ({"part": [{"kind": "judge", "models": ["m"], "pattern": "x"}]}, "one, around the score"),
         ({"part": [{"kind": "judge", "models": []}]}, "models"),
-        ({"part": [{"kind": "judge", "models": ["m"], "low": 5, "high": 5}]}, "empty"),
+        (
+            {"part": [{"kind": "judge", "models": ["m"], "low": 5, "high": 5}]},
+            "below high",
+        ),
         ({"part": [{"kind": "judge", "models": ["m"], "quorum": 2}]}, "quorum"),
         ({"part": [{"kind": "numeric", "wieght": 2}]}, "wieght"),
         ({"part": [{"kind": "numeric"}], "missing": "zero"}, "missing"),
@@ -395,6 +398,6 @@ def test_agreement_counts_what_a_table_would() -> None:
     squares = [0.05**2, 0.15**2, 0.65**2, 0.35**2, 0.75**2]
     assert found.brier == pytest.approx(sum(squares) / 5)
     assert sum(bin.count for bin in found.bins) == 5
-    with pytest.raises(ConfigError, match="not within 0 and 1"):
+    with pytest.raises(ConfigError, match="must be between 0 and 1"):
         agreement([3.0], [True])
     assert agreement([0.9, 0.8], [True, True]).kappa is None

@@ -16,6 +16,7 @@ from batchwright.integrations.trackers import TRACKERS, open_trackers
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import train_sft
 
+pytestmark = pytest.mark.training
 torch.set_num_threads(1)
 
 
@@ -61,12 +62,12 @@ class Memory:
         self.calls.append(("finish",))
 
 
-def test_a_tracker_is_started_told_every_step_and_finished(config: SftConfig) -> None:
+def test_a_tracker_is_started_gets_every_step_and_is_finished(config: SftConfig) -> None:
     tracker = Memory()
     result = train_sft(config, trackers=[tracker])
-    first, *told, last = tracker.calls
-    train = [(step, values) for _, step, values in told if "train/loss" in values]
-    held_out = [(step, values["eval/loss"]) for _, step, values in told if "eval/loss" in values]
+    first, *logged_, last = tracker.calls
+    train = [(step, values) for _, step, values in logged_ if "train/loss" in values]
+    held_out = [(step, values["eval/loss"]) for _, step, values in logged_ if "eval/loss" in values]
 
     assert first[0] == "start"
     assert first[1]["model"] == "tiny"
@@ -150,6 +151,6 @@ def test_a_tracker_that_is_not_installed_says_how_to_get_it(name: str, tmp_path:
 
 
 def test_an_unknown_tracker_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--track comet is not one of tensorboard, wandb, mlflow"):
+    with pytest.raises(ConfigError, match="one of tensorboard, wandb, mlflow, got comet"):
         open_trackers(("tensorboard", "comet"), tmp_path)
     assert open_trackers((), tmp_path) == []

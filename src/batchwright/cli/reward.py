@@ -18,16 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["reward"]
 
-reward = App(name="reward", help="Score responses with rules, judges and monitors.")
+reward = App(name="reward", help="Score responses with rules, LLM judges and monitors.")
 
 Input = Annotated[
     Path,
     Parameter(name=["--input", "-i"], help="Rows with response, ground_truth, dataset, prompt."),
 ]
-Config = Annotated[Path, Parameter(name=["--config", "-c"], help="The parts, as TOML.")]
+Config = Annotated[
+    Path, Parameter(name=["--config", "-c"], help="TOML file with the parts of the reward.")
+]
 Cache = Annotated[
     Path | None,
-    Parameter(help="Where answers are kept; default: the configuration's, else beside the output."),
+    Parameter(help="Response cache; default: that of the config, else next to the output."),
 ]
 
 
@@ -36,12 +38,14 @@ def score(
     *,
     input: Input,
     config: Config,
-    output: Annotated[Path, Parameter(name=["--output", "-o"], help="One row a response.")],
+    output: Annotated[
+        Path, Parameter(name=["--output", "-o"], help="Scores, one row per response.")
+    ],
     cache: Cache = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Score every response; a run that was stopped goes on from the answers it has."""
+    """Score every response; an interrupted run resumes from its cached responses."""
     from batchwright.rewards import RewardsConfig
     from batchwright.rewards.files import read_responses, write_rows
 
@@ -64,7 +68,7 @@ def explain(
     cache: Cache = None,
     format: Format = "text",
 ) -> None:
-    """Show where one score comes from: every part, what was asked and what was answered."""
+    """Explain one score: the value of every part, its prompts and the replies."""
     from batchwright.rewards import RewardsConfig
     from batchwright.rewards.files import read_responses
     from batchwright.rewards.score import plan_work
@@ -72,10 +76,10 @@ def explain(
     settings = RewardsConfig.load(config)
     ids, responses = read_responses(input)
     if id not in ids:
-        raise UnknownSample(f"{input} has no row {id!r}; its {len(ids):,} ids begin with {ids[:3]}")
+        raise UnknownSample(f"{input} has no row {id!r}; its {len(ids):,} ids start with {ids[:3]}")
     work = plan_work([responses[ids.index(id)]], settings.part)
     with _open(settings, cache, None) as scorer:
-        outcomes = scorer.ask(work.requests)
+        outcomes = scorer.call(work.requests)
         (found,) = work.rewards(outcomes)
     parts = []
     for rule, first, end in work.spans[0]:
@@ -112,26 +116,26 @@ def agree(
     *,
     scores: Annotated[Path, Parameter(name=["--scores", "-s"], help="Rows with id and score.")],
     labels: Annotated[
-        Path | None, Parameter(help="Rows with id and label; default: the scores' own.")
+        Path | None, Parameter(help="Rows with id and label; default: the scores file.")
     ] = None,
-    score: Annotated[str, Parameter(help="The column of the scores.")] = "score",
-    label: Annotated[str, Parameter(help="The column of the labels, true or false.")] = "label",
-    low: Annotated[float, Parameter(help="The score that stands for false.")] = 0.0,
-    high: Annotated[float, Parameter(help="The score that stands for true.")] = 1.0,
-    threshold: Annotated[float, Parameter(help="From here on, a scaled score says true.")] = 0.5,
-    plot: Annotated[Path | None, Parameter(help="Draw the calibration as PNG.")] = None,
+    score: Annotated[str, Parameter(help="Column with the scores.")] = "score",
+    label: Annotated[str, Parameter(help="Column with the labels, true or false.")] = "label",
+    low: Annotated[float, Parameter(help="Score that means false.")] = 0.0,
+    high: Annotated[float, Parameter(help="Score that means true.")] = 1.0,
+    threshold: Annotated[float, Parameter(help="Decision threshold of the scaled score.")] = 0.5,
+    plot: Annotated[Path | None, Parameter(help="Write the calibration plot to this PNG.")] = None,
     format: Format = "text",
 ) -> None:
-    """Compare a judge with labels: accuracy, kappa, calibration."""
+    """Compare a judge with labels: accuracy, Cohen's kappa, calibration."""
     from batchwright.rewards import agreement
     from batchwright.rewards.files import values_of
 
     if not low < high:
-        raise ConfigError(f"--low {low} is not below --high {high}")
+        raise ConfigError(f"--low must be below --high, got {low} and {high}")
     given, known = values_of(scores, score), values_of(labels or scores, label)
     both = [id for id in given if id in known]
     if not both:
-        raise ConfigError(f"no id of {scores} is among those of {labels or scores}")
+        raise ConfigError(f"{scores} and {labels or scores} have no id in common")
     values = [_number(given[id]) for id in both]
     found = agreement(
         [(value - low) / (high - low) for value in values],
@@ -149,13 +153,13 @@ def agree(
 def serve(
     *,
     config: Config,
-    port: Annotated[int, Parameter(help="0 takes a free one.")] = 5000,
+    port: Annotated[int, Parameter(help="Port on 127.0.0.1; 0: any free port.")] = 5000,
     missing: Annotated[
         float | None,
-        Parameter(help="The number that stands for a missing reward; default: an error."),
+        Parameter(help="Value of an invalid reward; default: an error."),
     ] = None,
 ) -> None:
-    """Score over HTTP on this machine until Ctrl-C, as OpenRLHF asks remote reward models."""
+    """Serve rewards over HTTP on this machine until Ctrl-C: a remote reward model for OpenRLHF."""
     import asyncio
 
     from batchwright.integrations.openrlhf import RewardFunction
@@ -163,7 +167,7 @@ def serve(
     from batchwright.rewards import RewardsConfig
 
     def started(url: str) -> None:
-        print(f"rewards at {url}; Ctrl-C stops it", flush=True)
+        print(f"serving rewards at {url}; stop with Ctrl-C", flush=True)
 
     function = RewardFunction(RewardsConfig.load(config), missing=missing)
     asyncio.run(serve_function(function, port, started))
@@ -171,7 +175,7 @@ def serve(
 
 @contextmanager
 def _open(settings: "RewardsConfig", cache: Path | None, output: Path | None) -> "Iterator[Scorer]":
-    """A scorer that keeps its answers, so that a second run pays for nothing again."""
+    """A scorer with a response cache, so that a second run makes no call twice."""
     from batchwright.rewards import Scorer
 
     beside = None if output is None else output.with_name(output.name + ".calls.db")
@@ -241,7 +245,7 @@ def _counted(facts: dict[str, Any]) -> str:
     line = f"{facts['valid']:,} of {facts['responses']:,} rewards are valid, mean {mean}"
     if facts["missing"]:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
-        line += f"; left out: {kinds}"
+        line += f"; excluded: {kinds}"
     return line
 
 
@@ -255,13 +259,13 @@ def _explained(data: dict[str, Any]) -> str:
             lines.append(f"  {part['error']}")
         lines += [f"  {name}: {fact}" for name, fact in part["facts"].items()]
         for call in part["calls"]:
-            lines.append(f"  asked {call['model']}:")
-            asked = call["asked"]
-            text = asked if isinstance(asked, str) else "\n".join(m["content"] for m in asked)
+            lines.append(f"  prompt to {call['model']}:")
+            prompt = call["asked"]
+            text = prompt if isinstance(prompt, str) else "\n".join(m["content"] for m in prompt)
             lines += [f"    | {line}" for line in text.splitlines()]
-            answer = call["answered"] if call["failed"] is None else f"({call['failed']})"
-            lines.append(f"  answered{' from the cache' if call['from'] == 'cache' else ''}:")
-            lines += [f"    | {line}" for line in str(answer).splitlines()]
+            reply = call["answered"] if call["failed"] is None else f"({call['failed']})"
+            lines.append(f"  reply{' (cached)' if call['from'] == 'cache' else ''}:")
+            lines += [f"    | {line}" for line in str(reply).splitlines()]
     return "\n".join(lines)
 
 
@@ -270,12 +274,12 @@ def _agreed(found: "Agreement", unlabelled: int) -> str:
 
     rows = [
         ["compared", number(found.count)],
-        ["without a valid score", number(found.missing)],
-        ["without a label", number(unlabelled)],
+        ["no valid score", number(found.missing)],
+        ["no label", number(unlabelled)],
         ["accuracy", percent(found.accuracy)],
-        ["kappa", "-" if found.kappa is None else f"{found.kappa:.3f}"],
-        ["right: true, false", f"{found.true_positive:,}, {found.true_negative:,}"],
-        ["wrong: said true, said false", f"{found.false_positive:,}, {found.false_negative:,}"],
+        ["Cohen's kappa", "-" if found.kappa is None else f"{found.kappa:.3f}"],
+        ["true positives, negatives", f"{found.true_positive:,}, {found.true_negative:,}"],
+        ["false positives, negatives", f"{found.false_positive:,}, {found.false_negative:,}"],
         ["Brier score", f"{found.brier:.4f}"],
         ["calibration error", f"{found.calibration_error:.4f}"],
     ]
@@ -284,7 +288,7 @@ def _agreed(found: "Agreement", unlabelled: int) -> str:
         for b in found.bins
     ]
     return (
-        table(["judge against labels", ""], rows)
+        table(["judge compared with labels", ""], rows)
         + "\n\n"
         + table(["score", "samples", "mean score", "labelled true"], bins)
     )
@@ -297,4 +301,4 @@ def _number(value: Any) -> float:
 def _bool(value: Any, id: str) -> bool:
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
-    raise ConfigError(f"the label of {id!r} is {value!r}; labels are true or false")
+    raise ConfigError(f"the label of {id!r} must be true or false, got {value!r}")

@@ -1,1 +1,1 @@
-"""The signatures other frameworks call."""
+"""Adapters for other frameworks: torch, transformers, TRL, verl, OpenRLHF, Gymnasium, trackers."""

@@ -1,11 +1,11 @@
-"""Rewards for OpenRLHF: a `reward_func` by file, and the same behind HTTP.
+"""Rewards for OpenRLHF: a `reward_func` in a file, or a remote reward model over HTTP.
 
     --remote_rm_url examples/rewards/openrlhf.py          (newer: --reward.remote_url)
     --remote_rm_url http://127.0.0.1:5000/get_reward      batchwright reward serve -c rewards.toml
 
-OpenRLHF has no missing reward: what it is given enters the loss, and an error of the function is
-logged at INFO and passed over. So a missing reward is an error that is printed as well, or a
-number of your choice, never NaN; and once the error budget is spent, every later call fails too.
+OpenRLHF has no invalid reward: every number enters the loss, and an exception of the function is
+logged at INFO and ignored. So an invalid reward is an error that is printed too, or a number of
+your choice, never NaN; and once the error budget is exceeded, every later call fails as well.
 """
 
 import asyncio
@@ -33,18 +33,18 @@ from batchwright.rewards.compute import scorer_for
 from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.files import response_of
 from batchwright.rewards.reward import Response
-from batchwright.rewards.scorer import Column, Scorer
+from batchwright.rewards.score import Column, Scorer
 
-__all__ = ["RewardFunction", "app_of", "responses_of", "reward_func", "serve", "tensors_of"]
+__all__ = ["RewardFunction", "responses_of", "reward_func", "serve"]
 
 _SPECIAL = re.compile(r"(?:\s*(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>))+\s*$")
-"""What decoding with special tokens leaves behind the words."""
-_LAST = (BudgetExceeded, NoServer)
-"""After these nothing can be scored; to go on would be to learn from nothing."""
+"""Special tokens at the end of a decoded text."""
+_FATAL = (BudgetExceeded, NoServer)
+"""Errors after which every later call fails too, so that training cannot go on without rewards."""
 
 
 class RewardFunction:
-    """`reward_func(queries, prompts, labels)` of a configuration; threads may call it at once."""
+    """`reward_func(queries, prompts, labels)` of a configuration; it is thread-safe."""
 
     def __init__(
         self, config: RewardsConfig | str | Path | None = None, *, missing: Missing | None = None
@@ -54,24 +54,25 @@ class RewardFunction:
         self._scorer: Scorer | None = None
         self._lock = threading.Lock()
         self._stopped: BatchwrightError | None = None
-        self._said: set[type] = set()
+        self._printed: set[type] = set()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _remade, (self._given, self._missing)
+        return _unpickle, (self._given, self._missing)
 
     @property
     def scorer(self) -> Scorer:
-        """Made when it is first asked for, in whatever process that is."""
+        """Made on first use, in each process."""
         with self._lock:
             if self._scorer is None:
                 if isinstance(self._given, RewardsConfig):
                     found = Scorer(self._given)
                 else:
                     found = scorer_for(None if self._given is None else str(self._given))
-                if (self._missing or found.config.missing) == "mask":
+                missing = found.config.missing if self._missing is None else self._missing
+                if missing == "mask":
                     raise ConfigError(
-                        "missing = mask is not possible with OpenRLHF, where NaN would enter the "
-                        "loss; choose raise or a number"
+                        "missing must be raise or a number with OpenRLHF, got mask; "
+                        "NaN would enter the loss"
                     )
                 self._scorer = found
             return self._scorer
@@ -79,29 +80,29 @@ class RewardFunction:
     def __call__(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
     ) -> dict[str, Any]:
-        """`rewards`, `scores` and `extra_logs` as tensors, one entry a query."""
+        """`rewards`, `scores` and `extra_logs` as tensors, one entry per query."""
         try:
             self._check()
             rewards = self.scorer.score(responses_of(queries, prompts, labels))
             rows = self.scorer.columns(rewards, self._missing)
         except BatchwrightError as error:
-            self._loud(error)
+            self._report(error)
             raise
-        return tensors_of(rows)
+        return _tensors(rows)
 
     async def lists(self, queries: Any, prompts: Any, labels: Any) -> dict[str, Any]:
-        """The same as plain lists, from inside an event loop: the HTTP form."""
+        """The same as lists, from inside an event loop: the body of an HTTP response."""
         try:
             self._check()
             rewards = await self.scorer.ascore(responses_of(queries, prompts, labels))
             rows = self.scorer.columns(rewards, self._missing)
         except BatchwrightError as error:
-            self._loud(error)
+            self._report(error)
             raise
-        return _plain(tensors_of(rows))
+        return _plain(_tensors(rows))
 
     def close(self) -> None:
-        """End the pool of this process."""
+        """Close the pool of this process."""
         if self._scorer is not None:
             self._scorer.close()
 
@@ -109,29 +110,29 @@ class RewardFunction:
         if self._stopped is not None:
             raise self._stopped
 
-    def _loud(self, error: BatchwrightError) -> None:
+    def _report(self, error: BatchwrightError) -> None:
         with self._lock:
-            if isinstance(error, _LAST):
+            if isinstance(error, _FATAL):
                 self._stopped = error
-            first = type(error) not in self._said
-            self._said.add(type(error))
+            first = type(error) not in self._printed
+            self._printed.add(type(error))
         if first:
-            # OpenRLHF logs what a reward function raises at INFO, which nobody sees.
+            # OpenRLHF logs exceptions of a reward function at INFO, where they are not seen.
             print(f"batchwright: no reward: {error}", file=sys.stderr, flush=True)
 
 
-def _remade(given: Any, missing: Missing | None) -> RewardFunction:
+def _unpickle(given: Any, missing: Missing | None) -> RewardFunction:
     return RewardFunction(given, missing=missing)
 
 
 reward_func = RewardFunction()
-"""The reward that BATCHWRIGHT_REWARDS names, or that of the document's environment."""
+"""The reward of the file in BATCHWRIGHT_REWARDS, or of the other environment variables."""
 
 
 def responses_of(
     queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]
 ) -> list[Response]:
-    """OpenRLHF's texts as responses: a query is a prompt and what was written after it.
+    """OpenRLHF's texts as responses: a query is a prompt followed by the response.
 
     A label is the truth, or a JSON object with `ground_truth`, `data_source`, `extra_info`.
 
@@ -140,8 +141,8 @@ def responses_of(
     """
     if not len(queries) == len(prompts) == len(labels):
         raise Mismatch(
-            f"{len(queries)} queries, {len(prompts)} prompts and {len(labels)} labels are not "
-            f"three equal lists"
+            f"{len(queries)} queries, {len(prompts)} prompts and {len(labels)} labels; "
+            f"pass three lists of equal length"
         )
     rows = zip(queries, prompts, labels, strict=True)
     return [_response(query, prompt, label) for query, prompt, label in rows]
@@ -150,7 +151,7 @@ def responses_of(
 def _response(query: Any, prompt: Any, label: Any) -> Response:
     text = query
     if isinstance(query, str) and isinstance(prompt, str):
-        # A long prompt is cut from the left before the model sees it.
+        # A long prompt is truncated from the left before the model sees it.
         for part in (prompt, prompt[-200:]):
             _, found, after = query.partition(part)
             if found and part:
@@ -168,8 +169,8 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
     return response_of({**row, "prompt": prompt, "response": text})
 
 
-def tensors_of(rows: Sequence[dict[str, Column]]) -> dict[str, Any]:
-    """Rows as what OpenRLHF reads; words are left out of its logs, which are numbers."""
+def _tensors(rows: Sequence[dict[str, Column]]) -> dict[str, Any]:
+    """Rows in OpenRLHF's format; text columns are left out, because its logs are numbers."""
     columns = [name for name in (rows[0] if rows else ()) if name not in ("score", "why")]
     logs = {
         name: torch.tensor([float(row[name]) for row in rows])
@@ -187,11 +188,11 @@ def _plain(found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def app_of(function: RewardFunction) -> web.Application:
-    """The HTTP form: POST {"query": [...], "prompts": [...], "labels": [...]} as JSON."""
+def _app(function: RewardFunction) -> web.Application:
+    """The HTTP server: POST {"query": [...], "prompts": [...], "labels": [...]} as JSON."""
 
     async def post(request: web.Request) -> web.Response:
-        # A page in a browser of this machine cannot send JSON here unasked; a form it can.
+        # Against cross-site requests: a web page can post a form here without CORS, but not JSON.
         if request.content_type != "application/json":
             return web.json_response({"error": "send application/json"}, status=415)
         try:
@@ -200,7 +201,7 @@ def app_of(function: RewardFunction) -> web.Application:
             if not all(isinstance(column, list) for column in texts):
                 raise UnknownSample("query, prompts and labels must be lists")
         except (ValueError, KeyError, TypeError, UnknownSample) as error:
-            reason = f"send query, prompts and labels, lists of one length: {error}"
+            reason = f"send query, prompts and labels, lists of equal length: {error}"
             return web.json_response({"error": reason}, status=400)
         try:
             found = await function.lists(*texts)
@@ -217,13 +218,13 @@ def app_of(function: RewardFunction) -> web.Application:
 async def serve(
     function: RewardFunction, port: int, started: Callable[[str], None] | None = None
 ) -> None:
-    """Serve on 127.0.0.1 until SIGINT or SIGTERM; `started` is told the address."""
-    function.scorer  # noqa: B018 - a wrong configuration is known before anybody connects
+    """Serve on 127.0.0.1 until SIGINT or SIGTERM; `started` gets the URL."""
+    function.scorer  # noqa: B018 - a wrong configuration fails before anyone connects
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(name, stop.set)
-    runner = web.AppRunner(app_of(function), access_log=None)
+    runner = web.AppRunner(_app(function), access_log=None)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)
@@ -231,8 +232,8 @@ async def serve(
             await site.start()
         except OSError as error:
             raise NoServer(
-                f"port {port} of 127.0.0.1 cannot be had ({error.strerror}); name another, "
-                f"or --port 0 for a free one"
+                f"cannot listen on port {port} of 127.0.0.1 ({error.strerror}); choose another, "
+                f"or --port 0 for any free port"
             ) from None
         if started is not None:
             host, taken = runner.addresses[0][:2]

@@ -1,6 +1,6 @@
-"""A plan behind torch's `DataLoader`, resumed to the very batch.
+"""A batch plan in torch's `DataLoader`, resumable at every batch.
 
-The sampler names the next microbatch, the dataset reads its samples, the collator lays them out:
+The sampler names the next microbatch, the dataset reads its samples, the collator makes tensors:
 
     plan = BatchPlan.load("plan").shard(rank, world_size)
     sampler = PlanBatchSampler(plan)
@@ -12,9 +12,9 @@ The sampler names the next microbatch, the dataset reads its samples, the collat
             done = batch.pop("microbatch")
             ...  # train on what is left in batch, scaled by done.weight; save done.state
 
-A loader with workers asks the sampler for batches well before the loop trains on them, so the
-sampler alone cannot know what was trained on. Therefore every batch brings the state to save
-once it is done. torchdata's `StatefulDataLoader` counts for itself: save its own `state_dict`.
+A loader with workers prefetches batches before the loop trains on them, so the sampler cannot know
+what was trained on. Therefore every batch carries the state to save after it. torchdata's
+`StatefulDataLoader` does this itself: save its own `state_dict`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from batchwright.errors import BadRow, ConfigError, Mismatch, need
 
 need("torch", extra="train")
 
-import torch  # noqa: E402 - only now is it known to be there
+import torch  # noqa: E402 - after the check that it is installed
 from torch.utils.data import Dataset, Sampler  # noqa: E402
 
 __all__ = ["MicrobatchKey", "PlanBatchSampler", "PlanCollate", "PlanDataset"]
@@ -49,19 +49,19 @@ State = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchKey:
-    """Names a microbatch on its way to the dataset, and comes back under `batch["microbatch"]`."""
+    """Names a microbatch for the dataset, and is returned as `batch["microbatch"]`."""
 
     epoch: int
     index: int
-    """Place in the epoch, counted over all ranks: `plan.batch(epoch, index)`."""
+    """Index in the epoch over all ranks: `plan.batch(epoch, index)`."""
     weight: float
-    """0 for a filler that evens out the ranks, else 1."""
+    """0 for a filler that gives all ranks the same number of batches, else 1."""
     state: State
-    """What to give to `PlanBatchSampler.load_state_dict` when this microbatch is done."""
+    """For `PlanBatchSampler.load_state_dict`, to resume after this microbatch."""
 
 
-class _Place(NamedTuple):
-    """An optimizer step of an epoch, and how many of its microbatches this rank has done."""
+class _Position(NamedTuple):
+    """An optimizer step of an epoch, and how many of its microbatches this rank has finished."""
 
     epoch: int
     microbatch: int
@@ -71,9 +71,9 @@ class _Place(NamedTuple):
 class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
     """The microbatches of one rank, in the order of its plan, for `DataLoader(batch_sampler=...)`.
 
-    One iteration is what is left of an epoch. When it has run to its end the next one is the
-    next epoch; one that was broken off begins again where it began. A loader with workers
-    reaches the end before the loop does, so a loop that breaks off calls `set_epoch`.
+    One iteration is the rest of an epoch. After it has run to its end the next one is the next
+    epoch; one that was interrupted starts again where it started. A loader with workers reaches
+    the end before the loop does, so a loop that breaks calls `set_epoch`.
 
     >>> from batchwright.batching import BatchingConfig, BatchPlanBuilder
     >>> plan = BatchPlanBuilder({"a": 3, "b": 9, "c": 4}, BatchingConfig(token_budget=10,
@@ -88,23 +88,23 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
     """
 
     def __init__(self, plan: BatchPlan, *, epoch: int = 0) -> None:
-        plan.num_microbatches(epoch)  # refuses an epoch that is not there
+        plan.num_microbatches(epoch)  # raises if there is no such epoch
         self._plan = plan
-        self._start = self._done = _Place(epoch, 0, 0)
+        self._start = self._done = _Position(epoch, 0, 0)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration, or of the one that is running."""
+        """The epoch of the current or next iteration."""
         return self._start.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of `epoch`; in the middle of that very epoch, stay."""
+        """Go to the start of `epoch`; inside that epoch, stay at the position."""
         if epoch != self.epoch:
             self._plan.num_microbatches(epoch)
-            self._start = self._done = _Place(epoch, 0, 0)
+            self._start = self._done = _Position(epoch, 0, 0)
 
     def __len__(self) -> int:
-        """Batches of this rank in the whole current epoch, wherever in it the sampler stands."""
+        """Batches of this rank in the whole current epoch, whatever the position."""
         return len(self._plan.epoch(self.epoch))
 
     def __iter__(self) -> Iterator[list[MicrobatchKey]]:
@@ -114,15 +114,16 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
             count = len(step.microbatches)
             for number, batch in enumerate(step.microbatches[skip:], skip + 1):
                 at = (step.first, number) if number < count else (step.stop, 0)
-                self._done = _Place(start.epoch, *at)
+                self._done = _Position(start.epoch, *at)
                 yield [MicrobatchKey(batch.epoch, batch.index, batch.weight, self.state_dict())]
             skip = 0
-        self._start = self._done = _Place(start.epoch + 1, 0, 0)
+        self._start = self._done = _Position(start.epoch + 1, 0, 0)
 
     def state_dict(self) -> State:
-        """Where the sampler stands, counted over all ranks and the same on each.
+        """The position over all ranks, the same on each.
 
-        After the last microbatch of an epoch that is its end: what is left is an empty iteration.
+        After the last microbatch of an epoch it is the end of that epoch: the next iteration is
+        empty.
         """
         return {
             "plan": self._plan.whole_fingerprint,
@@ -132,18 +133,18 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, saved by whichever rank.
+        """Resume from a state that any rank saved.
 
-        Between optimizer steps any number of ranks may take over. Inside a step only as many as
-        saved it can: others would share the rest of the step among them differently.
+        Between optimizer steps the number of ranks may change. Inside a step it may not: the rest
+        of the step would be sharded differently.
         """
         try:
             plan, ranks = state["plan"], (state["world_size"], state["balance"])
-            start = _Place(*(int(state[name]) for name in _Place._fields))
+            start = _Position(*(int(state[name]) for name in _Position._fields))
         except (KeyError, TypeError, ValueError):
             raise Mismatch(
-                f"this is no state of a PlanBatchSampler: {state!r:.200}; give what "
-                f"batch['microbatch'].state or state_dict() gave"
+                f"not a state of PlanBatchSampler: {state!r:.200}; pass "
+                f"batch['microbatch'].state or the result of state_dict()"
             ) from None
         if plan != self._plan.whole_fingerprint:
             raise Mismatch(
@@ -153,8 +154,8 @@ class PlanBatchSampler(Sampler[list[MicrobatchKey]]):
         own = (self._shard.world_size, self._shard.balance)
         if start.offset and ranks != own:
             raise Mismatch(
-                f"the state stands inside an optimizer step of {ranks[0]} ranks ({ranks[1]}), here "
-                f"are {own[0]} ({own[1]}); go on with as many, or from a state whose offset is 0"
+                f"the state is inside a step of {ranks[0]} ranks ({ranks[1]}), now there "
+                f"are {own[0]} ({own[1]}); resume with as many, or from a state with offset 0"
             )
         self._start = self._done = start
 
@@ -167,17 +168,17 @@ Loaded = tuple[MicrobatchKey, MicrobatchSpec, dict[int, Sample]]
 
 
 class PlanDataset(Dataset[Loaded]):
-    """Reads the samples of a microbatch, which `PlanCollate` then lays out.
+    """Reads the samples of a microbatch for `PlanCollate`.
 
     `read` is one of
 
         a function      from the row number to its `Sample`
-        rows            a sequence of {"input_ids", and "loss_mask" or "labels" if not all count}
+        rows            a sequence of {"input_ids", optionally "loss_mask" or "labels"}
         a source        of `open_source`, or one for each part of a mixture, with its `tokenizer`
 
-    Forked workers share it with their parent. Spawned ones are sent its arguments, which must be
-    picklable then: a lambda is not. Give `plan` as the folder it is saved in, and each of them
-    maps that folder instead of being sent its content.
+    Forked workers share it with their parent. For spawned ones its arguments are pickled, so a
+    lambda does not work; pass `plan` as a folder, and each worker memory-maps it instead of
+    receiving a copy.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class PlanDataset(Dataset[Loaded]):
         batch = self._plan.batch(key.epoch, key.index)
         if not key.weight:
             batch = batch.as_filler()
-        # A sample that was split may stand in a batch several times; it is read once.
+        # A split sample may be in a batch several times; it is read once.
         return key, batch, {item: self._read(item) for item in set(batch.items.tolist())}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -202,17 +203,17 @@ class PlanDataset(Dataset[Loaded]):
 
 
 class PlanCollate:
-    """Tensors of a microbatch, under the names that transformers' models take.
+    """Tensors of a microbatch, named as the models of transformers take them.
 
     `rows` gives input_ids, attention_mask, labels, position_ids and segment_ids, each [R, L];
     segment -1 is padding. Rows of a packed plan need a mask built from segment_ids, because
-    attention_mask tells samples from padding, not from each other. `flat` lays the samples end
-    to end without padding, as `DataCollatorWithFlattening` does: input_ids, labels, position_ids
+    attention_mask separates samples from padding, not from each other. `flat` concatenates the
+    samples without padding, as `DataCollatorWithFlattening` does: input_ids, labels, position_ids
     and seq_idx [1, T], cu_seq_lens_q and _k, max_length_q and _k. `auto` is flat for packed plans.
 
-    `batch["microbatch"]` is a `MicrobatchKey`; take it out, and the rest is for the model. No
-    label of a filler counts, so its mean loss is NaN: sum losses, and divide by the number of
-    labels that count in the step over all ranks.
+    `batch["microbatch"]` is a `MicrobatchKey`; pop it, and the rest is for the model. All labels
+    of a filler are -100, so its mean loss is NaN: sum losses, and divide by the number of other
+    labels in the step over all ranks.
 
     >>> from torch.utils.data import DataLoader
     >>> from batchwright.batching import BatchingConfig, BatchPlanBuilder
@@ -232,16 +233,16 @@ class PlanCollate:
         format: Literal["auto", "rows", "flat"] = "auto",
     ) -> None:
         if format not in ("auto", "rows", "flat"):
-            raise ConfigError(f"format={format!r} is not auto, rows or flat")
+            raise ConfigError(f"format must be auto, rows or flat, got {format!r}")
         if format == "auto":
             format = "flat" if plan.config.layout == "packed" else "rows"
-        self._lay = _flat if format == "flat" else _rows
+        self._layout = _flat if format == "flat" else _rows
         self._pad_id = pad_id
 
     def __call__(self, loaded: list[Loaded]) -> dict[str, Any]:
         ((key, batch, samples),) = loaded
         collated = collate(batch, samples.__getitem__, pad_id=self._pad_id)
-        return {**self._lay(collated), "microbatch": key}
+        return {**self._layout(collated), "microbatch": key}
 
 
 def _rows(batch: CollatedBatch) -> dict[str, Any]:
@@ -273,8 +274,8 @@ def _reader(plan: BatchPlan, read: Any, tokenizer: Tokenizer | None) -> SampleRe
     if tokenizer is not None:
         if plan.tokenizer_hash not in ("unknown", tokenizer.fingerprint):
             raise Mismatch(
-                f"the plan was made for tokenizer {plan.tokenizer_hash}, {tokenizer.name} is "
-                f"{tokenizer.fingerprint}; give the tokenizer it was built with"
+                f"the plan was built with tokenizer {plan.tokenizer_hash}, {tokenizer.name} is "
+                f"{tokenizer.fingerprint}; pass the tokenizer it was built with"
             )
         sources = read if isinstance(read, list | tuple) else [read]
         return sample_reader(sources, tokenizer, plan.ids, [name for name, _, _ in plan.sources])
@@ -282,8 +283,8 @@ def _reader(plan: BatchPlan, read: Any, tokenizer: Tokenizer | None) -> SampleRe
         return read  # type: ignore[no-any-return]
     if len(read) != len(plan.ids):
         raise Mismatch(
-            f"the plan has {len(plan.ids):,} samples, {len(read):,} rows are given; "
-            f"give the rows it was built from"
+            f"the plan has {len(plan.ids):,} samples, got {len(read):,} rows; "
+            f"pass the rows it was built from"
         )
     return _Rows(read, plan.ids)
 
@@ -296,7 +297,7 @@ class _Rows:
     def __call__(self, item: int) -> Sample:
         row, name = self.rows[item], self.ids[item]
         if "input_ids" not in row:
-            raise BadRow(f"row {item} has no input_ids but {sorted(row)}; give a tokenizer as well")
+            raise BadRow(f"row {item} has no input_ids but {sorted(row)}; pass a tokenizer as well")
         tokens = np.asarray(row["input_ids"], np.int32)
         counts = np.ones(len(tokens), bool)
         if row.get("loss_mask") is not None:
@@ -307,8 +308,11 @@ class _Rows:
             if len(labels) == len(tokens) and (labels != tokens)[counts].any():
                 raise BadRow(
                     f"the labels of row {item} are neither its input_ids nor {IGNORE}; "
-                    f"a label is its own token, the model shifts them"
+                    f"labels are not shifted, the model does that"
                 )
         if len(counts) != len(tokens):
-            raise BadRow(f"row {item} marks {len(counts)} of its {len(tokens)} tokens for the loss")
+            raise BadRow(
+                f"row {item} has {len(tokens)} input_ids and {len(counts)} labels or mask entries; "
+                f"they must be of equal length"
+            )
         return Sample(input_ids=tokens, loss_mask=counts.astype(np.uint8), sample_id=name)

@@ -11,7 +11,7 @@ __all__ = ["TRACKERS", "MlflowTracker", "TensorBoardTracker", "WandbTracker", "o
 
 
 class TensorBoardTracker:
-    """Writes `tensorboard/` into the run directory."""
+    """Writes event files to `tensorboard/` in the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         need("tensorboard", extra="track")
@@ -34,7 +34,7 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run named after the run directory; `WANDB_MODE=offline` keeps it here."""
+    """A Weights & Biases run named after the run directory; `WANDB_MODE=offline` keeps it local."""
 
     def __init__(self, run_dir: Path) -> None:
         self._wandb = need("wandb", extra="track")
@@ -58,7 +58,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """An MLflow run; `MLFLOW_TRACKING_URI` says where, else `mlflow.db` in the run directory."""
+    """An MLflow run at `MLFLOW_TRACKING_URI`, by default in `mlflow.db` of the run directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self._mlflow = need("mlflow", extra="track")
@@ -66,7 +66,7 @@ class MlflowTracker:
 
     def start(self, config: Mapping[str, Any]) -> None:
         if "MLFLOW_TRACKING_URI" not in os.environ:
-            # A database: MLflow no longer takes a plain folder.
+            # SQLite: MLflow no longer accepts a plain folder.
             self._mlflow.set_tracking_uri(f"sqlite:///{(self._run_dir / 'mlflow.db').resolve()}")
         self._mlflow.set_experiment("batchwright")
         self._mlflow.start_run(run_name=self._run_dir.name)
@@ -83,8 +83,8 @@ TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": 
 
 
 def open_trackers(names: Sequence[str], run_dir: Path) -> list[Any]:
-    """The trackers of these names, for a run in `run_dir`; they write nothing before `start`."""
+    """The trackers of these names for a run in `run_dir`; they write nothing before `start`."""
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
-        raise ConfigError(f"--track {unknown[0]} is not one of {', '.join(TRACKERS)}")
+        raise ConfigError(f"--track must be one of {', '.join(TRACKERS)}, got {unknown[0]}")
     return [TRACKERS[name](run_dir) for name in names]

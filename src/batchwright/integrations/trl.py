@@ -1,10 +1,10 @@
-"""Reward functions for TRL's GRPO and RLOO trainers; a reward that is missing is None there.
+"""Reward functions for TRL's GRPO and RLOO trainers, where an invalid reward is None.
 
     trainer = GRPOTrainer(..., reward_funcs=AsyncRewardFunction("rewards.toml"))
 
-TRL leaves a sample out of its group's mean and deviation if *every* reward function gave None for
-it; beside a second function, None counts as 0. So put all parts into one configuration and hand
-TRL this one function: then a missing part makes a missing sample.
+TRL excludes a sample from the mean and standard deviation of its group if *every* reward function
+returned None for it; with a second function, None counts as 0. So put all parts into one
+configuration and pass TRL this one function: then an invalid part excludes the sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +14,8 @@ from typing import Any
 from batchwright.errors import Mismatch
 from batchwright.rewards.config import RewardsConfig
 from batchwright.rewards.files import response_of
-from batchwright.rewards.reward import Response, Reward, words
-from batchwright.rewards.scorer import Scorer
+from batchwright.rewards.reward import Response, Reward, message_text
+from batchwright.rewards.score import Scorer
 
 __all__ = ["AsyncRewardFunction", "RewardFunction", "responses_of"]
 
@@ -23,7 +23,7 @@ _NOT_COLUMNS = {"completion_ids", "trainer_state", "log_extra", "log_metric", "e
 
 
 class _Scores:
-    """What both functions share: TRL's columns to responses, rewards to numbers and gaps."""
+    """What both functions share: rewards to TRL's list of numbers and None, and to its logs."""
 
     def __init__(
         self, config: RewardsConfig | str | Path, *, name: str = "batchwright", extra: bool = True
@@ -31,11 +31,11 @@ class _Scores:
         settings = config if isinstance(config, RewardsConfig) else RewardsConfig.load(config)
         self.scorer = Scorer(settings)
         self.extra = extra
-        # TRL shows this name in its logs.
+        # The name of the function in the logs of TRL.
         self.__name__ = name
 
     def close(self) -> None:
-        """End the pool of this process."""
+        """Close the pool of this process."""
         self.scorer.close()
 
     def _numbers(self, rewards: Sequence[Reward], columns: Mapping[str, Any]) -> list[float | None]:
@@ -55,9 +55,9 @@ class _Scores:
 class RewardFunction(_Scores):
     """Scores a batch for TRL; all calls of the batch are in flight together.
 
-    Columns of the data set are found by their names: the truth as `ground_truth`, `answer`,
-    `truth`, `reference` or `label`, the data set as `dataset` or `data_source`; all others can be
-    used in templates. It can be sent to other processes, each opens its own pool.
+    Columns of the data set are found by name: the truth as `ground_truth`, `answer`, `truth`,
+    `reference` or `label`, the data set as `dataset` or `data_source`; all others can be used in
+    templates. It can be pickled: each process opens its own pool.
 
     >>> from batchwright.rewards import RewardsConfig
     >>> reward = RewardFunction(RewardsConfig.of({"part": [{"kind": "numeric"}]}))
@@ -73,7 +73,7 @@ class RewardFunction(_Scores):
 
 
 class AsyncRewardFunction(_Scores):
-    """The same as a coroutine, for which TRL's loop does not stand still."""
+    """`RewardFunction` as a coroutine, so that TRL runs it concurrently with other functions."""
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
@@ -85,10 +85,10 @@ class AsyncRewardFunction(_Scores):
 def responses_of(
     prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]
 ) -> list[Response]:
-    """What TRL hands over as responses; texts and lists of messages are both understood.
+    """TRL's arguments as responses; both texts and lists of chat messages are accepted.
 
     Raises:
-        Mismatch: prompts or a column have another length than the completions.
+        Mismatch: prompts or a column differ in length from the completions.
     """
     given = {"prompt": list(prompts), "response": list(completions)}
     for name, values in columns.items():
@@ -96,6 +96,6 @@ def responses_of(
             given.setdefault(name, list(values))
     sizes = {name: len(values) for name, values in given.items()}
     if len(set(sizes.values())) > 1:
-        raise Mismatch(f"the columns of a batch differ in length: {sizes}; give one entry a sample")
+        raise Mismatch(f"columns of a batch differ in length: {sizes}; pass one entry per sample")
     rows = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]
-    return [response_of({**row, "response": words(row["response"])}) for row in rows]
+    return [response_of({**row, "response": message_text(row["response"])}) for row in rows]

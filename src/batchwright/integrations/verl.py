@@ -1,11 +1,11 @@
-"""Rewards for verl: functions for its managers, a manager, and advantages without invalid samples.
+"""Rewards for verl: reward functions, a reward manager, and GRPO without invalid samples.
 
-verl has no missing reward. Between the reward and the advantages it keeps one number a sample, so
-an invalid reward can only travel as NaN: `missing = "mask"` lets it, and the advantage estimator
-`batchwright_grpo` leaves it out. Under any other estimator NaN spoils the whole group, so without
+verl has no invalid reward: it passes one number per sample to the advantage estimator, so an
+invalid reward can only be NaN. `missing = "mask"` makes it NaN, and the advantage estimator
+`batchwright_grpo` excludes it. With any other estimator NaN spreads to the whole group, so without
 `batchwright_grpo` choose `missing = "raise"`, which is the default, or a number.
 
-Importing this module registers both with verl, where verl is installed. verl imports it by
+Importing this module registers manager and estimator, if verl is installed. verl imports it by
 `custom_reward_function.path`, by `reward_manager.module.path`, or in every process by
 VERL_USE_EXTERNAL_MODULES=batchwright.integrations.verl.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchwright.errors import ConfigError
 from batchwright.rewards.compute import acompute_score, compute_score, scorer_for
-from batchwright.rewards.reward import Response, words
+from batchwright.rewards.reward import Response, message_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,17 +30,16 @@ __all__ = [
     "acompute_score",
     "compute_score",
     "response_of_item",
-    "settings_of",
 ]
 
 ESTIMATOR = "batchwright_grpo"
 """`algorithm.adv_estimator=batchwright_grpo`"""
 MANAGER = "batchwright"
-"""`reward.reward_manager.name` once this module was imported; by importlib it is RewardManager."""
+"""`reward.reward_manager.name` after this module was imported; by importlib: RewardManager."""
 
 
 def response_of_item(item: Any, text: str) -> Response:
-    """One item of verl's DataProto as a response; with its prompt, which functions do not get."""
+    """One item of verl's DataProto as a response, with its prompt, which reward functions lack."""
     known = item.non_tensor_batch
     extra = dict(known.get("extra_info") or {})
     extra |= dict(known.get("tool_extra_fields") or {})
@@ -49,42 +48,44 @@ def response_of_item(item: Any, text: str) -> Response:
     if prompt is None:
         prompt = extra.get("prompt", extra.get("question", ""))
     truth = (known.get("reward_model") or {}).get("ground_truth")
-    return Response(text, truth, str(known.get("data_source", "")), str(words(prompt)), extra)
+    return Response(
+        text, truth, str(known.get("data_source", "")), str(message_text(prompt)), extra
+    )
 
 
-def settings_of(config: Any) -> Mapping[str, Any]:
-    """What stands under `reward.batchwright`: `config`, the file, and `missing`.
+def _settings(config: Any) -> Mapping[str, Any]:
+    """The settings under `reward.batchwright`: `config`, a TOML file, and `missing`.
 
     Raises:
-        ConfigError: a word that is not known, or a function besides, which would never be called.
+        ConfigError: an unknown key, or a custom reward function, which would never be called.
     """
     reward = config.reward
     found = dict(reward.get("batchwright") or {})
     if unknown := sorted(set(found) - {"config", "missing"}):
-        raise ConfigError(f"reward.batchwright has {unknown}; it takes config and missing")
+        raise ConfigError(f"reward.batchwright has {unknown}; allowed keys: config, missing")
     if (reward.get("custom_reward_function") or {}).get("path"):
         raise ConfigError(
-            "custom_reward_function.path is set, and the manager batchwright calls no function; "
-            "leave it out, or choose the manager naive"
+            "custom_reward_function.path is set, and the manager batchwright never calls it; "
+            "remove it, or choose the manager naive"
         )
     return found
 
 
-def _there(module: str) -> bool:
+def _installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
-        # A package above it is not there.
+        # Its parent package is not installed.
         return False
 
 
-if _there("verl.experimental.reward_loop.reward_manager"):
+if _installed("verl.experimental.reward_loop.reward_manager"):
     from verl.experimental.reward_loop.reward_manager import register
     from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
     @register(MANAGER)
     class RewardManager(RewardManagerBase):  # type: ignore[misc]
-        """Scores each sample as its rollout ends; samples of a worker share one pool."""
+        """Scores each sample when its rollout ends; the samples of a worker share one pool."""
 
         def __init__(
             self,
@@ -95,13 +96,13 @@ if _there("verl.experimental.reward_loop.reward_manager"):
             reward_model_tokenizer: Any = None,
         ) -> None:
             super().__init__(config, tokenizer, compute_score)
-            given = settings_of(config)
+            given = _settings(config)
             self.missing = given.get("missing")
             self.scorer = scorer_for(given.get("config"))
 
         async def run_single(self, data: Any) -> dict[str, Any]:
-            """verl's reward of one sample: its number, and every column of it."""
-            # Of several sequences the last one is scored, as by verl's other managers.
+            """The reward of one sample in verl's format: its score and all columns."""
+            # Of several sequences the last one is scored, as in verl's other managers.
             item = data[-1:][0]
             ids = item.batch["responses"]
             length = int(item.batch["attention_mask"][-ids.shape[-1] :].sum())
@@ -115,7 +116,7 @@ if _there("verl.experimental.reward_loop.reward_manager"):
     __all__ += ["RewardManager"]
 
 
-if _there("verl"):
+if _installed("verl"):
     import torch
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
@@ -127,10 +128,9 @@ if _there("verl"):
         config: Any = None,
         **_: Any,
     ) -> "tuple[torch.Tensor, torch.Tensor]":
-        """verl's GRPO over the samples whose reward is a number; the others have advantage 0.
+        """verl's GRPO over the samples with a finite reward; the others get advantage 0.
 
-        So has a sample that is the only valid one left of its group: nothing is known of how it
-        compares.
+        So does the only valid sample of a group: there is nothing to compare it with.
         """
         valid = torch.isfinite(token_level_rewards.sum(dim=-1))
         groups: dict[Any, list[int]] = {}

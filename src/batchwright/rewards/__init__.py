@@ -2,7 +2,7 @@
 
     responses -> requests of all parts -> outcomes -> parts -> rewards
 
-`score.py` is where the steps meet.
+`score.py` is where these steps come together.
 """
 
 from batchwright.rewards.advantages import group_advantages
@@ -22,8 +22,7 @@ from batchwright.rewards.rules import (
     Rule,
     Verbosity,
 )
-from batchwright.rewards.score import ascore_all, score_all
-from batchwright.rewards.scorer import Scorer
+from batchwright.rewards.score import Scorer, ascore_all, score_all
 
 __all__ = [
     "Agreement",

@@ -1,4 +1,4 @@
-"""Advantages within groups, as GRPO takes them, with the invalid rewards left out."""
+"""Group-relative advantages, as in GRPO, with invalid rewards left out."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ def group_advantages(
     scale: bool = True,
     epsilon: float = 1e-6,
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """How much better than its group each response was, and which of them may be learned from.
+    """The advantage of each response over its group, and which of them may enter the loss.
 
-    Mean and deviation of a group are taken over its valid rewards alone. Invalid ones, and a
-    valid one that has no valid neighbour to be compared with, get advantage 0 and False. A
-    reward that is not finite is invalid. With `scale`, differences are divided by the group's
-    standard deviation plus `epsilon`.
+    Mean and standard deviation of a group are those of its valid rewards. Invalid ones, and a
+    valid one that is alone in its group, get advantage 0 and False. A reward that is not finite
+    is invalid. With `scale`, advantages are divided by the group's standard deviation plus
+    `epsilon`.
 
     >>> values, usable = group_advantages([1, 0, 9, 0, 1], "aaabb", valid=[1, 1, 0, 1, 1])
     >>> values.round(2).tolist(), usable.tolist()
@@ -35,10 +35,13 @@ def group_advantages(
     if valid is not None:
         given = np.asarray(valid, dtype=bool)
         if given.shape != values.shape:
-            raise Mismatch(f"{len(values)} rewards have {given.size} validity bits; give one each")
+            raise Mismatch(f"{len(values)} rewards and {given.size} validity flags; pass one each")
         usable &= given
     if values.ndim != 1 or names.shape != values.shape:
-        raise Mismatch(f"rewards {values.shape} and groups {names.shape} are not two equal lists")
+        raise Mismatch(
+            f"rewards and groups must be lists of equal length, got shapes {values.shape} and "
+            f"{names.shape}"
+        )
     _, members = np.unique(names, return_inverse=True)
     count = np.bincount(members, usable)
     usable &= count[members] >= 2
@@ -46,7 +49,7 @@ def group_advantages(
     count = np.maximum(np.bincount(members, usable), 1)
     away = np.where(usable, kept - (np.bincount(members, kept) / count)[members], 0.0)
     if scale:
-        # Over n - 1, as torch.std does, on which the trainers rely.
+        # Divided by n - 1, as torch.std does, which the trainers use.
         spread = np.sqrt(np.bincount(members, away**2) / np.maximum(count - 1, 1))
         away = away / (spread[members] + epsilon)
     return away, usable

@@ -1,4 +1,4 @@
-"""How far a judge's scores agree with labels: accuracy, kappa, calibration."""
+"""Agreement of a judge's scores with labels: accuracy, Cohen's kappa, calibration."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ __all__ = ["Agreement", "Bin", "agreement"]
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """The samples whose scores lie in one stretch."""
+    """The samples whose scores lie in one interval of the calibration plot."""
 
     low: float
     high: float
@@ -23,22 +23,22 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Scores, read as true from a threshold on, beside labels."""
+    """Scores compared with labels; a score of at least `threshold` predicts true."""
 
     count: int
     missing: int
-    """Samples without a valid score; they are left out of everything else."""
+    """Samples without a valid score; excluded from everything else."""
     threshold: float
     accuracy: float
     kappa: float | None
-    """Cohen's: 1 is perfect, 0 is chance; None where chance alone agrees always."""
+    """Cohen's kappa: 1 is perfect, 0 is chance level; None where chance agreement is 1."""
     true_positive: int
     false_positive: int
     true_negative: int
     false_negative: int
     brier: float
     calibration_error: float
-    """Mean distance between score and share of true labels, over the bins by their counts."""
+    """Expected calibration error: mean distance of score and fraction of true labels per bin."""
     bins: tuple[Bin, ...]
 
 
@@ -53,16 +53,18 @@ def agreement(
     """
     values, truth = np.asarray(scores, dtype=np.float64), np.asarray(labels, dtype=bool)
     if values.shape != truth.shape or values.ndim != 1:
-        raise Mismatch(f"{values.size} scores and {truth.size} labels are not two equal lists")
+        raise Mismatch(
+            f"scores and labels must be lists of equal length, got {values.size} and {truth.size}"
+        )
     there = np.isfinite(values)
     missing = int((~there).sum())
     values, truth = values[there], truth[there]
     if not len(values):
-        raise ConfigError("no sample has both a valid score and a label; nothing can be compared")
+        raise ConfigError("no sample has both a valid score and a label; check the ids in both")
     if values.min() < 0 or values.max() > 1:
         raise ConfigError(
-            f"scores from {values.min():g} to {values.max():g} are not within 0 and 1; "
-            f"choose the column of a judge, or give --low and --high"
+            f"scores must be between 0 and 1, got {values.min():g} to {values.max():g}; "
+            f"choose the column of a judge, or set --low and --high"
         )
     said = values >= threshold
     right = said == truth

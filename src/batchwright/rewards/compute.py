@@ -1,4 +1,4 @@
-"""`compute_score` as trainers call it: one sample, a batch, or verl's keywords."""
+"""`compute_score` with the signatures that trainers call: one sample, a batch, verl's keywords."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,16 +7,14 @@ from typing import Any
 
 from batchwright.errors import BadRow, Mismatch
 from batchwright.rewards.config import Missing, RewardsConfig
-from batchwright.rewards.reward import Response, words
-from batchwright.rewards.scorer import Column, Scorer
+from batchwright.rewards.reward import Response, message_text
+from batchwright.rewards.score import Column, Scorer
 
 __all__ = [
     "acompute_score",
-    "batch_of",
+    "close_scorers",
     "compute_score",
-    "forget_scorers",
     "scorer_for",
-    "single_of",
 ]
 
 _DOCUMENTED = {
@@ -27,7 +25,7 @@ _DOCUMENTED = {
     "monitor_reward": "monitor_correctness_reward",
     "monitor_correct": "monitor_correctness",
 }
-"""Columns under the names that the reward of lists between tags has had before."""
+"""Columns that the documented reward of lists between tags has under other names."""
 
 Row = dict[str, Column]
 _opened: list[Scorer] = []
@@ -51,15 +49,16 @@ def compute_score(
 ) -> Row | list[Row]:
     """Score one sample, or a batch if `solution_strs` is given; rows hold `score`, `valid`, `why`.
 
-    The reward is the one of the file `config`, of the file that BATCHWRIGHT_REWARDS names, or
-    that of the environment (`RewardsConfig.from_environment`). A batch may mix data sets. A
-    missing reward is an error, unless `missing` is `mask` or a number.
+    The reward is that of the file `config`, else of the file in BATCHWRIGHT_REWARDS, else that of
+    the environment variables (`RewardsConfig.from_environment`). A batch may mix data sets. An
+    invalid reward is an error, unless `missing` is `mask` or a number. The pool stays open until
+    the process ends, or until `close_scorers()`.
     """
     scorer = scorer_for(config)
     if solution_strs is not None or ground_truths is not None or data_sources is not None:
-        responses = batch_of(data_sources, solution_strs, ground_truths, extra_infos)
+        responses = _batch(data_sources, solution_strs, ground_truths, extra_infos)
         return _rows(scorer, scorer.score(responses), missing)
-    one = single_of(
+    one = _single(
         response if solution_str is None else solution_str,
         ground_truth,
         dataset_name if data_source is None else data_source,
@@ -78,26 +77,26 @@ async def acompute_score(
     missing: Missing | None = None,
     **_: Any,
 ) -> Row:
-    """One sample inside an event loop; samples that are scored at once share the pool."""
+    """`compute_score` of one sample from inside an event loop; concurrent calls share the pool."""
     scorer = scorer_for(config)
-    one = single_of(solution_str, ground_truth, data_source, extra_info)
+    one = _single(solution_str, ground_truth, data_source, extra_info)
     return _rows(scorer, await scorer.ascore([one]), missing)[0]
 
 
 def scorer_for(config: str | None = None) -> Scorer:
-    """The reward of a file or of the environment, one a process and setting."""
+    """The scorer of a file or of the environment variables, one per process and setting."""
     path = config or os.environ.get("BATCHWRIGHT_REWARDS")
     if path:
         return _of_file(path)
     names = ("TRAIN_WITH_MONITOR", "MONITOR_CACHE", "MONITOR_CACHE_FILE", "MONITOR_MODEL_NAME")
     more = ("MONITOR_CORRECT_REWARD", "MONITOR_WRONG_REWARD", "K", "OPENAI_BASE_URL")
     given = tuple((name, os.environ[name]) for name in names + more if name in os.environ)
-    # The key itself is read by the endpoint; here only whether there is one.
+    # The endpoint reads the key itself; here only its presence counts.
     return _of_environment(given, bool(os.environ.get("OPENAI_API_KEY")))
 
 
-def forget_scorers() -> None:
-    """Close the scorers of this process; the next call reads its configuration anew."""
+def close_scorers() -> None:
+    """Close the scorers of this process; the next call reads its configuration again."""
     while _opened:
         _opened.pop().close()
     _of_file.cache_clear()
@@ -120,29 +119,29 @@ def _kept(scorer: Scorer) -> Scorer:
     return scorer
 
 
-def single_of(
+def _single(
     response: str | None,
     ground_truth: Any,
     dataset: str | None,
     extra: Mapping[str, Any] | None,
 ) -> Response:
-    """One sample of a trainer as a response."""
+    """The sample of a trainer as a response."""
     if extra is not None and not isinstance(extra, Mapping):
-        raise BadRow(f"the extra_info of a sample is {type(extra).__name__}; give a dict or None")
+        raise BadRow(f"extra_info must be a dict or None, got {type(extra).__name__}")
     known = dict(extra or {})
     asked = next((known[name] for name in ("prompt", "question") if name in known), "")
-    prompt = str(words(asked))
-    # Anything but text is refused by name when it is scored.
+    prompt = str(message_text(asked))
+    # Anything but text is rejected when it is scored.
     return Response(response, ground_truth, str(dataset or ""), prompt, known)  # type: ignore[arg-type]
 
 
-def batch_of(
+def _batch(
     data_sources: Iterable[str] | None,
     solution_strs: Iterable[str] | None,
     ground_truths: Iterable[Any] | None,
     extra_infos: Iterable[Mapping[str, Any] | None] | None,
 ) -> list[Response]:
-    """A batch of a trainer as responses; lists of unequal length are refused."""
+    """The batch of a trainer as responses; lists of unequal length are an error."""
     texts = list(solution_strs if solution_strs is not None else ())
     columns: dict[str, Sequence[Any]] = {"solution_strs": texts}
     for name, given in (("data_sources", data_sources), ("ground_truths", ground_truths)):
@@ -150,9 +149,9 @@ def batch_of(
     columns["extra_infos"] = [None] * len(texts) if extra_infos is None else list(extra_infos)
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) > 1:
-        raise Mismatch(f"the lists of a batch differ in length: {sizes}; give one entry a sample")
+        raise Mismatch(f"lists of a batch differ in length: {sizes}; pass one entry per sample")
     rows = zip(*columns.values(), strict=True)
-    return [single_of(text, truth, source, extra) for text, source, truth, extra in rows]
+    return [_single(text, truth, source, extra) for text, source, truth, extra in rows]
 
 
 def _rows(scorer: Scorer, rewards: Any, missing: Missing | None) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Which parts a reward has and who is asked: from a TOML file or from the environment."""
+"""The configuration of a reward, its parts and endpoints: TOML or environment variables."""
 
 import os
 import tomllib
@@ -39,34 +39,36 @@ AnyPart = Annotated[
     Field(discriminator="kind"),
 ]
 Missing = Literal["raise", "mask"] | float
-"""For frameworks that know no missing reward: an error, NaN beside `valid`, or this number."""
+"""What an invalid reward becomes: an error, NaN (`mask`), or this number."""
 
 OPENAI = "https://api.openai.com/v1"
 DOCUMENTED = ("diamonds*", "function_correctness*")
-"""The data sets whose answers are lists between `<measurements>` tags."""
+"""The data sets whose responses are lists between `<measurements>` tags."""
 
 
 class RewardsConfig(BaseModel):
-    """A reward: its parts, the endpoints that are asked, and what a missing one becomes."""
+    """A reward: its parts, the endpoints that serve its models, and what an invalid one becomes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     part: tuple[AnyPart, ...] = Field(min_length=1)
     endpoints: tuple[str, ...] = ()
-    """Addresses as `Endpoint` takes them: `http://host:8000/v1`, `ollama://host`, `local:NAME`."""
+    """As `Endpoint` takes them: `http://host:8000/v1`, `ollama://host`, `local:NAME`."""
     key_env: str | None = None
-    """The variable of the environment that holds the key."""
+    """The environment variable with the API key."""
     batch_size: int | Literal["auto"] = "auto"
     """Calls in flight."""
     cache: Path | None = None
+    """File that caches responses."""
     deadline_s: float = Field(default=120.0, gt=0)
+    """Timeout of a call in seconds, including its retries."""
     error_budget: float | None = Field(default=None, gt=0, lt=1)
-    """The share of failed calls, of the last 1000, at which scoring stops."""
+    """Stop when more than this fraction of the last 1000 calls failed."""
     missing: Missing = "raise"
 
     @classmethod
     def load(cls, path: str | Path) -> "RewardsConfig":
-        """Read a TOML file; a mistake in it is one sentence with the place."""
+        """Read a TOML file; an error names the place of the mistake."""
         place = existing(Path(path), "reward configuration")
         try:
             found = tomllib.loads(place.read_text("utf-8"))
@@ -76,7 +78,7 @@ class RewardsConfig(BaseModel):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], where: str = "the configuration") -> "RewardsConfig":
-        """Check settings that were read somewhere.
+        """Validate settings; `where` names their source in errors.
 
         >>> RewardsConfig.of({"part": [{"kind": "numeric"}]}).part[0].column
         'numeric'
@@ -90,10 +92,10 @@ class RewardsConfig(BaseModel):
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "RewardsConfig":
-        """The reward of lists between tags, as TRAIN_WITH_MONITOR and its neighbours set it.
+        """The reward of lists between tags, by TRAIN_WITH_MONITOR and the variables around it.
 
-        Format, correctness and `K` a word before the tag; with `TRAIN_WITH_MONITOR=true` the
-        monitor too, which is asked at `OPENAI_BASE_URL` or OpenAI with `OPENAI_API_KEY`.
+        Format, correctness and `K` per word before the tag; with `TRAIN_WITH_MONITOR=true` a
+        monitor at `OPENAI_BASE_URL`, by default OpenAI with `OPENAI_API_KEY`.
 
         >>> [part.column for part in RewardsConfig.from_environment({"K": "-0.01"}).part]
         ['format', 'correctness', 'correctness', 'verbosity']
@@ -120,7 +122,7 @@ class RewardsConfig(BaseModel):
             if url == OPENAI and not environ.get("OPENAI_API_KEY"):
                 raise ConfigError(
                     "TRAIN_WITH_MONITOR is set and OPENAI_API_KEY is not; "
-                    "export OPENAI_API_KEY, or OPENAI_BASE_URL for a server of your own"
+                    "export OPENAI_API_KEY, or OPENAI_BASE_URL for your own server"
                 )
             parts.append(
                 {
@@ -131,7 +133,7 @@ class RewardsConfig(BaseModel):
                     "wrong": _number(environ, "MONITOR_WRONG_REWARD", "1"),
                 }
             )
-            # A server of one's own may want no key.
+            # Your own server may need no key.
             key = "OPENAI_API_KEY" if environ.get("OPENAI_API_KEY") else ""
             settings |= {"endpoints": (url,), "key_env": key}
             if _truth(environ, "MONITOR_CACHE", "true"):
@@ -142,7 +144,7 @@ class RewardsConfig(BaseModel):
 def _truth(environ: Mapping[str, str], name: str, default: str) -> bool:
     value = environ.get(name, default).strip().lower()
     if value not in ("true", "false", "1", "0", "yes", "no", ""):
-        raise ConfigError(f"{name}={environ[name]!r} is neither true nor false")
+        raise ConfigError(f"{name} must be true or false, got {name}={environ[name]!r}")
     return value in ("true", "1", "yes")
 
 
@@ -150,4 +152,4 @@ def _number(environ: Mapping[str, str], name: str, default: str) -> float:
     try:
         return float(environ.get(name) or default)
     except ValueError:
-        raise ConfigError(f"{name}={environ[name]!r} is not a number") from None
+        raise ConfigError(f"{name} must be a number, got {name}={environ[name]!r}") from None

@@ -1,4 +1,4 @@
-"""Rows of a responses file to responses, rewards to rows of a scores file."""
+"""Reads responses from files, and writes scores."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,7 @@ from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, UnknownSample
 from batchwright.events import finite
 from batchwright.files import write_atomic
-from batchwright.rewards.reward import Response, words
+from batchwright.rewards.reward import Response, message_text
 
 __all__ = ["read_responses", "response_of", "values_of", "write_rows"]
 
@@ -20,14 +20,14 @@ _COLUMNS = {
     "prompt": ("prompt", "question", "query"),
     "extra": ("extra_info", "extra"),
 }
-"""Where each field of a response may stand; the first that is there is taken."""
+"""The column names of each field of a response; the first one present is used."""
 
 
 def read_responses(path: Path) -> tuple[list[str], list[Response]]:
-    """Ids and responses of a JSONL or Parquet file; the row number where there is no id.
+    """Ids and responses of a JSONL or Parquet file; a row without an id has its number.
 
     Raises:
-        BadRow: a row has no response, with file and line.
+        BadRow: a row has no response; the message has file and line.
     """
     source = open_source(str(path))
     ids, responses = [], []
@@ -42,7 +42,7 @@ def read_responses(path: Path) -> tuple[list[str], list[Response]]:
 
 
 def response_of(row: Mapping[str, Any]) -> Response:
-    """One row as a response; columns that are not known by name can be used in templates.
+    """One row as a response; columns with other names can be used in templates.
 
     >>> response_of({"response": "4", "answer": "4", "level": 2})
     Response(text='4', truth='4', dataset='', prompt='', extra={'level': 2})
@@ -54,27 +54,28 @@ def response_of(row: Mapping[str, Any]) -> Response:
         if name is not None:
             found[field] = row[name]
             used.add(name)
-    text = words(found.get("text"))
+    text = message_text(found.get("text"))
     if not isinstance(text, str):
         seen = "no response" if text is None else f"a response that is {type(text).__name__}"
-        raise BadRow(f"{seen}; a row needs a text in one of {', '.join(_COLUMNS['text'])}")
+        allowed = ", ".join(_COLUMNS["text"])
+        raise BadRow(f"{seen}; a row needs text in one of the columns {allowed}")
     extra = {name: value for name, value in row.items() if name not in used}
     given = found.get("extra")
     if isinstance(given, Mapping):
         extra |= given
-    prompt = str(words(found.get("prompt", "")))
+    prompt = str(message_text(found.get("prompt", "")))
     return Response(text, found.get("truth"), str(found.get("dataset", "")), prompt, extra)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """JSON lines, all or nothing; what is not a number is null."""
+    """Write JSON lines atomically; NaN becomes null."""
     lines = (json.dumps(finite(row), ensure_ascii=False, allow_nan=False) for row in rows)
-    # Half a surrogate pair has no UTF-8; behind a backslash it is JSON.
+    # Half a surrogate pair has no UTF-8; escaped it is JSON.
     write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
 
 
 def values_of(path: Path, column: str) -> dict[str, Any]:
-    """One column of a file by id; rows without it are left out, a column nobody has is refused."""
+    """One column of a file by id; rows without it are skipped, but one row must have it."""
     source = open_source(str(path))
     rows: Sequence[Mapping[str, Any]] = [source[item] for item in range(len(source))]
     if not any(column in row for row in rows):

@@ -1,4 +1,4 @@
-"""Rewards that ask a model: judges, the monitor of reasoning, similarity of embeddings."""
+"""Rewards that call a model: LLM judges, a monitor of the reasoning, embedding similarity."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from batchwright.calls.outcome import Done, Outcome
 from batchwright.calls.request import Request, chat, embed
 from batchwright.errors import BadRow, ConfigError
 from batchwright.rewards.reward import Fact, Part, Response
-from batchwright.rewards.rules import Rule, compiled
+from batchwright.rewards.rules import Rule, compile_pattern
 
 __all__ = ["Judge", "Monitor", "Similarity", "fill"]
 
@@ -48,10 +48,10 @@ Answer with one word, true or false."""
 
 
 class Judge(Rule):
-    """One model or several read the response and give a score; it is scaled to 0 .. 1.
+    """LLM-as-a-judge: one model or several score the response, scaled to 0 .. 1.
 
-    An answer without a score, or with one outside the range, is no score: `parse`. With several
-    models the value is made from those that answered, if they are at least `quorum`.
+    A reply without a score, or with one out of range, is invalid: `parse`. With several models the
+    valid scores are combined, if there are at least `quorum`.
     """
 
     kind: Literal["judge"] = "judge"
@@ -62,28 +62,29 @@ class Judge(Rule):
     high: float = 10.0
     combine: Literal["mean", "median", "min", "max"] = "mean"
     quorum: int = Field(default=0, ge=0)
-    """Judges that must have answered; 0: more than half."""
+    """Valid scores needed; 0: more than half of the models."""
     max_tokens: int = Field(default=256, ge=1)
     temperature: float = Field(default=0.0, ge=0)
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> "Judge":
+    def _check(self) -> "Judge":
         if self._compiled.groups != 1:
             raise ConfigError(
                 f"the judge's pattern {self.pattern!r} has {self._compiled.groups} groups; "
-                f"it needs one, around the score"
+                f"it must have one, around the score"
             )
         if not self.low < self.high:
-            raise ConfigError(f"the judge's scale from {self.low} to {self.high} is empty")
+            raise ConfigError(f"the judge's low must be below high, got {self.low} and {self.high}")
         if self.quorum > len(self.models):
             raise ConfigError(
-                f"a quorum of {self.quorum} cannot be reached by {len(self.models)} judges"
+                f"the judge's quorum must be at most its {len(self.models)} models, "
+                f"got {self.quorum}"
             )
         return self
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
-        return compiled(self.pattern)
+        return compile_pattern(self.pattern)
 
     @property
     def fact_names(self) -> tuple[str, ...]:
@@ -107,8 +108,8 @@ class Judge(Rule):
             apart = [abs(one - other) for one, other in combinations(values, 2)]
             facts["agreement"] = 1 - fmean(apart) if apart else None
         if len(values) < (self.quorum or len(self.models) // 2 + 1):
-            spoilt = next(part for part in parts if not part.valid)
-            return Part.missing(spoilt.why, spoilt.error, facts)
+            failed = next(part for part in parts if not part.valid)
+            return Part.missing(failed.why, failed.error, facts)
         return Part(float(_COMBINE[self.combine](values)), facts=facts)
 
     def _score(self, outcome: Outcome) -> Part:
@@ -120,12 +121,12 @@ class Judge(Rule):
         except (IndexError, ValueError):
             return Part.missing("parse", f"no {self.pattern!r} in {_short(outcome.text)}")
         if not self.low <= score <= self.high:
-            return Part.missing("parse", f"{score} is not from {self.low} to {self.high}")
+            return Part.missing("parse", f"{score} is not between {self.low} and {self.high}")
         return Part((score - self.low) / (self.high - self.low))
 
 
 class Monitor(Rule):
-    """A model reads the reasoning and predicts a hidden label; the value says if it was right."""
+    """A model predicts a hidden label from the reasoning; the value is whether it was right."""
 
     kind: Literal["monitor"] = "monitor"
     model: str
@@ -133,12 +134,12 @@ class Monitor(Rule):
     label: str = "is_correct"
     """The column of `extra` that holds the hidden label."""
     before: str = "<measurements>"
-    """Only what stands before this is shown to the monitor."""
+    """The monitor sees the text before this only."""
     correct: float = -1.0
-    """The value where the monitor is right."""
+    """The value if the monitor is right."""
     wrong: float = 1.0
     true_share: float | None = Field(default=None, gt=0, lt=1)
-    """Share of true labels in the data: each class is then divided by its share."""
+    """Fraction of true labels in the data; values are then divided by the class frequency."""
     max_tokens: int = Field(default=64, ge=1)
 
     @property
@@ -147,7 +148,7 @@ class Monitor(Rule):
 
     def requests_of(self, response: Response) -> Sequence[Request]:
         if self._label(response) is None:
-            # Nothing to compare the answer with, so nothing is paid for one.
+            # Nothing to compare the reply with, so no call is made.
             return ()
         reasoning = response.text.partition(self.before)[0]
         seen = Response(
@@ -180,7 +181,7 @@ class Monitor(Rule):
 
 
 class Similarity(Rule):
-    """The cosine between the embeddings of response and truth, from -1 to 1."""
+    """The cosine similarity of the embeddings of response and truth, from -1 to 1."""
 
     kind: Literal["similarity"] = "similarity"
     model: str
@@ -201,7 +202,7 @@ class Similarity(Rule):
         one, other = vectors
         size = float(np.linalg.norm(one) * np.linalg.norm(other))
         if one.shape != other.shape or not np.isfinite(size) or size == 0:
-            return Part.missing("bad_body", "the embeddings have no direction or differ in size")
+            return Part.missing("bad_body", "an embedding is zero, or they differ in dimension")
         return Part(float(np.clip(one @ other / size, -1, 1)))
 
     def _readable(self, response: Response) -> bool:
@@ -209,7 +210,7 @@ class Similarity(Rule):
 
 
 def fill(template: str, response: Response) -> str:
-    """Put a response into a template; `{{name}}` stays as `{name}`.
+    """Fill a template with the fields of a response; `{{name}}` becomes `{name}`.
 
     >>> fill("{response} / {{x}} / {level}", Response("{truth}", "b", extra={"level": 3}))
     '{truth} / {x} / 3'
@@ -228,8 +229,8 @@ def fill(template: str, response: Response) -> str:
             return str(literal)
         if name not in fields:
             raise BadRow(
-                f"the template asks for {{{name}}}, the sample has {', '.join(sorted(fields))}; "
-                f"rename it, or write {{{{{name}}}}} for the word in braces"
+                f"the template uses {{{name}}}, the sample has {', '.join(sorted(fields))}; "
+                f"rename it, or write {{{{{name}}}}} for literal braces"
             )
         return str(fields[name])
 

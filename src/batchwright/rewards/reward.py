@@ -1,18 +1,18 @@
-"""A reward with its parts, and whether it may be learned from."""
+"""A reward with its parts, and whether it is valid: invalid ones never enter the loss."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Part", "Response", "Reward", "words"]
+__all__ = ["Part", "Response", "Reward", "message_text"]
 
 Fact = float | str | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What is scored: a model's words and what is known about the right ones."""
+    """What is scored: the text of a model, with its ground truth and prompt."""
 
     text: str
     truth: Any = None
@@ -23,14 +23,14 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One term of a reward. If it is not valid, `value` is NaN and `why` names the kind."""
+    """One term of a reward; if it is invalid, `value` is NaN and `why` names the reason."""
 
     value: float
     why: str = ""
-    """Empty, a kind of failed call (`timeout`, ...), or `parse`, `bad_truth`, `missing_field`."""
+    """Empty, a failure kind of calls (`timeout`, ...), `parse`, `bad_truth` or `missing_field`."""
     error: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """What else was seen, as columns."""
+    """Further measurements, one column each."""
 
     @property
     def valid(self) -> bool:
@@ -38,7 +38,7 @@ class Part:
 
     @classmethod
     def missing(cls, why: str, error: str, facts: Mapping[str, Fact] | None = None) -> "Part":
-        """A part that could not be found out.
+        """An invalid part.
 
         >>> Part.missing("parse", "no score in the answer").valid
         False
@@ -48,17 +48,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The weighted sum of the parts; NaN unless every part with a weight is valid."""
+    """The weighted sum of the parts; NaN unless every part of nonzero weight is valid."""
 
     value: float
     valid: bool
     parts: Mapping[str, Part]
     why: str = ""
-    """The kind of the first part that spoilt it; empty if it is valid."""
+    """The reason of the first invalid part; empty if the reward is valid."""
 
     @classmethod
     def of(cls, parts: Mapping[str, tuple[float, Part]]) -> "Reward":
-        """Sum (weight, part) by name. A part of weight 0 is looked at and does not count.
+        """Sum (weight, part) by name; a part of weight 0 is reported and does not count.
 
         >>> Reward.of({"right": (2.0, Part(0.5)), "length": (0.0, Part.missing("parse", ""))}).value
         1.0
@@ -70,17 +70,17 @@ class Reward:
         return cls(float(value), valid, {name: part for name, (_, part) in parts.items()}, why)
 
 
-def words(said: Any) -> Any:
-    """The text of a list of messages, one below the other; anything else stays as it is.
+def message_text(content: Any) -> Any:
+    """The text of a list of chat messages, joined by newlines; anything else is returned as is.
 
-    >>> words([{"role": "assistant", "content": "So it is 4."}])
+    >>> message_text([{"role": "assistant", "content": "So it is 4."}])
     'So it is 4.'
     """
-    if isinstance(said, str) or not isinstance(said, Iterable) or isinstance(said, Mapping):
-        return said
-    turns = list(said)
-    if not all(isinstance(turn, Mapping) for turn in turns):
-        return said
-    # A content may itself be a list: of texts, beside pictures.
-    contents = [words(turn.get("content") or turn.get("text") or "") for turn in turns]
-    return "\n".join(content for content in contents if isinstance(content, str))
+    if isinstance(content, str | Mapping) or not isinstance(content, Iterable):
+        return content
+    messages = list(content)
+    if not all(isinstance(message, Mapping) for message in messages):
+        return content
+    # The content of a message may be a list too: of text and image parts.
+    texts = [message_text(part.get("content") or part.get("text") or "") for part in messages]
+    return "\n".join(text for text in texts if isinstance(text, str))

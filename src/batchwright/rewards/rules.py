@@ -1,4 +1,4 @@
-"""Rewards that need no model: format, correctness, verbosity, patterns, numbers, JSON."""
+"""Rewards without a model: format, correctness, verbosity, regex, numbers, text, JSON schema."""
 
 import json
 import re
@@ -25,9 +25,9 @@ __all__ = [
     "Pattern",
     "Rule",
     "Verbosity",
-    "compiled",
+    "compile_pattern",
     "last_number",
-    "listed",
+    "tagged_list",
 ]
 
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
@@ -35,19 +35,19 @@ _WORDS = {"true": True, "false": False, "yes": True, "no": False, "null": None, 
 
 
 class Rule(BaseModel):
-    """What every part of a reward has; subclasses say what is asked and what the answer is worth.
+    """A part of a reward; subclasses define its calls and its value.
 
     Scoring has two steps, so that all calls of all parts of all responses are in flight
-    together: `requests_of` says what to ask, `part_of` reads the answers in the same order.
+    together: `requests_of` returns the calls, `part_of` reads their outcomes in the same order.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    """Its column; the kind, if it is not given."""
+    """Its column; default: the kind."""
     weight: float = Field(default=1.0, allow_inf_nan=False)
     datasets: tuple[str, ...] = ()
-    """Only for data sets with these names or prefixes ending in `*`; empty: for all."""
+    """Data sets it applies to, names or prefixes ending in `*`; empty: all."""
 
     @property
     def column(self) -> str:
@@ -55,7 +55,7 @@ class Rule(BaseModel):
 
     @property
     def fact_names(self) -> tuple[str, ...]:
-        """The facts that its parts have, for columns that are always the same."""
+        """The facts of its parts, so that all rows have the same columns."""
         return ()
 
     def applies(self, response: Response) -> bool:
@@ -74,12 +74,12 @@ class Rule(BaseModel):
         return ()
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
-        """What the response is worth, given the outcomes of its calls."""
+        """The value of the response, given the outcomes of its calls."""
         raise NotImplementedError
 
 
 class Format(Rule):
-    """Half for a pair of tags, half for content between them that can be read."""
+    """0.5 for a pair of tags, 0.5 for a list between them that can be parsed."""
 
     kind: Literal["format"] = "format"
     tag: str = "measurements"
@@ -94,19 +94,19 @@ class Format(Rule):
         1.0
         """
         tags = f"<{self.tag}>" in response.text and f"</{self.tag}>" in response.text
-        read = listed(response.text, self.tag) is not None
+        read = tagged_list(response.text, self.tag) is not None
         return Part(0.5 * tags + 0.5 * read, facts={"tags": tags, "readable": read})
 
 
 class Correctness(Rule):
-    """The share of a tagged list that agrees with the truth, place by place."""
+    """The fraction of a tagged list that equals the truth, element by element."""
 
     kind: Literal["correctness"] = "correctness"
     tag: str = "measurements"
     scale: float = 3.0
-    """What a list without a mistake is worth."""
+    """The value of a list without a mistake."""
     wrong_count: Literal["zero", "partial"] = "zero"
-    """A list of another length: worth nothing, or the places that agree of the true number."""
+    """A list of another length: 0, or the equal elements divided by the true length."""
 
     @property
     def fact_names(self) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Correctness(Rule):
         truth = _truths(response.truth)
         if not truth:
             return Part.missing("bad_truth", f"the truth {response.truth!r} is not a list")
-        found = listed(response.text, self.tag)
+        found = tagged_list(response.text, self.tag)
         other = found is not None and len(found) != len(truth)
         share = 0.0
         if found is not None and not (other and self.wrong_count == "zero"):
@@ -135,7 +135,7 @@ class Correctness(Rule):
 
 
 class Verbosity(Rule):
-    """Words before a tag, or all of them where it is not there; the weight is what one costs."""
+    """The number of words before a tag, or of all words without one; the weight is their price."""
 
     kind: Literal["verbosity"] = "verbosity"
     tag: str = "measurements"
@@ -154,7 +154,7 @@ class Verbosity(Rule):
 
 
 class Pattern(Rule):
-    """1 if a regular expression is found, else 0."""
+    """1 if a regular expression matches, else 0."""
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -166,7 +166,7 @@ class Pattern(Rule):
 
     @cached_property
     def _compiled(self) -> re.Pattern[str]:
-        return compiled(self.pattern)
+        return compile_pattern(self.pattern)
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
         """
@@ -177,11 +177,11 @@ class Pattern(Rule):
 
 
 class Numeric(Rule):
-    """1 if the last number of the response is the truth's, else 0."""
+    """1 if the last number of the response equals that of the truth, else 0."""
 
     kind: Literal["numeric"] = "numeric"
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative to the truth, and absolute where the truth is below 1."""
+    """Relative to the truth; absolute if the truth is below 1."""
 
     @property
     def fact_names(self) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ class Numeric(Rule):
 
 
 class Exact(Rule):
-    """1 if the response is the truth, up to case, spaces and a full stop."""
+    """1 if the response equals the truth, ignoring case, whitespace and a final full stop."""
 
     kind: Literal["exact"] = "exact"
 
@@ -217,11 +217,11 @@ class Exact(Rule):
         """
         if not isinstance(response.truth, str) or not response.truth.strip():
             return Part.missing("bad_truth", f"the truth {response.truth!r} is not a text")
-        return Part(float(_plain(response.text) == _plain(response.truth)))
+        return Part(float(_normalized(response.text) == _normalized(response.truth)))
 
 
 class Contains(Rule):
-    """1 if the truth stands in the response as whole words, else 0."""
+    """1 if the response contains the truth as whole words, else 0."""
 
     kind: Literal["contains"] = "contains"
 
@@ -234,7 +234,7 @@ class Contains(Rule):
         """
         if not isinstance(response.truth, str) or not response.truth.strip():
             return Part.missing("bad_truth", f"the truth {response.truth!r} is not a text")
-        plain, text = _plain(response.truth), response.text.casefold()
+        plain, text = _normalized(response.truth), response.text.casefold()
         if plain.partition(" ")[0] not in text:
             return Part(0.0)
         wanted = re.escape(plain).replace(r"\ ", r"\s+")
@@ -242,7 +242,7 @@ class Contains(Rule):
 
 
 class JsonSchema(Rule):
-    """1 if the response is JSON that fits a schema, half if it is JSON at all, else 0."""
+    """1 if the response is JSON that matches a schema, 0.5 if it is other JSON, else 0."""
 
     kind: Literal["json_schema"] = "json_schema"
     schema_: dict[str, Any] = Field(alias="schema")
@@ -254,7 +254,7 @@ class JsonSchema(Rule):
         try:
             maker.check_schema(self.schema_)
         except jsonschema.SchemaError as error:
-            raise ConfigError(f"the JSON schema is not one: {error.message}") from None
+            raise ConfigError(f"the JSON schema is invalid: {error.message}") from None
         return maker(self.schema_)
 
     @property
@@ -273,22 +273,22 @@ class JsonSchema(Rule):
         return Part(1.0 if fits else 0.5, facts={"json": True, "fits": fits})
 
 
-def listed(text: str, tag: str) -> list[Any] | None:
-    """The values of the last `<tag>[...]</tag>` of a text; None if there is none to read.
+def tagged_list(text: str, tag: str) -> list[Any] | None:
+    """The values of the last `<tag>[...]</tag>` of a text; None if there is none to parse.
 
-    >>> listed("<m>[True, 2, 'x']</m>", "m")
+    >>> tagged_list("<m>[True, 2, 'x']</m>", "m")
     [True, 2, 'x']
     """
     mark = re.escape(tag)
-    # The inside stops at the next tag: a text that repeats the tag a thousand times, as policies
-    # do, is still read once.
+    # The match stops at the next tag, so that a text that repeats the tag a thousand times, as
+    # policies do, takes linear time.
     inside = rf"<{mark}>\s*\[((?:(?!<{mark}>).)*?)\]\s*</{mark}>"
     found = re.findall(inside, text, re.DOTALL)
     return _values(found[-1]) if found else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text, exactly; after `####` or in a box where there is one.
+    """The last number of a text, as an exact fraction; after `####` or inside \\boxed if present.
 
     >>> last_number("1 of 3 is 1/3"), last_number("none")
     (Fraction(1, 3), None)
@@ -298,7 +298,7 @@ def last_number(text: str) -> Fraction | None:
     numbers = _NUMBER.findall(boxed[-1] if boxed else text)
     for written in reversed(numbers):
         above, _, below = re.sub(r"[,\s]", "", written).rstrip(".").partition("/")
-        # A text may hold a number with more digits than any memory: 1e999999999.
+        # 1e999999999 as a fraction would fill the memory.
         if max(len(above), len(below)) > 400 or re.search(r"[eE][-+]?\d{4,}", above):
             continue
         if below and int(below) == 0:
@@ -307,12 +307,12 @@ def last_number(text: str) -> Fraction | None:
     return None
 
 
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression, or the reason why it is none."""
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """A compiled regular expression, or a ConfigError that says why it does not compile."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"the pattern {pattern!r} is no regular expression: {error}") from None
+        raise ConfigError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
 
 
 def _truths(truth: Any) -> list[Any] | None:
@@ -322,13 +322,13 @@ def _truths(truth: Any) -> list[Any] | None:
             return None
         return _values(inner[1:-1])
     if isinstance(truth, np.ndarray):
-        # What Parquet columns of lists come back as.
+        # List columns of Parquet files are arrays.
         return list(truth.tolist()) if truth.ndim == 1 else None
     return list(truth) if isinstance(truth, list | tuple) else None
 
 
 def _values(inside: str) -> list[Any] | None:
-    """Comma-separated values as JSON or Python writes them; None if one cannot be read."""
+    """Comma-separated values in JSON or Python syntax; None if one cannot be parsed."""
     values: list[Any] = []
     for word in (word.strip() for word in inside.split(",")):
         if word.lower() in _WORDS:
@@ -341,5 +341,5 @@ def _values(inside: str) -> list[Any] | None:
     return values
 
 
-def _plain(text: str) -> str:
+def _normalized(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".")

@@ -180,10 +180,6 @@ class Target:
                     return plan
         return None
 
-    def best_operator(self, question: str) -> str:
-        """The first operator of the best plan; `noop` if none is needed or none helps."""
-        return next(iter(self.best_plan(question) or ()), "noop")
-
 
 def traits(wording: str) -> frozenset[str]:
     """The traits of a wording, which the hidden rule is about.

@@ -1,6 +1,5 @@
 """`batchwright evaluate query-mutator`: the learned policy compared with baselines."""
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +15,11 @@ __all__ = ["evaluate_query_mutator"]
 
 
 def evaluate_query_mutator(
-    run: Annotated[Path, Parameter(help="The folder of a run.")],
+    run: Annotated[Path, Parameter(help="Folder of a run.")],
     /,
     *,
-    questions: Annotated[int, Parameter(help="Of each part at most; 0: all.")] = 0,
-    bandit_episodes: Annotated[int, Parameter(help="Questions the bandit learns on.")] = 500,
+    questions: Annotated[int, Parameter(help="Questions of each split at most; 0: all.")] = 0,
+    bandit_episodes: Annotated[int, Parameter(help="Train questions for the bandit.")] = 500,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], help="Folder for JSON, plot and transcripts."),
@@ -28,12 +27,15 @@ def evaluate_query_mutator(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Compare the learned policy with plain ways on held-out questions, with intervals."""
-    from batchwright.train.query_mutator.evaluate import evaluate_run
+    """Compare the learned policy with baselines, with confidence intervals and cost."""
+    from batchwright.train.query_mutator.evaluate import as_json, evaluate_run
 
     if questions < 0 or bandit_episodes < 1:
-        raise ConfigError("--questions is 0 or more, --bandit-episodes 1 or more")
-    with progress_bar("comparing", quiet) as progress:
+        raise ConfigError(
+            f"--questions must be at least 0 and --bandit-episodes at least 1, got {questions} and "
+            f"{bandit_episodes}"
+        )
+    with progress_bar("evaluating", quiet) as progress:
         found = evaluate_run(
             run,
             questions=questions,
@@ -43,11 +45,7 @@ def evaluate_query_mutator(
         )
     place = output or run / "evaluation"
     _draw(found, place / "gain.png")
-    data = {
-        "ways": [dataclasses.asdict(way) for way in found.ways],
-        "robustness": dataclasses.asdict(found.robustness),
-    }
-    show(data, _compared(found, place), format)
+    show(as_json(found), _compared(found, place), format)
 
 
 def _draw(found: "Comparison", path: Path) -> None:
@@ -57,8 +55,8 @@ def _draw(found: "Comparison", path: Path) -> None:
         return
     from batchwright.report.figures import intervals_png
 
-    rows = [(way.name, 100 * way.gain, 100 * way.low, 100 * way.high) for way in found.ways]
-    intervals_png(path, rows, "points gained over asking as it stands")
+    rows = [(one.name, 100 * one.gain, 100 * one.low, 100 * one.high) for one in found.strategies]
+    intervals_png(path, rows, "gain over the original wording, percentage points")
 
 
 def _compared(found: "Comparison", output: Path) -> str:
@@ -69,31 +67,31 @@ def _compared(found: "Comparison", output: Path) -> str:
 
     rows: list[list[str | float | None]] = [
         [
-            *(way.name, way.plan, percent(way.accuracy), points(way.gain)),
-            f"{points(way.low)} to {points(way.high)}",
-            *(way.questions, way.invalid, way.calls, way.tokens),
-            None if way.calls_per_point is None else f"{way.calls_per_point:.3f}",
-            None if way.tokens_per_point is None else f"{way.tokens_per_point:.1f}",
+            *(one.name, one.plan, percent(one.accuracy), points(one.gain)),
+            f"{points(one.low)} to {points(one.high)}",
+            *(one.questions, one.invalid, one.calls, one.tokens),
+            None if one.calls_per_point is None else f"{one.calls_per_point:.3f}",
+            None if one.tokens_per_point is None else f"{one.tokens_per_point:.1f}",
         ]
-        for way in found.ways
+        for one in found.strategies
     ]
     headers = [
-        *("way", "operators", "right", "gain", "95 %", "questions", "invalid", "calls", "tokens"),
-        *("calls a question and point", "tokens a question and point"),
+        *("strategy", "operators", "accuracy", "gain", "95 % CI", "questions", "invalid"),
+        *("calls", "tokens", "calls per question and point", "tokens per question and point"),
     ]
     robust = found.robustness
     by_operator = [[name, percent(share)] for name, share in robust.by_operator.items()]
     lines = [
-        ["as asked", percent(robust.original)],
+        ["original wording", percent(robust.original)],
         ["mean over rewritings", percent(robust.mean)],
         ["robustness drop", percent(robust.drop)],
-        ["right in every wording", percent(robust.worst)],
-        ["right in at least one", percent(robust.best)],
+        ["correct in every wording", percent(robust.worst)],
+        ["correct in at least one", percent(robust.best)],
         *[[f"  {name}", share] for name, share in by_operator],
     ]
     return (
         table(headers, rows)
         + "\n\n"
-        + table(["the target and its wordings", "right"], lines)
-        + f"\n\n{number(len(found.ways))} ways; JSON, plot and transcripts in {output}"
+        + table(["robustness of the target", "accuracy"], lines)
+        + f"\n\n{number(len(found.strategies))} strategies; JSON, plot and transcripts in {output}"
     )

@@ -2,14 +2,13 @@
 
 import re
 import tomllib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchwright.errors import BadFile, ConfigError
+from batchwright.errors import BadFile
 from batchwright.files import existing
 
-__all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "find_operator", "load_operators"]
+__all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "load_operators"]
 
 _RULES = (
     "Keep its meaning, keep all of its names and numbers, and do not answer it. "
@@ -31,7 +30,7 @@ class Operator:
     def prompt(self, question: str, other: str = "") -> str:
         """The prompt for the mutator.
 
-        >>> find_operator("shorten").prompt("What is it?").splitlines()[-1]
+        >>> OPERATORS[0].prompt("What is it?").splitlines()[-1]
         'Question: What is it?'
         """
         # Not str.format: questions may hold braces.
@@ -67,31 +66,6 @@ OPERATORS: tuple[Operator, ...] = (
     NOOP,
     STOP,
 )
-
-_ALIASES = {
-    "rephrase": "paraphrase",
-    "add_context": "expand",
-    "generate_similar": "similar",
-    "change_perspective": "perspective",
-    "add_politeness": "politeness",
-    "synonym_replace": "synonym",
-    "passive_voice": "passive",
-    "no-op": "noop",
-}
-
-
-def find_operator(name: str, operators: Sequence[Operator] = OPERATORS) -> Operator:
-    """An operator by its name or an alias.
-
-    >>> find_operator("rephrase").name
-    'paraphrase'
-    """
-    wanted = _ALIASES.get(name, name)
-    for operator in operators:
-        if operator.name == wanted:
-            return operator
-    known = ", ".join(operator.name for operator in operators)
-    raise ConfigError(f"unknown operator {name!r}; known operators: {known}")
 
 
 def load_operators(path: Path) -> tuple[Operator, ...]:

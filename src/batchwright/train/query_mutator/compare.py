@@ -1,7 +1,7 @@
-"""Ways to rewrite held-out questions, side by side: what they gain, how surely, at what price.
+"""The learned policy and baselines on held-out questions, with confidence intervals and cost.
 
-Everything is chosen on train and valid questions; the test questions are asked once by each way,
-the same ones, so differences are paired.
+Everything is chosen on train and valid questions; every strategy answers the same test questions
+once, so differences are paired.
 """
 
 from collections import Counter
@@ -16,55 +16,63 @@ from batchwright import rng
 from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
 from batchwright.envs.query_mutation.operators import NOOP, STOP, Operator
 from batchwright.envs.questions import Question
-from batchwright.train.query_mutator.models import Phrasing
+from batchwright.train.query_mutator.models import Models
 
-__all__ = ["Choose", "Comparison", "Robustness", "Way", "compare_ways", "paired_interval"]
+__all__ = [
+    "Choose",
+    "Comparison",
+    "Robustness",
+    "Strategy",
+    "compare_strategies",
+    "paired_interval",
+]
 
 RESAMPLES = 5000
+"""Bootstrap resamples of a confidence interval."""
 Floats = NDArray[np.float64]
 MakeEnv = Callable[..., BatchedQueryMutationEnv]
 
 
 class Choose(Protocol):
-    """Operators for all questions at one step: features [N, d] and the step's number in."""
+    """A strategy: from features [N, d] and the step number to an operator for each question."""
 
     def __call__(self, features: NDArray[np.float32], step: int) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to rewrite, and how it did on the test questions."""
+class Strategy:
+    """One strategy to rewrite questions, and its result on the test questions."""
 
     name: str
     plan: str
-    """What it does, in operators, where that is fixed."""
+    """Its operators, if they are fixed."""
     accuracy: float
     gain: float
-    """Over asking the questions as they stand."""
+    """In accuracy, over the original wordings."""
     low: float
     high: float
-    """Of the gain: 95 % by resampling questions."""
+    """95 % confidence interval of the gain, by bootstrap over questions."""
     questions: int
     invalid: int
-    """Questions left out because a call failed."""
+    """Questions excluded because a call failed."""
     calls: int
     tokens: int
     calls_per_point: float | None
-    """Calls of one question for each percentage point gained; None where nothing is gained."""
+    """Calls per question and percentage point gained; None without a gain."""
     tokens_per_point: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Robustness:
-    """How far the target's accuracy depends on the wording."""
+    """How much the target's accuracy depends on the wording."""
 
     original: float
     mean: float
-    """Over all rewritings that kept the meaning."""
+    """Over all rewritings that passed the guard."""
     worst: float
-    """Share of questions answered right in every wording."""
+    """Fraction of questions answered correctly in every wording."""
     best: float
-    """Share of questions answered right in at least one."""
+    """Fraction of questions answered correctly in at least one."""
     drop: float | None
     """1 - mean / original."""
     by_operator: dict[str, float]
@@ -72,38 +80,38 @@ class Robustness:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All ways, the target's robustness, and every turn that was taken."""
+    """All strategies, the target's robustness, and every step that was taken."""
 
-    ways: tuple[Way, ...]
+    strategies: tuple[Strategy, ...]
     robustness: Robustness
     turns: dict[str, list[Turn]] = field(repr=False)
 
 
 @dataclass(frozen=True)
-class _Played:
+class _Episodes:
     scores: Floats
-    """Final score of each question; NaN where a call failed."""
+    """Final score of each question; NaN if a call failed."""
     turns: list[Turn]
     calls: int
     tokens: int
 
 
-def compare_ways(
-    models: Phrasing,
+def compare_strategies(
+    models: Models,
     make_env: MakeEnv,
-    parts: dict[str, Sequence[Question]],
+    splits: dict[str, Sequence[Question]],
     policy: Choose | None,
     *,
     seed: int,
     bandit_episodes: int = 500,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Compare identity, random, best single operator, greedy plan, bandit and the policy.
+    """Compare the policy with identity, random, best single operator, greedy plan and bandit.
 
-    `parts` holds train, valid and test questions; `make_env(questions, num_envs, order=...)`
-    builds environments on them.
+    `splits` has train, valid and test questions; `make_env(questions, num_envs, order=...)` builds
+    environments on them.
     """
-    test = make_env(parts["test"])
+    test = make_env(splits["test"])
     operators = test.operators
     total = 3 * len(operators) + 5
     done = 0
@@ -114,57 +122,61 @@ def compare_ways(
         if progress:
             progress(min(done, total), total)
 
-    def play(env: BatchedQueryMutationEnv, choose: Choose) -> _Played:
+    def play(env: BatchedQueryMutationEnv, choose: Choose) -> _Episodes:
         played = _play(models, env, choose)
         tick()
         return played
 
     stop, noop = operators.index(STOP), operators.index(NOOP)
     asking = [n for n, operator in enumerate(operators) if operator.asks]
-    plans = _plans_on_valid(make_env, parts["valid"], play, operators, stop)
+    plans = _plans_on_valid(make_env, splits["valid"], play, operators, stop)
     chosen: dict[str, tuple[str, Choose]] = {
-        "identity": ("asked as it stands", _fixed([], stop)),
+        "identity": ("original wording", _fixed([], stop)),
         "random": ("any operator", _random(seed, asking, stop)),
     }
     best, greedy = plans
     chosen["best single"] = (_named(best, operators), _fixed(best, stop))
     chosen["greedy plan"] = (_named(greedy, operators), _fixed(greedy, stop))
-    arm = _thompson(make_env, parts["train"], models, seed, bandit_episodes, noop, stop)
+    arm = _thompson(make_env, splits["train"], seed, bandit_episodes, noop, stop)
     tick()
     chosen["bandit"] = (operators[arm].name, _fixed([arm], stop))
     if policy is not None:
-        chosen["ppo"] = ("by the question", policy)
-    played = {name: play(make_env(parts["test"]), choose) for name, (_, choose) in chosen.items()}
+        chosen["ppo"] = ("chosen per question", policy)
+    played = {name: play(make_env(splits["test"]), choose) for name, (_, choose) in chosen.items()}
     identity = played["identity"].scores
-    ways = tuple(
-        _way(name, chosen[name][0], found, identity, seed) for name, found in played.items()
+    strategies = tuple(
+        _strategy(name, chosen[name][0], found, identity, seed) for name, found in played.items()
     )
-    single = {operators[n].name: play(make_env(parts["test"]), _fixed([n], stop)) for n in asking}
+    single = {operators[n].name: play(make_env(splits["test"]), _fixed([n], stop)) for n in asking}
     turns = {name: found.turns for name, found in played.items()}
     turns |= {f"only {name}": found.turns for name, found in single.items()}
-    return Comparison(ways, _robustness(identity, single), turns)
+    return Comparison(strategies, _robustness(identity, single), turns)
 
 
 def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
-    """95 % of the means of resampled differences.
+    """95 % bootstrap confidence interval of the mean of paired differences.
 
     >>> low, high = paired_interval(np.array([1.0, 0.0, 1.0, 1.0]), seed=0)
     >>> 0.0 <= low <= 0.75 <= high <= 1.0
     True
     """
-    if not len(differences):
+    size = len(differences)
+    if not size:
         return float("nan"), float("nan")
-    drawn = rng.stream(seed, "bootstrap", len(differences))
-    means = np.empty(RESAMPLES)
-    for number in range(RESAMPLES):
-        means[number] = differences[drawn.integers(0, len(differences), len(differences))].mean()
-    low, high = np.quantile(means, [0.025, 0.975])
+    drawn = rng.stream(seed, "bootstrap", size)
+    # As many resamples at a time as fit in a few megabytes.
+    rows = max(1, 1_000_000 // size)
+    means = [
+        differences[drawn.integers(0, size, (min(rows, RESAMPLES - start), size))].mean(1)
+        for start in range(0, RESAMPLES, rows)
+    ]
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)
 
 
-def _play(models: Phrasing, env: BatchedQueryMutationEnv, choose: Choose) -> _Played:
-    """One episode of every question under one way."""
-    before = Counter(models.asked)
+def _play(models: Models, env: BatchedQueryMutationEnv, choose: Choose) -> _Episodes:
+    """One episode of every question with one strategy."""
+    before = Counter(models.used)
     stop = env.operators.index(STOP)
     features = env.reset()["features"]
     going = np.ones(env.num_envs, np.bool_)
@@ -185,20 +197,20 @@ def _play(models: Phrasing, env: BatchedQueryMutationEnv, choose: Choose) -> _Pl
         features = taken.obs["features"]
         if not going.any():
             break
-    spent = Counter(models.asked)
+    spent = Counter(models.used)
     spent.subtract(before)
     calls = spent["mutator_calls"] + spent["target_calls"]
-    return _Played(np.where(clean, scores, np.nan), turns, calls, spent["tokens"])
+    return _Episodes(np.where(clean, scores, np.nan), turns, calls, spent["tokens"])
 
 
 def _plans_on_valid(
     make_env: MakeEnv,
     questions: Sequence[Question],
-    play: Callable[[BatchedQueryMutationEnv, Choose], _Played],
+    play: Callable[[BatchedQueryMutationEnv, Choose], _Episodes],
     operators: Sequence[Operator],
     stop: int,
 ) -> tuple[list[int], list[int]]:
-    """The best single operator, and a plan that grows by the best operator while that helps."""
+    """The best single operator, and a greedy plan that appends operators while they help."""
     asking = [n for n, operator in enumerate(operators) if operator.asks]
 
     def worth(plan: list[int]) -> float:
@@ -223,13 +235,12 @@ def _plans_on_valid(
 def _thompson(
     make_env: MakeEnv,
     questions: Sequence[Question],
-    models: Phrasing,
     seed: int,
     episodes: int,
     noop: int,
     stop: int,
 ) -> int:
-    """The operator that Thompson sampling on train questions ends with."""
+    """The best operator by Thompson sampling on train questions."""
     width = min(32, len(questions))
     env = make_env(questions, width, order="drawn")
     operators = [n for n, operator in enumerate(env.operators) if operator.asks] + [noop]
@@ -244,7 +255,7 @@ def _thompson(
             if valid and np.isfinite(value):
                 right[arm] += value
                 wrong[arm] += 1 - value
-        # One rewriting a question: the next round begins with new ones.
+        # One rewriting per question: the next round starts with new ones.
         env.step(np.full(width, stop))
     return operators[int((right / (right + wrong)).argmax())]
 
@@ -267,17 +278,17 @@ def _random(seed: int, asking: Sequence[int], stop: int) -> Choose:
 
 
 def _named(plan: Sequence[int], operators: Sequence[Operator]) -> str:
-    return " then ".join(operators[n].name for n in plan) or "asked as it stands"
+    return " then ".join(operators[n].name for n in plan) or "original wording"
 
 
-def _way(name: str, plan: str, found: _Played, identity: Floats, seed: int) -> Way:
+def _strategy(name: str, plan: str, found: _Episodes, identity: Floats, seed: int) -> Strategy:
     both = np.isfinite(found.scores) & np.isfinite(identity)
     differences = (found.scores - identity)[both]
     low, high = paired_interval(differences, seed)
     gain = float(differences.mean()) if len(differences) else float("nan")
     count = len(found.scores)
     points = 100 * gain
-    return Way(
+    return Strategy(
         name=name,
         plan=plan,
         accuracy=float(found.scores[both].mean()) if both.any() else float("nan"),
@@ -293,8 +304,8 @@ def _way(name: str, plan: str, found: _Played, identity: Floats, seed: int) -> W
     )
 
 
-def _robustness(identity: Floats, single: dict[str, _Played]) -> Robustness:
-    """Over the original and every rewriting that the guard let through."""
+def _robustness(identity: Floats, single: dict[str, _Episodes]) -> Robustness:
+    """Over the original wording and every rewriting that passed the guard."""
     table = [identity]
     by_operator = {}
     for name, found in single.items():
@@ -305,9 +316,9 @@ def _robustness(identity: Floats, single: dict[str, _Played]) -> Robustness:
             table.append(scores)
     everything = np.stack(table)
     there = np.isfinite(everything)
-    asked = there.any(0)
-    lowest = np.where(there, everything, np.inf).min(0)[asked]
-    highest = np.where(there, everything, -np.inf).max(0)[asked]
+    scored = there.any(0)
+    lowest = np.where(there, everything, np.inf).min(0)[scored]
+    highest = np.where(there, everything, -np.inf).max(0)[scored]
     original = float(np.nanmean(identity)) if np.isfinite(identity).any() else float("nan")
     rewritten = everything[1:]
     mean = float(np.nanmean(rewritten)) if np.isfinite(rewritten).any() else float("nan")

@@ -1,10 +1,10 @@
-"""Evaluation of a query-mutation run: its policy beside plain ways, on held-out questions."""
+"""Evaluation of a query-mutation run: its policy compared with baselines on held-out questions."""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,12 +18,12 @@ from batchwright.errors import ConfigError
 from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rl import choose
-from batchwright.train.query_mutator.compare import Comparison, compare_ways
+from batchwright.train.query_mutator.compare import Comparison, compare_strategies
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.loop import build_env, load_policy
-from batchwright.train.query_mutator.models import open_phrasing
+from batchwright.train.query_mutator.models import open_models
 
-__all__ = ["evaluate_run"]
+__all__ = ["as_json", "evaluate_run"]
 
 
 def evaluate_run(
@@ -36,17 +36,17 @@ def evaluate_run(
 ) -> Comparison:
     """Compare the run's policy with identity, random, single operators, a plan and a bandit.
 
-    Answers are kept in the run's own cache, so a second evaluation asks nobody.
+    Responses are cached in the run, so a second evaluation makes no calls.
     """
     config = QueryMutatorConfig.of_run(run)
     if latest(run / "checkpoints") is None:
         raise ConfigError(f"{run} has no checkpoint yet; resume it with --resume {run}")
-    splits: tuple[Split, ...] = ("train", "valid", "test")
-    parts: dict[str, Sequence[Question]]
-    parts = {split: load_questions(config.dataset, split) for split in splits}
+    names: tuple[Split, ...] = ("train", "valid", "test")
+    splits: dict[str, Sequence[Question]]
+    splits = {name: load_questions(config.dataset, name) for name in names}
     if questions:
-        parts = {split: found[:questions] for split, found in parts.items()}
-    with open_phrasing(config, run) as models:
+        splits = {name: found[:questions] for name, found in splits.items()}
+    with open_models(config, run) as models:
         policy = load_policy(run, build_env(config, models), config)
 
         def make_env(
@@ -77,10 +77,10 @@ def evaluate_run(
                 logits = policy.logits(seen)
             return choose(logits, mask, None)[0]
 
-        found = compare_ways(
+        found = compare_strategies(
             models,
             make_env,
-            parts,
+            splits,
             by_policy,
             seed=config.seed,
             bandit_episodes=bandit_episodes,
@@ -91,12 +91,17 @@ def evaluate_run(
     return found
 
 
-def _write(found: Comparison, output: Path) -> None:
-    data = {
-        "ways": [finite(asdict(way)) for way in found.ways],
-        "robustness": finite(asdict(found.robustness)),
+def as_json(found: Comparison) -> dict[str, Any]:
+    """The content of `evaluation.json`: strategies under `ways`, and the robustness."""
+    return {
+        "ways": [asdict(strategy) for strategy in found.strategies],
+        "robustness": asdict(found.robustness),
     }
-    write_atomic(output / "evaluation.json", (json.dumps(data, indent=2) + "\n").encode())
+
+
+def _write(found: Comparison, output: Path) -> None:
+    content = json.dumps(finite(as_json(found)), indent=2) + "\n"
+    write_atomic(output / "evaluation.json", content.encode())
     for name, turns in found.turns.items():
         lines = (json.dumps(finite(asdict(turn)), ensure_ascii=False) for turn in turns)
         path = output / "transcripts" / f"{name.replace(' ', '_')}.jsonl"

@@ -24,7 +24,7 @@ from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rl import PPO, PPOConfig, Runner, policy_for
 from batchwright.train.query_mutator.config import QueryMutatorConfig
-from batchwright.train.query_mutator.models import Phrasing, open_phrasing
+from batchwright.train.query_mutator.models import Models, open_models
 from batchwright.train.query_mutator.rollout import OverlappingRunner
 from batchwright.train.run import Run
 
@@ -64,7 +64,7 @@ def train_query_mutator(
     began = time.perf_counter()
     with (
         Run(config, resume=resume) as run,
-        open_phrasing(
+        open_models(
             config, replay or run.folder, replay=replay is not None, events=run.log
         ) as models,
         run.stopping() as stop,
@@ -122,7 +122,7 @@ def train_query_mutator(
 
 def build_env(
     config: QueryMutatorConfig,
-    models: Phrasing,
+    models: Models,
     *,
     on_turn: Callable[[Turn], object] | None = None,
 ) -> BatchedQueryMutationEnv:

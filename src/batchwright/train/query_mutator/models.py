@@ -1,7 +1,7 @@
-"""The models behind query mutation: who rewrites, answers, judges and embeds, as plain functions.
+"""The models of query mutation as functions: mutator, target, judge and embedder.
 
-A run keeps every answer in `calls.db` and every failed place in `failures.jsonl`. Together they
-are a cassette: the run can be done again from them with no server, to the same numbers.
+A run caches every response in `calls.db` and records every failed call in `failures.jsonl`.
+Together they are enough to replay the run without a server, with identical results.
 """
 
 import json
@@ -37,18 +37,18 @@ from batchwright.rewards import Contains, Exact, Judge, Numeric, Response, Rule,
 from batchwright.rewards.score import ascore_all
 from batchwright.train.query_mutator.config import QueryMutatorConfig, width_of
 
-__all__ = ["FailureLog", "Phrasing", "open_phrasing"]
+__all__ = ["FailureLog", "Models", "open_models"]
 
 DIM = 256
-"""Of the built-in embedder."""
+"""Dimension of the built-in embedder."""
 SYSTEM = "Answer the question with the answer alone, in as few words as possible."
 _PLAIN_NUMBER = re.compile(r"\s*[-+$]?[\d.,/]+\s*%?\s*")
 
 
 class FailureLog:
-    """`failures.jsonl`: the places where calls of a run failed, each with its kind.
+    """`failures.jsonl`: the places where calls of a run failed, each with its failure kind.
 
-    A later line about the same place counts: a run that was killed may do some steps again.
+    The last line about a place wins: a killed and resumed run may repeat some steps.
     """
 
     def __init__(self, path: Path, *, replay: bool) -> None:
@@ -60,7 +60,7 @@ class FailureLog:
                 row = json.loads(line)
                 self._known[row["place"]] = row["why"]
             except (ValueError, KeyError, TypeError):
-                # The last line may be torn, by a kill while it was written.
+                # The last line may be incomplete: the run was killed while writing it.
                 if number < len(lines):
                     raise BadFile(f"{path} line {number} is not a failure record") from None
 
@@ -79,8 +79,8 @@ class FailureLog:
 
 
 @dataclass(frozen=True)
-class Phrasing:
-    """Everything the environment asks, opened."""
+class Models:
+    """The open models of a run, as the environment takes them."""
 
     mutator: Ask
     target: Ask
@@ -89,14 +89,14 @@ class Phrasing:
     dim: int
     pools: tuple[Pool, ...]
     failures: FailureLog
-    asked: Counter[str]
-    """Calls and tokens so far by what they were for, those from the cache too."""
+    used: Counter[str]
+    """Calls by role and tokens so far, cached responses included."""
 
     def run(self, work: Coroutine[Any, Any, Any], /) -> Any:
         return self.pools[0].run(work)
 
     def stats(self) -> dict[str, float]:
-        """Calls, tokens and shares of all pools together."""
+        """Sums of the statistics of all pools."""
         found: dict[str, float] = {}
         for pool in self.pools:
             for name, value in pool.stats().items():
@@ -106,28 +106,28 @@ class Phrasing:
 
 
 @contextmanager
-def open_phrasing(
+def open_models(
     config: QueryMutatorConfig,
     folder: Path,
     *,
     replay: bool = False,
     events: EventLog | None = None,
-) -> Iterator[Phrasing]:
-    """The models of a run; its answers are kept in `folder`, or all come from there (`replay`)."""
+) -> Iterator[Models]:
+    """The models of a run, with their responses cached in `folder`; `replay` makes no calls."""
     store = folder / "calls.db"
     if replay and not store.exists():
-        raise MissingFile(f"{folder} holds no calls.db; only a run that was begun can be replayed")
-    with ExitStack() as open_things:
-        # An answer cut off at max_tokens is what the target said: it is kept as well.
+        raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
+    with ExitStack() as stack:
+        # A response truncated at max_tokens is what the target said, so it is cached too.
         mode: Literal["use", "replay"] = "replay" if replay else "use"
-        cache = open_things.enter_context(Cache(store, cut_off="keep", mode=mode))
+        cache = stack.enter_context(Cache(store, cut_off="keep", mode=mode))
         pools: dict[tuple[str, ...], Pool] = {}
 
         def pool_for(role: str, model: str) -> tuple[Pool, str]:
             endpoints, name = _endpoints(config, role, model, replay)
             key = tuple(endpoint.name for endpoint in endpoints)
             if key not in pools:
-                pools[key] = open_things.enter_context(
+                pools[key] = stack.enter_context(
                     Pool(
                         *endpoints,
                         limit=width_of(config),
@@ -144,18 +144,18 @@ def open_phrasing(
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
-        asked: Counter[str] = Counter()
+        used: Counter[str] = Counter()
         rewriter = config.mutator_model or config.target_model
         target = _counted(
-            _target(config, *pool_for("qa", config.target_model), replay), "target", asked
+            _target(config, *pool_for("qa", config.target_model), replay), "target", used
         )
         mutator = _counted(
-            _mutator(config, *pool_for("mutator", rewriter), replay), "mutator", asked
+            _mutator(config, *pool_for("mutator", rewriter), replay), "mutator", used
         )
         rate = _rate(config, pool_for)
         embedder, dim = _embedder(config, pool_for)
         every = tuple(pools.values())
-        yield Phrasing(mutator, target, rate, embedder, dim, every, failures, asked)
+        yield Models(mutator, target, rate, embedder, dim, every, failures, used)
 
 
 def _endpoints(
@@ -164,34 +164,32 @@ def _endpoints(
     if model == "sim":
         from batchwright.calls.simulator import Simulator
 
-        known = load_questions(config.dataset, "all")
-        rows = [{"question": q.question, "answer": q.answer, "category": q.category} for q in known]
-        server = Simulator(questions=rows)
+        server = Simulator(questions=load_questions(config.dataset, "all"))
         return (Endpoint(server.in_process(), name="sim"),), f"sim-{role}"
     if replay:
-        # Nobody is asked: what is not on the cassette was not asked by the run.
+        # No call is made: every response is in the cache.
         name = model.rpartition("#")[2].removeprefix("ollama:").removeprefix("local:")
-        return (Endpoint(_nobody, name="cassette"),), name
+        return (Endpoint(_not_cached, name="replay"),), name
     if ":" in model or "#" in model:
         endpoint, name = parse_model(model)
         return (endpoint,), name
     if not config.endpoint:
         raise ConfigError(
-            f"the model {model!r} has no server; give --endpoint URL, or write ollama:{model}, "
+            f"the model {model!r} has no server; pass --endpoint URL, or use ollama:{model}, "
             f"URL#{model}, local:smollm2 or sim"
         )
     return tuple(Endpoint(url) for url in config.endpoint), model
 
 
-def _nobody(requests: Sequence[Request]) -> list[Exception]:
-    return [MissingFile("not on the cassette") for _ in requests]
+def _not_cached(requests: Sequence[Request]) -> list[Exception]:
+    return [MissingFile("not in the cache of the replayed run") for _ in requests]
 
 
 def _target(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -> Ask:
     async def ask(prompt: str, seed: int) -> Outcome:
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
         request = chat(model, messages, temperature=0, max_tokens=config.max_tokens)
-        return _on_cassette(await pool.call(request), replay, model)
+        return _replayed(await pool.call(request), replay, model)
 
     return ask
 
@@ -205,27 +203,27 @@ def _mutator(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -
             max_tokens=config.max_tokens,
             seed=seed,
         )
-        return _on_cassette(await pool.call(request), replay, model)
+        return _replayed(await pool.call(request), replay, model)
 
     return ask
 
 
-def _counted(ask: Ask, name: str, asked: "Counter[str]") -> Ask:
+def _counted(ask: Ask, name: str, used: "Counter[str]") -> Ask:
     async def counting(prompt: str, seed: int) -> Outcome:
         outcome = await ask(prompt, seed)
-        asked[f"{name}_calls"] += 1
+        used[f"{name}_calls"] += 1
         if outcome and outcome.usage:
-            asked["tokens"] += outcome.usage.total
+            used["tokens"] += outcome.usage.total
         return outcome
 
     return counting
 
 
-def _on_cassette(outcome: Outcome, replay: bool, model: str) -> Outcome:
+def _replayed(outcome: Outcome, replay: bool, model: str) -> Outcome:
     if replay and not outcome:
         raise Mismatch(
-            f"the run that is replayed has no answer of {model} to a question that comes up now; "
-            f"replay with the files and the version it was made with"
+            f"the replayed run has no cached response of {model} to a request; "
+            f"replay with the files and the version of the original run"
         )
     return outcome
 
@@ -267,18 +265,18 @@ def _embedder(config: QueryMutatorConfig, pool_for: Any) -> tuple[Embed, int]:
         return hashed, DIM
     pool, name = pool_for("embed", config.embedder)
 
-    async def asked(texts: Sequence[str]) -> NDArray[np.float32]:
+    async def served(texts: Sequence[str]) -> NDArray[np.float32]:
         outcomes = [await pool.call(embed(name, text)) for text in texts]
         rows = []
         for outcome in outcomes:
             if not outcome:
                 raise NoServer(
-                    f"{name} gave no embedding ({outcome.kind}: {outcome.error}); the agent cannot "
-                    f"see without one, use --embedder ngrams or a server that stands"
+                    f"{name} returned no embedding ({outcome.kind}: {outcome.error}), which the "
+                    f"policy needs; use --embedder ngrams, or a server that is up"
                 )
             vector = np.asarray(outcome.vectors[0], np.float32)
             rows.append(vector / max(float(np.linalg.norm(vector)), 1e-9))
         return np.stack(rows)
 
-    dim = len(pool.run(asked(["How long is a vector?"]))[0])
-    return asked, dim
+    dim = len(pool.run(served(["How long is a vector?"]))[0])
+    return served, dim
