@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from batchwright.envs import BatchedVecEnv, Env, Step, check_env
 from batchwright.envs.prover.env import END, NEXT, REWARDS
-from batchwright.envs.prover.kernels.order import permute_row
-from batchwright.envs.prover.kernels.step import BLOCK
-from batchwright.envs.prover.layout import carve
+from batchwright.envs.prover.kernels.episodes import permute_row
+from batchwright.envs.prover.layout import C_END, CHUNK, INDEX
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import load_graph
@@ -36,11 +35,11 @@ class PlainEpisode:
 
     def __init__(self, env: BatchedVecEnv, triples: set[Atom], b: int, label: bool) -> None:
         self.env, self.triples, self.label = env, triples, label
-        self.end_action = bool(env._config[4])
+        self.end_action = bool(env._config[C_END])
         self.n = env.facts.num_entities
         # The open argument of a query is shown as -1; what it hides is asked of the stream.
         h, p, t = (
-            env.queries[env._slots[b, 5]].tolist()
+            env.queries[env._own.slots[b, INDEX]].tolist()
             if -1 in env._obs["query"][b]
             else (env._obs["query"][b].tolist())
         )
@@ -248,9 +247,9 @@ def test_an_episode_is_the_same_whatever_the_batch_size(settings: dict[str, Any]
 
 
 def test_an_episode_is_the_same_in_batches_of_more_than_one_block() -> None:
-    sizes = (9, BLOCK, 2 * BLOCK + 3)
+    sizes = (9, CHUNK, 2 * CHUNK + 3)
     few, block, blocks = (
-        episodes(small(size, seed=5, depth=4, negatives=2), 3 * BLOCK) for size in sizes
+        episodes(small(size, seed=5, depth=4, negatives=2), 3 * CHUNK) for size in sizes
     )
     assert few == block == blocks
 
@@ -266,20 +265,6 @@ def test_a_row_of_places_is_a_part_of_the_permutation(
     permute_row(first, count, n, np.uint64(key), left, right)
     whole = permutation(n, np.uint64(key))
     assert left[:count].tolist() == whole[first : first + count].tolist()
-
-
-def test_arrays_side_by_side_do_not_touch() -> None:
-    wanted = (((3, 5), np.int32), ((7,), np.bool_), ((0,), np.int64), ((2, 2), np.int64))
-    arrays = carve(*wanted)
-    assert [(array.shape, array.dtype) for array in arrays] == [
-        (shape, np.dtype(kind)) for shape, kind in wanted
-    ]
-    for number, array in enumerate(arrays):
-        assert not array.any()
-        assert array.ctypes.data % 64 == 0
-        array[...] = number + 1
-    for number, array in enumerate(arrays):
-        assert (array == np.full(array.shape, number + 1, array.dtype)).all()
 
 
 def test_it_resumes_to_the_same_bits(tmp_path: Path) -> None:

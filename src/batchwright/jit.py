@@ -2,14 +2,19 @@
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
-__all__ = ["interpreted", "kernel", "quicker_without_numba"]
+__all__ = ["DEBUG", "interpreted", "kernel", "quicker_without_numba"]
 
 F = TypeVar("F", bound=Callable[..., object])
+
+DEBUG = os.environ.get("BATCHWRIGHT_DEBUG_KERNELS", "0") not in ("", "0")
+"""Whether kernels check the bounds of every array access: an IndexError instead of a crash."""
 
 _PATIENCE_US = 250_000
 """What a process may spend without numba; to import it takes about 400,000 microseconds."""
@@ -64,7 +69,12 @@ class _Kernel:
     def dispatcher(self) -> Callable[..., Any]:
         import numba
 
-        options = {"boundscheck": False, "nogil": True}
+        if DEBUG:
+            # Numba's cache does not tell code with checks from code without: another folder.
+            base = numba.config.CACHE_DIR or Path(__file__).parent / "__pycache__"
+            if Path(base).name != "debug":
+                numba.config.CACHE_DIR = str(Path(base) / "debug")
+        options = {"boundscheck": DEBUG, "nogil": True}
         try:
             compiled = numba.njit(cache=True, **options)(self.py_func)
         except RuntimeError:

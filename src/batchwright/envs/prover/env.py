@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.envs.api import ArraySpec, Obs, Step
-from batchwright.envs.prover import slots as core
+from batchwright.envs.prover import layout
+from batchwright.envs.prover.blocks import Block, aligned, pack, view
 from batchwright.envs.prover.kernels import step as prover_kernels
 from batchwright.envs.prover.kernels.plans import plan
-from batchwright.envs.prover.layout import carve, table_of
+from batchwright.envs.prover.layout import Memory, Task
 from batchwright.envs.prover.settings import (
     ASKS,
     REWARDS,
@@ -34,7 +35,9 @@ from batchwright.envs.prover.settings import (
     auto_batch,
     check_settings,
     checked,
+    inverses,
     scheme,
+    truths,
 )
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.fingerprint import digest, digest_array
@@ -50,9 +53,25 @@ __all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "BatchedVecEnv"]
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
-END, NEXT = core.END, core.NEXT
+END, NEXT = layout.END, layout.NEXT
 
 COUNTERS = ("begun", "invalid", "cut", "proven", "truncated", "finished")
+
+ENDED = {
+    "proven": layout.E_PROVEN,
+    "invalid": layout.E_INVALID,
+    "episode": layout.E_EPISODE,
+    "query_index": layout.E_INDEX,
+    "label": layout.E_LABEL,
+    "answer": layout.E_ANSWER,
+    "depth": layout.E_DEPTH,
+    "steps": layout.E_STEPS,
+}
+"""What `Step.info` tells of the episode that was acted in, by its column."""
+FLAGS = ("proven", "invalid", "label")
+
+STATE = ("slots", "goals", "query", "history", "counters", "lost", "phi")
+"""The arrays of `Memory` that the next step depends on."""
 
 
 class BatchedVecEnv:
@@ -110,21 +129,10 @@ class BatchedVecEnv:
                 f"{len(self.queries):,}; let it prove the same ones"
             )
         self._rewards = scheme(reward, negatives)
-        self._program = program(facts, rules)
-        self._plans = plan(rules.head, rules.body, rules.body_len, facts.num_entities)
-        # Corruptions must not be true, and neither the facts nor the queries are to be missed.
-        truths = facts
-        if negatives and known is None:
-            every = np.concatenate([facts.triples, self.queries[self.labels]])
-            truths = Facts.of(every, facts)
-        elif known is not None:
-            truths = known
-        self._truths = truths
-        self.inverse = np.full(facts.num_predicates, -1, np.int32)
-        if inverse is not None:
-            self.inverse = np.ascontiguousarray(inverse, np.int32)
-        self._config = np.zeros(core.CONFIG, np.int64)
-        self._config[: core.CONFIG - 1] = (
+        self._truths = truths(facts, self.queries[self.labels], negatives, known)
+        self.inverse = inverses(facts, inverse)
+        self._config = np.zeros(layout.CONFIG, np.int64)
+        self._config[: layout.CONFIG - 1] = (
             facts.num_entities,
             negatives,
             once,
@@ -132,12 +140,14 @@ class BatchedVecEnv:
             end_action,
             depth,
         )
-        self._config[core.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
+        self._config[layout.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
         self._shape = (goals, max_candidates, depth)
         self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
         if self._num_envs < 1:
             raise ConfigError(f"batch_size is {batch_size}; at least one environment is needed")
-        self._allocate()
+        self._task = self._packed()
+        self._memory = self._allocated()
+        self._open()
         self.reset()
 
     @property
@@ -170,60 +180,51 @@ class BatchedVecEnv:
     @property
     def counters(self) -> dict[str, int]:
         """Episodes begun, proven, truncated and finished, invalid actions, successors cut."""
-        return dict(zip(COUNTERS, self._counters.tolist(), strict=True))
+        return dict(zip(COUNTERS, self._own.counters.tolist(), strict=True))
 
     @property
     def active(self) -> Bools:
         """Which slots have an episode; with `once`, all false when every query was asked."""
-        return np.asarray(self._slots[:, core.ACTIVE] != 0)
+        return np.asarray(self._own.slots[:, layout.ACTIVE] != 0)
 
     @property
     def episode(self) -> NDArray[np.int64]:
         """The number of the episode in each slot, -1 for none: a key for anything random in it."""
-        return self._slots[:, core.EPISODE].copy()
+        return self._own.slots[:, layout.EPISODE].copy()
 
     def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
         """Begin new episodes in the chosen slots, or start the whole stream from its beginning."""
+        own = self._own
         if where is None:
-            self._counters[:] = 0
+            own.counters[:] = 0
             chosen = np.ones(self._num_envs, np.bool_)
         else:
             chosen = np.asarray(where, np.bool_).reshape(self._num_envs)
-        self._command(np.where(chosen, core.RESET, core.IDLE))
-        self._lost[chosen] = False
+        self._command(np.where(chosen, layout.RESET, layout.IDLE))
+        own.lost[chosen] = False
         if self._potential is not None:
-            self._phi[chosen] = self._values(self._obs["goals"])[chosen]
+            own.phi[chosen] = self._values(own.goals)[chosen]
         return self._obs
 
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
         """Resolve the first goal of every slot as its action says."""
+        own = self._own
         given = np.ascontiguousarray(actions, np.int64).reshape(self._num_envs)
         if self._teacher is not None:
             # Who leaves the teacher's path is not taught until the next episode.
-            self._lost |= given != self.expert_actions()
-        prover_kernels.advance(self._table, given, False)
+            own.lost[:] |= given != self.expert_actions()
+        prover_kernels.advance(self._task, self._memory, given, False)
         if self._teacher is not None:
-            self._lost[self._terminated | self._truncated] = False
+            own.lost[own.terminated | own.truncated] = False
         if self._potential is not None:
             self._shape_rewards()
-        ended = self._ended
-        info = {
-            "proven": ended[:, core.E_PROVEN] != 0,
-            "invalid": ended[:, core.E_INVALID] != 0,
-            "episode": ended[:, core.E_EPISODE],
-            "query_index": ended[:, core.E_INDEX],
-            "label": ended[:, core.E_LABEL] != 0,
-            "answer": ended[:, core.E_ANSWER],
-            "depth": ended[:, core.E_DEPTH],
-            "steps": ended[:, core.E_STEPS],
-            "cut": self._slots[:, core.CUT],
-        }
+        info = {**self._ended, **{name: self._ended[name] != 0 for name in FLAGS}}
         return Step(
             self._obs,
-            self._reward,
-            self._terminated,
-            self._truncated,
-            self._valid,
+            own.reward,
+            own.terminated,
+            own.truncated,
+            own.valid,
             self._final,
             info,
         )
@@ -231,8 +232,7 @@ class BatchedVecEnv:
     def random_actions(self, seed: int = 0) -> NDArray[np.int64]:
         """Uniform choices inside the mask, keyed by episode and step, not by slot."""
         out = np.empty(self._num_envs, np.int64)
-        number = _random_key(seed)
-        prover_kernels.random_actions(self._slots, self._obs["mask"], number, out)
+        prover_kernels.random_actions(self._memory, _random_key(seed), out)
         return out
 
     def expert_actions(self) -> NDArray[np.int64]:
@@ -243,28 +243,15 @@ class BatchedVecEnv:
         if self._teacher is None:
             raise ConfigError("this environment has no teacher; give it teacher=prove_all(...)")
         out = np.empty(self._num_envs, np.int64)
-        prover_kernels.expert_actions(
-            self._slots,
-            self._obs["candidates"],
-            self._obs["mask"],
-            self._teacher.lengths,
-            self._teacher.steps,
-            self._lost,
-            out,
-        )
+        teacher = self._teacher
+        prover_kernels.expert_actions(self._memory, teacher.lengths, teacher.steps, out)
         return out
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on; an environment built alike goes on from it."""
         return {
             "program": self._fingerprint(),
-            "slots": self._slots.copy(),
-            "goals": self._obs["goals"].copy(),
-            "query": self._obs["query"].copy(),
-            "history": self._history.copy(),
-            "counters": self._counters.copy(),
-            "lost": self._lost.copy(),
-            "phi": self._phi.copy(),
+            **{name: getattr(self._own, name).copy() for name in STATE},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,108 +260,119 @@ class BatchedVecEnv:
                 "the saved environment had other facts, rules, queries or settings; "
                 "build it as it was built then"
             )
-        if np.shape(state["slots"]) != self._slots.shape:
+        if len(state["slots"]) != self._num_envs:
             raise Mismatch(
                 f"the saved environment has {len(state['slots']):,} slots, this one "
                 f"{self._num_envs:,}; give it the same batch_size"
             )
-        self._allocate()
-        for name, array in (
-            ("slots", self._slots),
-            ("goals", self._obs["goals"]),
-            ("query", self._obs["query"]),
-            ("history", self._history),
-            ("counters", self._counters),
-            ("lost", self._lost),
-            ("phi", self._phi),
-        ):
-            array[...] = np.asarray(state[name])
+        saved = {name: np.asarray(state[name]) for name in STATE}
+        self._check_state(saved)
+        self._memory = self._allocated()
+        self._open()
+        for name, array in saved.items():
+            getattr(self._own, name)[...] = array
         # The buffers of observations are empty again, whatever they held then.
-        self._slots[:, [core.FILLED, core.FINAL]] = 0
-        self._command(np.full(self._num_envs, core.LOOK))
+        self._own.slots[:, [layout.FILLED, layout.FINAL]] = 0
+        self._command(np.full(self._num_envs, layout.LOOK))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, a pickle or another process needs: blocks hold it all, views are remade."""
+        state = self.__dict__.copy()
+        for name in ("_task", "_own", "_obs", "_final", "_ended"):
+            del state[name]
+        return state | {"_memory": self._memory.copy()}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._task = self._packed()
+        self._memory = aligned(len(state["_memory"]))
+        self._memory[:] = state["_memory"]
+        self._open()
 
     def __repr__(self) -> str:
         goals, width, depth = self._shape
         sizes = f"K={width}, goals={goals}, depth={depth}"
         return f"BatchedVecEnv({self._num_envs:,} of {len(self.queries):,} queries, {sizes})"
 
-    def _allocate(self) -> None:
+    def _check_state(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Refuse a state by which the kernels would read or write beyond their arrays."""
         goals, width, depth = self._shape
-        b = self._num_envs
-        shown = [
-            *(((b, goals, 3), np.int32), ((b, width, 4), np.int32), ((b, width), np.bool_)),
-            *(((b,), np.int64), ((b, 3), np.int32)),
-        ]
-        # One state after the other, `depth + 1` for each slot.
-        states = (b * (depth + 1), goals + 1, 3)
-        (
-            self._slots,
-            self._ended,
-            self._chosen,
-            self._lists,
-            self._reward,
-            self._phi,
-            flags,
-            self._history,
-            *arrays,
-        ) = carve(
-            ((b, core.TRACES + depth + 1), np.int64),
-            ((b, core.ENDED_COLUMNS), np.int64),
-            ((b, 4), np.int32),
-            ((2, b), np.uint32),
-            ((b,), np.float32),
-            ((b,), np.float32),
-            ((4, b), np.bool_),
-            (states, np.int32),
-            *shown,
-            *shown,
-        )
-        self._terminated, self._truncated, self._valid, self._lost = flags
-        self._order = np.zeros((2, prover_kernels.BLOCK), np.uint32)
-        self._counters = np.zeros(core.COUNTERS, np.int64)
-        self._scratch = np.zeros((2, scratch_size(goals, self.rules)), np.int32)
-        names = ("goals", "candidates", "mask", "n_valid", "query")
-        buffers: list[Obs] = [
-            dict(zip(names, part, strict=True)) for part in (arrays[:5], arrays[5:])
-        ]
-        for array in (self._history, *arrays):
-            if array.dtype == np.int32:
-                array[...] = -1
-        self._obs, self._final = buffers
-        # What a terminated state shows: there is nothing left to do but to end.
-        self._final["mask"][:, core.GIVE_UP] = True
-        self._final["candidates"][:, core.GIVE_UP, 0] = END
-        # The table holds addresses: its arrays must live as long.
-        self._held = self._arrays()
-        self._table = table_of(self._held)
+        entities, predicates = self.facts.num_entities, self.facts.num_predicates
+        for name, array in saved.items():
+            own = getattr(self._own, name)
+            if array.shape != own.shape or array.dtype.kind != own.dtype.kind:
+                raise Mismatch(
+                    f"{name} of the saved environment is {array.dtype} {list(array.shape)}, and "
+                    f"{own.dtype} {list(own.shape)} is needed; take another checkpoint"
+                )
+        slots, count = saved["slots"], saved["slots"][:, layout.COUNT]
+        atoms = saved["goals"][np.arange(goals) < count[:, None]]
+        pages = (len(self.facts) + len(self.rules)) // (width - layout.FIRST)
+        for name, values, low, high in (
+            ("number of goals", count, 0, goals),
+            ("depth", slots[:, layout.DEPTH], 0, depth - 1),
+            ("page", slots[:, layout.PAGE], 0, pages),
+            ("query", slots[:, layout.INDEX], -1, len(self.queries) - 1),
+            ("predicate", slots[:, layout.PREDICATE], -1, predicates - 1),
+            ("entity", slots[:, [layout.HEAD, layout.TAIL]], -1, entities - 1),
+            ("answer", slots[:, layout.ANSWER], -1, self.num_terms - 1),
+            ("predicate", atoms[:, 0], 0, predicates - 1),
+            ("term", atoms[:, 1:], 0, self.num_terms - 1),
+            ("counter", saved["counters"], 0, 2**62),
+        ):
+            if values.size and not low <= values.min() <= values.max() <= high:
+                raise Mismatch(
+                    f"the saved environment holds a {name} from {values.min():,} to "
+                    f"{values.max():,}, and {low:,} to {high:,} are possible; take another "
+                    f"checkpoint"
+                )
 
-    def _arrays(self) -> list[NDArray[Any]]:
-        """What `advance` reads and writes, in its order."""
-        obs, final = self._obs, self._final
-        return [
-            *(*self._program, self._plans, self._truths.ps_ptr, self._truths.ps_obj),
-            *(self.inverse, self.queries, self.labels, self._config, self._rewards),
-            *(self._slots, obs["goals"], self._history, self._counters, self._scratch),
-            *(*self._lists, self._chosen, obs["candidates"], obs["mask"], obs["n_valid"]),
-            *(obs["query"], self._reward, self._terminated, self._truncated, self._valid),
-            *(self._ended, final["goals"], final["candidates"], final["mask"], final["n_valid"]),
-            *(final["query"], self._order),
-        ]
+    def _packed(self) -> Block:
+        """What no step changes, for the kernels."""
+        facts, rules = self.facts, self.rules
+        return pack(
+            Task(
+                *program(facts, rules),
+                plans=plan(rules.head, rules.body, rules.body_len, facts.num_entities),
+                known_ptr=self._truths.ps_ptr,
+                known_obj=self._truths.ps_obj,
+                inverse=self.inverse,
+                queries=self.queries,
+                labels=self.labels,
+                rewards=self._rewards,
+                config=self._config,
+            )
+        )
+
+    def _allocated(self) -> Block:
+        """What steps write, empty."""
+        room = scratch_size(self._shape[0], self.rules)
+        return layout.memory(self._num_envs, *self._shape, room)
+
+    def _open(self) -> None:
+        """Name the arrays of the block: what is shown is the memory that kernels write."""
+        self._own = view(Memory, self._memory)
+        names = ("goals", "candidates", "mask", "n_valid", "query")
+        self._obs: Obs = {name: getattr(self._own, name) for name in names}
+        self._final: Obs = {name: getattr(self._own, f"final_{name}") for name in names}
+        columns = {name: self._own.ended[:, column] for name, column in ENDED.items()}
+        self._ended = {**columns, "cut": self._own.slots[:, layout.CUT]}
 
     def _command(self, actions: NDArray[np.int64]) -> None:
         """Do what RESET, LOOK and IDLE say."""
-        prover_kernels.advance(self._table, actions, True)
+        prover_kernels.advance(self._task, self._memory, actions, True)
 
     def _shape_rewards(self) -> None:
         """Add gamma * phi(next) - phi(now), phi of an end being 0: no best policy changes."""
-        phi = self._values(self._obs["goals"])
-        following = np.where(self._terminated, np.float32(0.0), phi)
-        if self._truncated.any():
-            cut = np.flatnonzero(self._truncated)
-            following[cut] = self._values(self._final["goals"][cut])
-        shaped = np.float32(self._gamma) * following - self._phi
-        self._reward += np.where(self._valid, shaped, np.float32(0.0))
-        self._phi[:] = phi
+        own = self._own
+        phi = self._values(own.goals)
+        following = np.where(own.terminated, np.float32(0.0), phi)
+        if own.truncated.any():
+            cut = np.flatnonzero(own.truncated)
+            following[cut] = self._values(own.final_goals[cut])
+        shaped = np.float32(self._gamma) * following - own.phi
+        own.reward[:] += np.where(own.valid, shaped, np.float32(0.0))
+        own.phi[:] = phi
 
     def _values(self, goals: Ints) -> NDArray[np.float32]:
         """The potential of states: that of their first goal, as a triple with -1 for variables."""
@@ -386,7 +384,7 @@ class BatchedVecEnv:
 
     def _fingerprint(self) -> str:
         parts = [self.queries, self.labels, self._config, self._rewards, self.inverse]
-        parts += [*self._program, self._truths.ps_ptr, self._truths.ps_obj]
+        parts += [*program(self.facts, self.rules), self._truths.ps_ptr, self._truths.ps_obj]
         return digest(list(self._shape), [digest_array(part) for part in parts])
 
 

@@ -6,12 +6,22 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchwright.envs.prover import slots as core
+from batchwright.envs.prover import layout
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts, as_triples
 from batchwright.logic.rules import Rules
 
-__all__ = ["ASKS", "REWARDS", "Ask", "auto_batch", "check_settings", "checked", "scheme"]
+__all__ = [
+    "ASKS",
+    "REWARDS",
+    "Ask",
+    "auto_batch",
+    "check_settings",
+    "checked",
+    "inverses",
+    "scheme",
+    "truths",
+]
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -30,10 +40,10 @@ given up, a false one proved, a false one given up, and more for the last if it 
 last two, giving up a false one is worth 1 / negatives, so that a cycle of episodes is balanced."""
 
 ASKS: dict[str, int] = {
-    "truth": core.TRUTH,
-    "head": core.ASK_HEAD,
-    "tail": core.ASK_TAIL,
-    "both": core.ASK_BOTH,
+    "truth": layout.TRUTH,
+    "head": layout.ASK_HEAD,
+    "tail": layout.ASK_TAIL,
+    "both": layout.ASK_BOTH,
 }
 
 AUTO_MOST = 16_384
@@ -95,6 +105,30 @@ def scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
     if reward.startswith("balanced"):
         scheme[3] /= max(negatives, 1)
     return scheme
+
+
+def truths(facts: Facts, true_queries: Ints, negatives: int, known: Facts | None) -> Facts:
+    """What no corrupted query may be: `known`, or the facts and the queries that are true."""
+    if known is None:
+        if not negatives:
+            return facts
+        return Facts.of(np.concatenate([facts.triples, true_queries]), facts)
+    if (known.num_entities, known.num_predicates) != (facts.num_entities, facts.num_predicates):
+        raise Mismatch("known and facts have different vocabularies; make both with one")
+    return known
+
+
+def inverses(facts: Facts, inverse: Ints | None) -> Ints:
+    """For each predicate the one declared as its inverse, or -1."""
+    if inverse is None:
+        return np.full(facts.num_predicates, -1, np.int32)
+    declared = np.ascontiguousarray(inverse, np.int32)
+    if declared.shape != (facts.num_predicates,):
+        raise Mismatch(
+            f"inverse has shape {list(declared.shape)}; it needs a predicate or -1 for each of "
+            f"the {facts.num_predicates:,} predicates"
+        )
+    return declared
 
 
 def auto_batch(goals: int, width: int, depth: int) -> int:

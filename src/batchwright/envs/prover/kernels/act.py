@@ -4,10 +4,11 @@
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np
-from numpy.typing import NDArray
 
+from batchwright.envs.prover.blocks import Block, view
 from batchwright.envs.prover.kernels.plans import AS_X, AS_Y, SHIFT, TERMS, TO_X, TO_Y, USABLE
-from batchwright.envs.prover.slots import (
+from batchwright.envs.prover.kernels.visited import mark, trace
+from batchwright.envs.prover.layout import (
     ANSWER,
     C_DEPTH,
     C_ENTITIES,
@@ -19,10 +20,9 @@ from batchwright.envs.prover.slots import (
     PAGE,
     SEEN,
     TRACES,
-    Ints,
     Longs,
-    mark,
-    trace,
+    Memory,
+    Task,
 )
 from batchwright.jit import kernel
 from batchwright.logic.prove.search import FACT
@@ -32,7 +32,6 @@ from batchwright.logic.prove.unify import (
     OBJECTS,
     PAIRS,
     SUBJECTS,
-    Program,
     resolve_rule,
 )
 
@@ -40,27 +39,16 @@ __all__ = ["act"]
 
 
 @kernel
-def act(
-    prog: Program,
-    plans: Ints,
-    live: NDArray[np.uint32],
-    alive: int,
-    chosen: Ints,
-    actions: Longs,
-    slots: Longs,
-    goals: Ints,
-    history: Ints,
-    scratch: Ints,
-    config: Longs,
-) -> None:
-    """Resolve the first goal of the listed slots by the rows `chosen` of their candidates.
+def act(task: Block, memory: Block, alive: int, actions: Longs) -> None:
+    """Resolve the first goal of the `live` slots by the rows `chosen` of their candidates.
 
     The goals of a state stand in `history` too, behind a row (count, answer, -1).
     """
-    entities, depth = config[C_ENTITIES], config[C_DEPTH]
-    # Taken out once: a field of a tuple counts its references each time it is named.
-    heads, body, body_len, variables = prog.head, prog.body, prog.body_len, prog.variables
-    bound, names = scratch[0], scratch[1]
+    given, own = view(Task, task), view(Memory, memory)
+    heads, body, body_len, variables = given.head, given.body, given.body_len, given.variables
+    plans, entities, depth = given.plans, given.config[C_ENTITIES], given.config[C_DEPTH]
+    slots, goals, history = own.slots, own.goals, own.history
+    live, chosen, bound, names = own.live, own.chosen, own.scratch[0], own.scratch[1]
     for i in range(alive):
         b = live[i]
         if actions[b] < FIRST or slots[b, ENDING] != GOES_ON:

@@ -1,13 +1,14 @@
 """The two ends of an episode: what it asks, and what its end is worth."""
 
 # Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
-# mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
+# mypy: disable-error-code="arg-type, assignment, return-value, no-any-return, operator"
 
 import numpy as np
-from numpy.typing import NDArray
 
-from batchwright.envs.prover.kernels.order import permute_row
-from batchwright.envs.prover.slots import (
+from batchwright.envs.prover.blocks import Block, view
+from batchwright.envs.prover.kernels.look import erase, option
+from batchwright.envs.prover.kernels.visited import mark, trace
+from batchwright.envs.prover.layout import (
     ACTIVE,
     ANSWER,
     ASK_BOTH,
@@ -50,53 +51,36 @@ from batchwright.envs.prover.slots import (
     TRUNCATED,
     TRUTH,
     TURN,
-    Bools,
     Ints,
     Longs,
-    episode_key,
-    erase,
-    mark,
-    option,
-    trace,
+    Memory,
+    Task,
+    Words,
 )
 from batchwright.jit import kernel
 from batchwright.logic.lookup import found
-from batchwright.logic.prove.unify import Program
-from batchwright.permutation import below, mix
+from batchwright.permutation import M32, ROUNDS, SMALL, below, mix, permute
 
-__all__ = ["begin", "finish"]
+__all__ = ["begin", "episode_key", "finish", "permute_row"]
 
 DRAWS = 32
 """Random corruptions tried before the entities are gone through one by one."""
 
 
 @kernel
-def finish(
-    prog: Program,
-    listed: NDArray[np.uint32],
-    total: int,
-    slots: Longs,
-    goals: Ints,
-    candidates: Ints,
-    mask: Bools,
-    n_valid: Longs,
-    query: Ints,
-    rewards: NDArray[np.float32],
-    config: Longs,
-    counters: Longs,
-    reward: NDArray[np.float32],
-    terminated: Bools,
-    truncated: Bools,
-    ended: Longs,
-    final_goals: Ints,
-    final_candidates: Ints,
-    final_mask: Bools,
-    final_n_valid: Longs,
-    final_query: Ints,
-) -> None:
-    """Reward the listed slots whose episode is over, and keep what they showed last."""
-    entities = config[C_ENTITIES]
-    ps_ptr, ps_obj = prog.ps_ptr, prog.ps_obj
+def finish(task: Block, memory: Block, total: int) -> None:
+    """Reward the first `total` of the `fresh` slots if their episode is over; keep its last state.
+
+    Slots that were only told to begin anew are among them.
+    """
+    given, own = view(Task, task), view(Memory, memory)
+    ps_ptr, ps_obj, entities = given.ps_ptr, given.ps_obj, given.config[C_ENTITIES]
+    rewards, listed, slots, counters = given.rewards, own.fresh, own.slots, own.counters
+    goals, query, candidates, n_valid = own.goals, own.query, own.candidates, own.n_valid
+    reward, terminated, truncated = own.reward, own.terminated, own.truncated
+    ended, final_goals, final_query = own.ended, own.final_goals, own.final_query
+    final_candidates, final_mask = own.final_candidates, own.final_mask
+    final_n_valid = own.final_n_valid
     room = goals.shape[1]
     for i in range(total):
         b = listed[i]
@@ -141,26 +125,17 @@ def finish(
 
 
 @kernel
-def begin(
-    listed: NDArray[np.uint32],
-    count: int,
-    slots: Longs,
-    goals: Ints,
-    history: Ints,
-    counters: Longs,
-    config: Longs,
-    queries: Ints,
-    labels: Bools,
-    known_ptr: Ints,
-    known_obj: Ints,
-    query: Ints,
-    order: NDArray[np.uint32],
-) -> None:
-    """Put the next episodes of the stream into the listed slots, in the order of the slots.
+def begin(task: Block, memory: Block, count: int) -> None:
+    """Put the next episodes of the stream into the `fresh` slots, in the order of the slots.
 
     What an episode is depends on its number only.
     """
+    given, own = view(Task, task), view(Memory, memory)
+    queries, labels, config = given.queries, given.labels, given.config
+    known_ptr, known_obj = given.known_ptr, given.known_obj
     entities, ratio, ask = config[C_ENTITIES], config[C_RATIO], config[C_ASK]
+    listed, order, slots, counters = own.fresh, own.order, own.slots, own.counters
+    goals, history, query = own.goals, own.history, own.query
     total = queries.shape[0]
     once = config[C_ONCE] != 0
     # Queries come in another order in every epoch; `order` holds as much of it as is wanted.
@@ -272,3 +247,49 @@ def _correct(slots: Longs, b: int, ps_ptr: Ints, ps_obj: Ints, entities: int) ->
     else:
         t = answer
     return found(ps_ptr, ps_obj, entities, h, slots[b, PREDICATE], t)
+
+
+@kernel
+def episode_key(key: int, episode: int) -> int:
+    return mix(mix(key, np.uint64(0xE915)), np.uint64(episode))
+
+
+@kernel
+def permute_row(first: int, count: int, n: int, key: np.uint64, left: Words, right: Words) -> None:
+    """Put `permute(first + i, n, key)` into `left[i]` for every i below `count`.
+
+    The same network as that of `permute`, whose rounds wait for each other. Here the processor
+    has other indices to go on with meanwhile, and a round's own key is made once for all.
+    """
+    if n <= SMALL:
+        for i in range(count):
+            left[i] = permute(first + i, n, key)
+        return
+    a = np.int64(np.ceil(np.sqrt(np.float64(n))))
+    b = (n + a - 1) // a
+    for i in range(count):
+        left[i] = (first + i) // b
+        right[i] = (first + i) - np.int64(left[i]) * b
+    for number in range(0, ROUNDS, 2):
+        _round(right, left, count, mix(key, np.uint64(number)), a)
+        _round(left, right, count, mix(key, np.uint64(number + 1)), b)
+    for i in range(count):
+        x = np.int64(left[i]) * b + np.int64(right[i])
+        # Beyond n the walk goes on, alone.
+        left[i] = x if x < n else permute(x, n, key)
+
+
+@kernel
+def _round(given: Words, changed: Words, count: int, key: np.uint64, side: int) -> None:
+    """Add to `changed` a keyed hash of `given`, modulo `side`."""
+    added, modulus = np.uint32(key & M32), np.uint32(side)
+    for i in range(count):
+        x = np.uint32(given[i] + added)
+        x ^= np.uint32(x >> np.uint32(15))
+        x = np.uint32(x * np.uint32(0x2C1B3C6D))
+        x ^= np.uint32(x >> np.uint32(12))
+        x = np.uint32(x * np.uint32(0x297A2D39))
+        x ^= np.uint32(x >> np.uint32(15))
+        step = np.uint32((np.uint64(x) * np.uint64(modulus)) >> np.uint64(32))
+        x = np.uint32(changed[i] + step)
+        changed[i] = np.uint32(x - modulus) if x >= modulus else x

@@ -4,11 +4,19 @@
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np
-from numpy.typing import NDArray
 
+from batchwright.envs.prover.blocks import Block, view
 from batchwright.envs.prover.kernels.plans import AS_X, AS_Y, TERMS, USABLE
-from batchwright.envs.prover.kernels.visited import leads_to, needed, same_as
-from batchwright.envs.prover.slots import (
+from batchwright.envs.prover.kernels.visited import (
+    fold,
+    leads_to,
+    mark,
+    needed,
+    same_as,
+    sort,
+    trace,
+)
+from batchwright.envs.prover.layout import (
     AHEAD,
     ANSWER,
     C_DEPTH,
@@ -38,13 +46,9 @@ from batchwright.envs.prover.slots import (
     Bools,
     Ints,
     Longs,
-    erase,
-    fold,
-    mark,
-    option,
-    sort,
-    trace,
-    write,
+    Memory,
+    Task,
+    Words,
 )
 from batchwright.jit import kernel
 from batchwright.logic.lookup import lower_bound
@@ -55,41 +59,33 @@ from batchwright.logic.prove.unify import (
     OBJECTS,
     PAIRS,
     SUBJECTS,
-    Program,
     place,
     resolve_rule,
     unify,
 )
 
-__all__ = ["look"]
+__all__ = ["erase", "look", "option"]
 
 SORT, FOLD = 0x3FFFFF << 40, 0xFFFFF
 """The bits of a trace for `sort` and for one `fold`."""
 
 
 @kernel
-def look(
-    prog: Program,
-    plans: Ints,
-    listed: NDArray[np.uint32],
-    total: int,
-    slots: Longs,
-    goals: Ints,
-    history: Ints,
-    inverse: Ints,
-    config: Longs,
-    scratch: Ints,
-    candidates: Ints,
-    mask: Bools,
-    n_valid: Longs,
-) -> None:
+def look(task: Block, memory: Block, listed: Words, total: int) -> None:
     """List the successors of the listed slots: the page of them that each slot is at."""
-    ps_ptr, ps_sub, ps_obj, po_ptr, po_sub, loop_ptr, loop_sub = prog[:7]
-    heads, body, body_len, variables, by_head, head_ptr = prog[7:]
-    entities, depth = config[C_ENTITIES], config[C_DEPTH]
+    given, own = view(Task, task), view(Memory, memory)
+    ps_ptr, ps_sub, ps_obj = given.ps_ptr, given.ps_sub, given.ps_obj
+    po_ptr, po_sub = given.po_ptr, given.po_sub
+    loop_ptr, loop_sub = given.loop_ptr, given.loop_sub
+    heads, body, body_len, variables = given.head, given.body, given.body_len, given.variables
+    by_head, head_ptr, plans, inverse = given.by_head, given.head_ptr, given.plans, given.inverse
+    entities, depth = given.config[C_ENTITIES], given.config[C_DEPTH]
+    end_action = given.config[C_END] != 0
+    slots, goals, history = own.slots, own.goals, own.history
+    candidates, mask, n_valid = own.candidates, own.mask, own.n_valid
+    bound, names = own.scratch[0], own.scratch[1]
     room = goals.shape[1]
     page_size = mask.shape[1] - FIRST
-    bound, names = scratch[0], scratch[1]
     trial = np.empty((1, room, 3), np.int32)
     skip_s, skip_o = np.empty(depth + 4, np.int32), np.empty(depth + 4, np.int32)
     skip_at = np.empty(depth + 4, np.int64)
@@ -139,7 +135,7 @@ def look(
                             skip_s[skips] = s
                             skip_o[skips] = o
                             skips += 1
-            places = 0
+            places = np.int64(0)
             slow = False
             if kind == GROUND and skips:
                 count = 0
@@ -246,7 +242,7 @@ def look(
                 found = filled - FIRST
             elif kind != GROUND:
                 # Facts number `skipped` to `last` of the usable ones stand on this page.
-                skipped = max(start - found, 0)
+                skipped = min(max(start - found, 0), usable)
                 last = min(stop - found, usable)
                 found += usable
                 at = low + skipped
@@ -287,12 +283,32 @@ def look(
         n_valid[b] = found
         # A first state with no way on is shown all the same: giving up is its one action.
         option(candidates, mask, b, TURN, NEXT, more)
-        option(candidates, mask, b, GIVE_UP, END, config[C_END] != 0 or found == 0)
+        option(candidates, mask, b, GIVE_UP, END, end_action or found == 0)
+
+
+@kernel
+def write(
+    rows: Ints, mask: Bools, b: int, k: int, kind: int, number: int, first: int, second: int
+) -> None:
+    rows[b, k, 0], rows[b, k, 1], rows[b, k, 2], rows[b, k, 3] = kind, number, first, second
+    mask[b, k] = True
+
+
+@kernel
+def erase(rows: Ints, mask: Bools, b: int, k: int) -> None:
+    rows[b, k, 0] = rows[b, k, 1] = rows[b, k, 2] = rows[b, k, 3] = -1
+    mask[b, k] = False
+
+
+@kernel
+def option(rows: Ints, mask: Bools, b: int, k: int, kind: int, offered: bool) -> None:
+    rows[b, k, 0] = kind if offered else -1
+    mask[b, k] = offered
 
 
 @kernel
 def _spans(
-    listed: NDArray[np.uint32],
+    listed: Words,
     total: int,
     slots: Longs,
     goals: Ints,

@@ -12,13 +12,14 @@ chosen one is applied.
 
 import numpy as np
 
+from batchwright.envs.prover.blocks import Block, stamp, view
 from batchwright.envs.prover.kernels.act import act
-from batchwright.envs.prover.kernels.episodes import begin, finish
+from batchwright.envs.prover.kernels.episodes import begin, episode_key, finish
 from batchwright.envs.prover.kernels.look import look
-from batchwright.envs.prover.layout import one, three, two
-from batchwright.envs.prover.slots import (
+from batchwright.envs.prover.layout import (
     ACTIVE,
     C_DEPTH,
+    CHUNK,
     COUNT,
     CUT,
     CUTS,
@@ -47,58 +48,40 @@ from batchwright.envs.prover.slots import (
     STEPS,
     TURN,
     WAS_INVALID,
-    Bools,
     Ints,
     Longs,
-    episode_key,
+    Memory,
+    Task,
 )
 from batchwright.jit import kernel
 from batchwright.logic.prove.search import RULE
-from batchwright.logic.prove.unify import Program
 from batchwright.permutation import below
 
 __all__ = ["advance", "expert_actions", "random_actions"]
 
-
-BLOCK = 256
-"""Slots that go through all parts of a step together: what they hold stays in a near cache."""
+STAMPS = stamp(Task), stamp(Memory)
+"""What the machine code in the cache was compiled for."""
 
 
 @kernel
-def advance(table: Longs, actions: Longs, commands: bool) -> None:
+def advance(task: Block, memory: Block, actions: Longs, commands: bool) -> None:
     """Act in every slot; with `commands`, `actions` may also hold RESET, LOOK and IDLE.
 
-    `table` stands for the arrays that `arrays` of the environment lists, in that order.
+    `task` and `memory` are blocks of the layouts `Task` and `Memory`.
     """
-    prog = Program(
-        *(one(table, 0, np.int32), one(table, 1, np.int32), one(table, 2, np.int32)),
-        *(one(table, 3, np.int32), one(table, 4, np.int32), one(table, 5, np.int32)),
-        *(one(table, 6, np.int32), two(table, 7, np.int32), three(table, 8, np.int32)),
-        *(one(table, 9, np.int32), one(table, 10, np.int32), one(table, 11, np.int32)),
-        one(table, 12, np.int32),
-    )
-    plans = three(table, 13, np.int32)
-    known_ptr, known_obj = one(table, 14, np.int32), one(table, 15, np.int32)
-    inverse, queries = one(table, 16, np.int32), two(table, 17, np.int32)
-    labels, config = one(table, 18, np.bool_), one(table, 19, np.int64)
-    rewards, slots = one(table, 20, np.float32), two(table, 21, np.int64)
-    goals, history = three(table, 22, np.int32), three(table, 23, np.int32)
-    counters, scratch = one(table, 24, np.int64), two(table, 25, np.int32)
-    live, fresh = one(table, 26, np.uint32), one(table, 27, np.uint32)
-    chosen, candidates = two(table, 28, np.int32), three(table, 29, np.int32)
-    mask, n_valid = two(table, 30, np.bool_), one(table, 31, np.int64)
-    query, reward = two(table, 32, np.int32), one(table, 33, np.float32)
-    terminated, truncated = one(table, 34, np.bool_), one(table, 35, np.bool_)
-    valid, ended = one(table, 36, np.bool_), two(table, 37, np.int64)
-    final_goals, final_candidates = three(table, 38, np.int32), three(table, 39, np.int32)
-    final_mask, final_n_valid = two(table, 40, np.bool_), one(table, 41, np.int64)
-    final_query, order = two(table, 42, np.int32), two(table, 43, np.uint32)
+    if task[0] != STAMPS[0] or memory[0] != STAMPS[1]:
+        raise RuntimeError("compiled for another layout of memory; delete the __pycache__ folders")
+    own, config = view(Memory, memory), view(Task, task).config
+    slots, counters, live, fresh = own.slots, own.counters, own.live, own.fresh
+    chosen, candidates, mask, n_valid = own.chosen, own.candidates, own.mask, own.n_valid
+    reward, terminated, truncated = own.reward, own.terminated, own.truncated
+    valid, ended = own.valid, own.ended
     width = mask.shape[1]
     total = slots.shape[0]
-    for start in range(0, total, BLOCK):
-        alive = 0
-        begun = 0
-        for b in range(start, min(start + BLOCK, total)):
+    for start in range(0, total, CHUNK):
+        # Typed: numba would compile every stage for the literal 0 as well.
+        alive, begun = np.int64(0), np.int64(0)
+        for b in range(start, min(start + CHUNK, total)):
             # Negative numbers mean something only to the environment itself.
             action = actions[b] if commands else max(actions[b], -1)
             reward[b] = 0.0
@@ -129,11 +112,8 @@ def advance(table: Longs, actions: Longs, commands: bool) -> None:
             if slots[live[i], ENDING] == GOES_ON and actions[live[i]] >= FIRST:
                 for c in range(4):
                     chosen[i, c] = candidates[live[i], np.uint64(actions[live[i]]), c]
-        act(prog, plans, live, alive, chosen, actions, slots, goals, history, scratch, config)
-        look(
-            *(prog, plans, live, alive, slots, goals, history, inverse, config, scratch),
-            *(candidates, mask, n_valid),
-        )
+        act(task, memory, alive, actions)
+        look(task, memory, live, alive)
         for i in range(alive):
             b = live[i]
             if commands and actions[b] == LOOK:
@@ -152,26 +132,18 @@ def advance(table: Longs, actions: Longs, commands: bool) -> None:
                 ended[b, E_INVALID] = slots[b, ENDING] == WAS_INVALID
                 fresh[begun] = b
                 begun += 1
-        finish(
-            *(prog, fresh, begun, slots, goals, candidates, mask, n_valid, query, rewards, config),
-            *(counters, reward, terminated, truncated, ended),
-            *(final_goals, final_candidates, final_mask, final_n_valid, final_query),
-        )
-        begin(
-            *(fresh, begun, slots, goals, history, counters, config, queries, labels),
-            *(known_ptr, known_obj, query, order),
-        )
-        look(
-            *(prog, plans, fresh, begun, slots, goals, history, inverse, config, scratch),
-            *(candidates, mask, n_valid),
-        )
+        finish(task, memory, begun)
+        begin(task, memory, begun)
+        look(task, memory, fresh, begun)
         for i in range(begun):
             counters[CUTS] += slots[fresh[i], CUT]
 
 
 @kernel
-def random_actions(slots: Longs, mask: Bools, key: int, out: Longs) -> None:
+def random_actions(memory: Block, key: int, out: Longs) -> None:
     """A uniform choice inside the mask, the same for (key, episode, step) in any slot."""
+    own = view(Memory, memory)
+    slots, mask = own.slots, own.mask
     for b in range(slots.shape[0]):
         ends, more = np.int64(mask[b, GIVE_UP]), slots[b, MORE]
         options = ends + more + slots[b, FILLED] - FIRST
@@ -185,13 +157,13 @@ def random_actions(slots: Longs, mask: Bools, key: int, out: Longs) -> None:
 
 
 @kernel
-def expert_actions(
-    slots: Longs, candidates: Ints, mask: Bools, lengths: Ints, steps: Ints, lost: Bools, out: Longs
-) -> None:
+def expert_actions(memory: Block, lengths: Ints, steps: Ints, out: Longs) -> None:
     """The action that follows a known proof: -1 where none is known for this state.
 
     Queries that have no proof, and corrupted ones, are to be given up.
     """
+    own = view(Memory, memory)
+    slots, candidates, mask, lost = own.slots, own.candidates, own.mask, own.lost
     for b in range(slots.shape[0]):
         out[b] = -1
         if slots[b, ACTIVE] == 0 or lost[b]:

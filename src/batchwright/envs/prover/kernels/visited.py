@@ -6,10 +6,10 @@
 import numpy as np
 
 from batchwright.envs.prover.kernels.plans import AS_X, AS_Y, SHIFT, TERMS, TO_X, TO_Y
-from batchwright.envs.prover.slots import Ints
+from batchwright.envs.prover.layout import Ints
 from batchwright.jit import kernel
 
-__all__ = ["leads_to", "needed", "same_as"]
+__all__ = ["fold", "leads_to", "mark", "needed", "same_as", "sort", "trace"]
 
 
 @kernel
@@ -102,3 +102,27 @@ def needed(
     if x == y and x >= entities:
         o = s
     return True, s, o
+
+
+@kernel
+def fold(value: int) -> int:
+    """20 bits of an entity or a variable, for `trace`."""
+    return ((value * 0x9E3779B1) >> 12) & 0xFFFFF
+
+
+@kernel
+def sort(size: int, p: int) -> int:
+    """22 bits of the size of a state and the predicate of its first goal, for `trace`."""
+    return ((size * 0x85EBCA6B + p * 0xC2B2AE35) >> 9) & 0x3FFFFF
+
+
+@kernel
+def trace(size: int, p: int, x: int, y: int) -> int:
+    """What is kept of a visited state: states that differ in it differ, others may be the same."""
+    return sort(size, p) << 40 | fold(x) << 20 | fold(y)
+
+
+@kernel
+def mark(made: int) -> int:
+    """One of 64 bits, chosen by a trace."""
+    return np.int64(1) << ((made >> 40 ^ made >> 23 ^ made) & 63)
