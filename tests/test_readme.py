@@ -20,16 +20,12 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), 
 STEP = re.compile(r"^\d+\. `(?P<file>[\w/]+\.py)` `(?P<name>[\w.]+)`", re.MULTILINE)
 
 
-@pytest.mark.parametrize("script", ["tools/tree.py", "benchmarks/readme_numbers.py"])
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "script", ["tools/tree.py", "tools/picture.py", "benchmarks/readme_numbers.py"]
+)
 def test_what_is_generated_is_up_to_date(script: str) -> None:
     words = [sys.executable, ROOT / script, "--check"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_picture_is_drawn_from_the_plan_it_shows() -> None:
-    words = [sys.executable, ROOT / "tools" / "picture.py", "--check"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
 
     assert done.returncode == 0, done.stderr
