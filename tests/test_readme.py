@@ -56,7 +56,7 @@ def test_the_overrides_for_verl_are_those_that_are_tested_with_verl() -> None:
     ) == sorted(overrides)
 
 
-def test_every_command_of_the_walks_is_there() -> None:
+def test_every_step_of_the_walks_is_there() -> None:
     walks = re.split(r"^## ", (ROOT / "docs" / "architecture.md").read_text("utf-8"), flags=re.M)
     found = {walk.partition("\n")[0]: STEP.findall(walk) for walk in walks}
     found = {title: steps for title, steps in found.items() if steps}
