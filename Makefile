@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 BENCH := .venv-bench
+DOCS := .venv-docs
 INSTALL := $(PYTHON) tools/install.py
 CODE := src tests benchmarks examples tools
 # Two workers, or as many as JOBS says.
@@ -61,8 +62,19 @@ $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
 	$(BENCH)/bin/python benchmarks/install_peers.py
 	touch $@
 
-docs: $(VENV)/.installed
-	$(BIN)/pytest -q tests/test_docs.py
+# The pages are built from the sources as text, so their environment needs nothing of ours.
+docs: $(DOCS)/.installed
+	$(DOCS)/bin/python tools/tree.py
+	$(DOCS)/bin/python benchmarks/readme_numbers.py
+	$(DOCS)/bin/zensical build --clean --strict
+
+$(DOCS)/.installed:
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet zensical==0.0.73 mkdocstrings-python==2.0.10
+	touch $@
+
+release-check:
+	$(PYTHON) tools/release_check.py
 
 # Take the newest versions that pyproject.toml allows; commit what the tests pass with.
 lock:
@@ -72,4 +84,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) $(BENCH) .venv-verl demo dist site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(DOCS) .venv-verl demo dist site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,21 +1,58 @@
-"""Print the README's table of numbers from the saved results, so that none is written by hand."""
+"""Write the tables of numbers from the saved results, so that none is written by hand.
+
+python benchmarks/readme_numbers.py            every number into benchmarks/README.md, the eight
+                                               of IN_README into README.md
+python benchmarks/readme_numbers.py --check    write nothing; exit with 1 if a table differs
+"""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IN_README = (
+    "pack 1M lengths",
+    "useful tokens, log-normal lengths",
+    "most loaded of 64 ranks, relative to the lower bound",
+    "fine-tuning throughput, long-tailed lengths, packed",
+    "CPU time per call, cache on",
+    "throughput on 16 unknown servers (simulated), relative to the best fixed limit",
+    "advantages with the wrong sign, 5 % of judge calls lost",
+    "environment steps per CPU second, 4,096 proofs on WN18RR",
+)
 
 
 def main() -> None:
-    print(table())
-
-
-def table() -> str:
-    """One line a claim, with the script that measured it."""
-    lines = ["| what | ours | beside it | script |", "|---|---|---|---|"]
     every = [*packing(), *plans(), *others(), *training(), *calls(), *agents()]
-    lines += [f"| {' | '.join(row)} |" for row in every]
+    named = {row[0]: row for row in every}
+    pages = {
+        ROOT / "README.md": [named[name] for name in IN_README],
+        ROOT / "benchmarks" / "README.md": every,
+    }
+    stale = [page for page, rows in pages.items() if not _written(page, table(rows))]
+    if "--check" in sys.argv and stale:
+        sys.exit(f"{stale[0].relative_to(ROOT)} differs from the saved results; run {sys.argv[0]}")
+
+
+def _written(page: Path, text: str) -> bool:
+    """Whether `text` stands between the marks of a page; it is put there unless only checked."""
+    before = page.read_text("utf-8")
+    inside = r"(?<=<!-- numbers -->\n).*?(?=\n<!-- end of numbers -->)"
+    after, found = re.subn(inside, lambda _: text, before, flags=re.DOTALL)
+    if found != 1:
+        sys.exit(f"{page.relative_to(ROOT)} has {found} places for numbers; it needs one")
+    if "--check" not in sys.argv:
+        page.write_text(after, "utf-8")
+    return after == before
+
+
+def table(rows: list[list[str]]) -> str:
+    """One line per claim, with the script that measured it."""
+    lines = ["| what | batchwright | baseline | script |", "|---|---|---|---|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
     heaviest = max(max(load.values()) for load in loads)
     machine = json.loads((RESULTS / "packing.json").read_text())["machine"]
@@ -46,12 +83,12 @@ def packing() -> list[list[str]]:
         [
             "pack 10M lengths",
             f"{ten['batchwright']['seconds']:.2f} s, "
-            f"{ten['batchwright']['bytes/sample']:.0f} bytes a sample",
+            f"{ten['batchwright']['bytes/sample']:.0f} bytes per sample",
             "",
             script,
         ],
         [
-            "pack a hard set of 1M, `optimal`",
+            "pack 1M hard lengths, mode `optimal`",
             f"{best['efficiency %']:.2f} % full in {best['seconds']:.1f} s",
             f"best-fit-decreasing {plain['efficiency %']:.2f} %",
             script,
@@ -69,17 +106,17 @@ def plans() -> list[list[str]]:
         [
             "build a plan of 10M samples",
             f"{by_length['build s']:.2f} s sorted, {packed['build s']:.2f} s packed",
-            f"fairseq (Cython) {fairseq['x ours']:.0f}x the time for one epoch's batches",
+            f"fairseq (Cython) {fairseq['x ours']:.0f}x the time for the batches of one epoch",
             script,
         ],
         [
-            "open it; any microbatch of any epoch",
+            "open the plan; read any microbatch of any epoch",
             f"{packed['first open ms']:.1f} ms; {packed['batch us']:.0f} us",
             "",
             script,
         ],
         [
-            "useful tokens, lognormal set",
+            "useful tokens, log-normal lengths",
             f"{by_length['efficiency %']:.2f} % sorted, {packed['efficiency %']:.2f} % packed",
             f"five fixed buckets {ten['bucketed']['efficiency %']:.2f} %",
             script,
@@ -94,15 +131,15 @@ def others() -> list[list[str]]:
     worst, verl = balance["batchwright balance"], balance["verl Karmarkar-Karp"]
     return [
         [
-            "8 bucket edges, lengths to 8,192",
-            f"{edges['exact (batchwright)']['efficiency %']:.1f} % useful, exact",
+            "useful tokens with 8 buckets, lengths up to 8,192",
+            f"{edges['exact (batchwright)']['efficiency %']:.1f} %, exact",
             f"equal mass {edges['equal mass']['efficiency %']:.1f} %, "
             f"quantiles {edges['quantile']['efficiency %']:.1f} %",
             "`bench_edges.py`",
         ],
         [
-            "heaviest of 64 ranks over an even share",
-            f"{worst['worst']:.4f} at worst",
+            "most loaded of 64 ranks, relative to the lower bound",
+            f"{worst['worst']:.4f} in the worst draw",
             f"verl {verl['worst']:.4f}, round robin {balance['round robin']['worst']:.4f}",
             "`bench_balance.py`",
         ],
@@ -110,7 +147,7 @@ def others() -> list[list[str]]:
             "load 1M lengths",
             f"{load['batchwright .safetensors']['seconds']:.2f} s, "
             f"`.jsonl` {load['batchwright .jsonl']['seconds']:.2f} s",
-            f"a plain json loop {load['plain json loop']['seconds']:.2f} s",
+            f"json loop {load['plain json loop']['seconds']:.2f} s",
             "`bench_lengths.py`",
         ],
     ]
@@ -124,21 +161,21 @@ def training() -> list[list[str]]:
 
     def beside(found: dict[str, dict[str, Any]]) -> str:
         ours, trl = found["batchwright packed"][speed], found["TRL packed"][speed]
-        return f"{ours:.2f}x a padded loop of 8 rows ({ours / trl:.2f}x TRL packed)"
+        return f"{ours:.2f}x padded batches of 8 ({ours / trl:.2f}x TRL packed)"
 
     return [
         [
-            "useful tokens a processor second, long tail, packed",
+            "fine-tuning throughput, long-tailed lengths, packed",
             f"`tiny` {beside(tail)}, SmolLM2 {beside(real)}",
-            "the same samples, one epoch each",
+            "useful tokens per CPU second, same samples",
             "`bench_sft.py`",
         ],
         [
-            "to the first step after resume at step 10,000 of 1M samples",
+            "first step after resuming at step 10,000 of 1M samples",
             f"{resumed['train_sft, tiny']['seconds']:.2f} s, "
-            f"{resumed['train_sft, tiny, named']['seconds']:.2f} s where samples have names, "
+            f"{resumed['train_sft, tiny, named']['seconds']:.2f} s with named samples, "
             f"{resumed['train_sft, tiny']['MB read']:.1f} MB read",
-            f"batches replayed {resumed['batches replayed']['seconds']:.1f} s",
+            f"replaying the batches {resumed['batches replayed']['seconds']:.1f} s",
             "`bench_resume.py`",
         ],
     ]
@@ -162,7 +199,7 @@ def calls() -> list[list[str]]:
     busy = rows("calls", "1,024 calls of 50 ms, 60 in flight, beside")
     return [
         [
-            "processor time of a call, cache on",
+            "CPU time per call, cache on",
             f"{cpu['batchwright + cache']['x aiohttp']:.2f}x raw aiohttp",
             f"AsyncOpenAI 3 {cpu['AsyncOpenAI + sem(60)']['x aiohttp']:.0f}x, "
             f"litellm {cpu['litellm']['x aiohttp']:.0f}x, "
@@ -171,7 +208,7 @@ def calls() -> list[list[str]]:
         ],
         [
             "1,024 calls of 50 ms, 60 in flight",
-            f"{wall['batchwright']['x ideal']:.2f}x the ideal time",
+            f"{wall['batchwright']['x ideal']:.2f}x the ideal wall time",
             f"AsyncOpenAI 3 {wall['AsyncOpenAI + sem(60)']['x ideal']:.1f}x, "
             f"AsyncOpenAI 2 {wall['AsyncOpenAI 2 + sem(60)']['x ideal']:.1f}x, "
             f"litellm {wall['litellm']['x ideal']:.1f}x, eight threads "
@@ -179,29 +216,29 @@ def calls() -> list[list[str]]:
             "`bench_calls.py`",
         ],
         [
-            "the same while every core has other work",
+            "1,024 calls of 50 ms on a fully loaded CPU",
             f"{busy['batchwright']['seconds']:.1f} s",
             f"AsyncOpenAI 3 {busy['AsyncOpenAI + sem(60)']['x batchwright']:.0f}x, "
             f"AsyncOpenAI 2 {busy['AsyncOpenAI 2 + sem(60)']['x batchwright']:.0f}x the time",
             "`bench_calls.py`",
         ],
         [
-            "throughput found on 16 unknown servers (simulated), of the best fixed limit",
+            "throughput on 16 unknown servers (simulated), relative to the best fixed limit",
             f"cold {least(cold)}, warm {least(warm)}",
-            f"at worst: AIMD {cold['least']['AIMD']:.0f} %, "
+            f"worst case: AIMD {cold['least']['AIMD']:.0f} %, "
             f"inspect_ai's rule {cold['least']['inspect_ai']:.0f} %",
             "`bench_limit.py`",
         ],
         [
-            "1,024 judged samples, against one by one",
-            f"{fresh[4]:.0f}x, {kept[4]:.0f}x where 482 texts repeat",
+            "1,024 samples scored by a judge, relative to sequential calls",
+            f"{fresh[4]:.0f}x, {kept[4]:.0f}x if 482 texts repeat",
             "",
             "`bench_rewards.py`",
         ],
         [
-            "advantages of the wrong sign, 5 % of judgements lost",
+            "advantages with the wrong sign, 5 % of judge calls lost",
             f"{wrong['batchwright, 60']:.1f} %",
-            f"zeros for failures {wrong['batch of clients, 60']:.1f} %, "
+            f"failures scored 0: {wrong['batch of clients, 60']:.1f} %, "
             f"verl's rate_limited {wrong['rate_limited, 60']:.1f} %",
             "`bench_rewards.py`",
         ],
@@ -241,21 +278,21 @@ def agents() -> list[list[str]]:
     cost = dict(saved("query_mutation_real", "cost of the run"))
     return [
         [
-            "advantages of [128, 256] steps",
-            "1",
+            "generalized advantage estimation, [128, 256]",
+            "1x",
             f"torch loop {loop['B=256']:.1f}x, torchrl {vector['B=256']:,.0f}x the time",
             "`bench_gae.py`",
         ],
         [
-            "steps of 4,096 proofs on WN18RR",
-            f"{core / 1e6:.1f}M a processor second",
+            "environment steps per CPU second, 4,096 proofs on WN18RR",
+            f"{core / 1e6:.1f}M",
             "torch eager {:.0f}x slower, tuned {:.1f}x; ".format(*slower["4,096"])
-            + "of 16 proofs {:.0f}x and {:.0f}x".format(*slower["16"]),
+            + "with 16 proofs {:.0f}x and {:.0f}x".format(*slower["16"]),
             "`bench_prover_env.py`",
         ],
         [
-            "PPO on CartPole, 60,000 steps, same settings, 3 seeds",
-            f"{mine['steps/s']:,.0f} steps a second, return {mine['return, mean']:.0f}",
+            "PPO on CartPole, 60,000 steps, same hyperparameters, 3 seeds",
+            f"{mine['steps/s']:,.0f} steps per second, return {mine['return, mean']:.0f}",
             ", ".join(
                 f"{name} {mine['steps/s'] / peer['steps/s']:.1f}x slower "
                 f"({peer['return, mean']:.0f})"
@@ -264,35 +301,35 @@ def agents() -> list[list[str]]:
             "`bench_ppo.py`",
         ],
         [
-            "link prediction, full filtered MRR, rules and embedding",
+            "link prediction, filtered MRR, rules + embedding",
             ", ".join(f"{name} {value:.3f}" for name, value in hybrid.items()),
-            "3 seeds; epochs and weights chosen on valid",
+            "3 seeds; epochs and weights selected on valid",
             "`bench_kg.py`",
         ],
         [
-            "the same by the learned prover alone",
+            "link prediction, filtered MRR, learned prover alone",
             ", ".join(f"{name} {value:.3f}" for name, value in alone.items()),
-            "3 seeds; epochs and weights chosen on valid",
+            "3 seeds; epochs and weights selected on valid",
             "`bench_kg.py`",
         ],
         [
-            "a step of 64 rewritten questions, 50 ms a call",
+            "one step of 64 query-mutation environments, 50 ms per call",
             f"{ours['seconds']:.2f} s",
-            f"one by one {ours['x sequential']:.0f}x, two phases of 64 threads "
+            f"sequential {ours['x sequential']:.0f}x, two phases of 64 threads "
             f"{step['two phases, 64 threads']['of ours']:.1f}x the time",
             "`bench_query_mutation.py`",
         ],
         [
-            "the same where a step waits for its slowest environment",
+            "the same step, waiting for the slowest environment",
             f"{alone_step['batchwright']['seconds']:.2f} s",
             f"two phases of 64 threads {alone_step['batchwright']['x two phases']:.1f}x the time",
             "`bench_query_mutation.py`",
         ],
         [
-            "questions that SmolLM2-135M answers right",
+            "questions SmolLM2-135M answers correctly",
             f"{real['ppo']['right %']:.0f} % after 256 steps of PPO",
-            f"{real['identity']['right %']:.0f} % as they stand, "
-            f"{cost['target right in at least one, %']:.0f} % in the best of all wordings",
+            f"{real['identity']['right %']:.0f} % unchanged, "
+            f"{cost['target right in at least one, %']:.0f} % with the best wording of each",
             "`bench_query_mutation.py --real`",
         ],
     ]

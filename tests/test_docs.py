@@ -1,7 +1,8 @@
 """Every guide is a session that works: its commands and its code run in order, in one folder.
 
-A ```text block behind a ```python block is what the code prints; lines behind `$ batchwright` in
+A ```text block after a ```python block is what the code prints; lines after `$ batchwright` in
 a ```console block are what the command prints. Both are compared; `...` stands for anything.
+A block that begins with the comment `# NAME.EXTENSION` is that file, and is written first.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 from cyclopts import App
 
+from batchwright.calls.simulator import Simulator
 from batchwright.cli.app import app
 
 pytestmark = [
@@ -28,9 +30,16 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES = [*GUIDES, ROOT / "examples" / "batching" / "README.md"]
+GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *GUIDES,
+    *sorted((ROOT / "docs" / "reference").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+    ROOT / "benchmarks" / "README.md",
+]
 NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion", "calls simulate", "serve smollm2")
+# test_cli.py runs the whole demo; the guides need only the lengths it leaves, see `workshop`.
+TESTED_ELSEWHERE = ("batchwright demo",)
 
 
 def name_of(path: Path) -> str:
@@ -50,6 +59,12 @@ class Block:
         """The line of the closing fence."""
         return self.line + len(self.text.splitlines())
 
+    @property
+    def file(self) -> str | None:
+        """The name in the comment it begins with, if that is the name of a file."""
+        named = re.match(r"# ([\w-]+\.\w+)\b", self.text)
+        return named[1] if named else None
+
 
 @dataclass(frozen=True)
 class Command:
@@ -67,9 +82,9 @@ class Command:
         return words[: min(ends, default=len(words))]
 
 
-def blocks(page: Path) -> Iterator[Block]:
+def blocks(text: str) -> Iterator[Block]:
     language, first, lines = None, 0, []
-    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         fence = re.match(r"\s*```(\w*)", line)
         if fence and language is None:
             language, first, lines = fence[1], number + 1, []
@@ -78,7 +93,7 @@ def blocks(page: Path) -> Iterator[Block]:
             language = None
         else:
             lines.append(line)
-    assert language is None, f"{name_of(page)}: the block before line {first} is never closed"
+    assert language is None, f"the block before line {first} is never closed"
 
 
 def commands(block: Block) -> Iterator[Command]:
@@ -105,7 +120,7 @@ def commands(block: Block) -> Iterator[Command]:
 ALL_COMMANDS = [
     pytest.param(command, id=f"{name_of(page)}:{command.line}")
     for page in PAGES
-    for block in blocks(page)
+    for block in blocks(page.read_text("utf-8"))
     for command in commands(block)
 ]
 
@@ -142,25 +157,29 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def simulated(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The server that a guide starts with `calls simulate --port`, at the port it names."""
-    port = re.search(r"calls simulate .*--port (\d+)", request.getfixturevalue("page").read_text())
-    if port is None:
-        yield
+def guide(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The text of a page; where it starts a simulator, one runs, at a port that is free here."""
+    text = request.getfixturevalue("page").read_text("utf-8")
+    written = re.search(r"calls simulate .*--port (\d+)", text)
+    if written is None:
+        yield text
         return
-    from batchwright.calls.simulator import Simulator
-
-    with Simulator(knee=8, latency_s=0.01).running(port=int(port[1])):
-        yield
+    with Simulator(knee=8, latency_s=0.01).running() as url:
+        yield re.sub(rf"\b{written[1]}\b", url.rpartition(":")[2], text)
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize("page", GUIDES, ids=name_of)
-def test_a_guide_works_from_its_first_line_to_its_last(page, workshop, capsys, simulated):
+def test_a_guide_works_from_its_first_line_to_its_last(page, guide, workshop, capsys):
     namespace = {"__name__": "guide"}
     code_end, printed = 0, ""
-    for block in blocks(page):
+    for block in blocks(guide):
+        if block.file is not None:
+            Path(block.file).write_text(block.text + "\n")
         for command in commands(block):
-            if any(word in command.text for word in NEEDS_MORE_THAN_A_FOLDER):
+            if "batchwright demo" in command.text:
+                prepare_demo(capsys)
+            if any(word in command.text for word in NEEDS_MORE_THAN_A_FOLDER + TESTED_ELSEWHERE):
                 continue
             code, output = run(command.words, capsys)
             place = f"{name_of(page)}:{command.line}: {command.text}"
@@ -177,6 +196,17 @@ def test_a_guide_works_from_its_first_line_to_its_last(page, workshop, capsys, s
             assert same(block.text, printed), f"{name_of(page)}:{code_end} printed\n{printed}"
 
 
+def prepare_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    """The lengths that the demo measures, without the plans and the training after them."""
+    from importlib.resources import files
+
+    Path("demo").mkdir()
+    rows = files("batchwright.shipped").joinpath("demo.jsonl").read_bytes()
+    Path("demo/demo.jsonl").write_bytes(rows)
+    words = "data lengths build -d demo/demo.jsonl -t bytes -o demo/lengths.jsonl --quiet"
+    assert run(words.split(), capsys)[0] == 0
+
+
 @pytest.mark.parametrize("command", ALL_COMMANDS)
 def test_a_command_in_a_guide_has_only_words_the_program_knows(command):
     words = [word for word in command.words if word != "--debug"]
@@ -190,8 +220,8 @@ def test_a_command_in_a_guide_has_only_words_the_program_knows(command):
 
 
 def test_the_page_of_commands_has_every_command_of_data_with_an_example():
-    page = ROOT / "docs" / "commands.md"
-    used = [" ".join(command.words) for block in blocks(page) for command in commands(block)]
+    text = (ROOT / "docs" / "commands.md").read_text("utf-8")
+    used = [" ".join(command.words) for block in blocks(text) for command in commands(block)]
 
     missing = [
         path for path in leaves(app["data"], "data") if not any(u.startswith(path) for u in used)
@@ -204,12 +234,16 @@ def test_the_page_of_commands_has_every_command_of_data_with_an_example():
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="(.+?)"', text):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         linked = page.parent / path if path else page
-        if not linked.exists() or (anchor and anchor not in anchors(linked)):
+        # The pages of docs/ are also built into a site, which holds nothing else.
+        outside = page.is_relative_to(ROOT / "docs") and not linked.resolve().is_relative_to(
+            ROOT / "docs"
+        )
+        if outside or not linked.exists() or (anchor and anchor not in anchors(linked)):
             broken.append(target)
 
     assert broken == []

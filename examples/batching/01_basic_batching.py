@@ -1,4 +1,4 @@
-"""Token-budget batching: samples, their lengths, buckets, batches, and how full they are."""
+"""Token-budget batching: samples, their lengths, buckets, batches, and their efficiency."""
 
 import asyncio
 import tempfile
@@ -19,7 +19,7 @@ SAMPLES = 400
 
 
 def make_samples() -> list[Sample]:
-    """Samples in the canonical schema: token ids, and a mask of those the model is to learn."""
+    """Samples in the canonical schema: token ids and a loss mask."""
     random = np.random.default_rng(7)
     lengths = np.clip(random.lognormal(5, 0.8, SAMPLES), 20, 1000).astype(int)
     samples = []
@@ -28,7 +28,7 @@ def make_samples() -> list[Sample]:
         samples.append(
             Sample(
                 input_ids=random.integers(0, 50_000, length, dtype=np.int32),
-                # The prompt is read, the response is learned.
+                # Only the response is in the loss.
                 loss_mask=(np.arange(length) >= prompt).astype(np.uint8),
                 sample_id=f"sample-{number:03d}",
                 dataset_id="toy",
@@ -42,12 +42,12 @@ def measure(samples: list[Sample], path: Path) -> LengthCache:
     with LengthCache.create(path, tokenizer_hash="toy-tokenizer") as cache:
         for sample in samples:
             cache.add(sample.sample_id, len(sample))
-    # Lengths of another tokenizer would be refused here.
+    # Raises an error if the lengths were measured with another tokenizer.
     return LengthCache.load(path, expected_tokenizer_hash="toy-tokenizer")
 
 
 def fixed_efficiency(samples: list[Sample], rows: int) -> float:
-    """Useful tokens over padded tokens in batches of `rows` samples as they come."""
+    """Useful tokens / padded tokens in batches of `rows` samples in the given order."""
     lengths = [len(sample) for sample in samples]
     batches = [lengths[at : at + rows] for at in range(0, len(lengths), rows)]
     return sum(lengths) / sum(len(batch) * max(batch) for batch in batches)
@@ -57,12 +57,12 @@ async def main() -> None:
     samples = make_samples()
     first = samples[0]
     print(f"{len(samples)} samples; {first.sample_id} has {len(first)} tokens, ", end="")
-    print(f"{first.loss_mask.sum()} of them learned")
+    print(f"{first.loss_mask.sum()} of them in the loss")
 
     with tempfile.TemporaryDirectory() as folder:
         cache = measure(samples, Path(folder) / "lengths.jsonl")
     missing, extra = cache.validate(sample.sample_id for sample in samples)
-    print(f"{cache}: {len(missing)} ids missing, {len(extra)} too many")
+    print(f"{cache}: {len(missing)} ids missing, {len(extra)} unexpected")
 
     # A sample goes to the first bucket that is wide enough, and is padded to that width.
     buckets = BucketSpec(edges=(64, 128, 256, 512), overflow_max=1024)
@@ -76,7 +76,7 @@ async def main() -> None:
         f"\n{sampler.estimate_batches_per_epoch()} batches of at most {TOKEN_BUDGET} padded tokens:"
     )
     batches = []
-    # A plain `for` works as well; nothing here waits.
+    # A plain `for` works as well.
     async for batch in sampler.iter_epoch(epoch=0):
         batches.append(batch)
         if len(batches) <= 5:
@@ -86,10 +86,10 @@ async def main() -> None:
     loss_tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
     metrics = BatchMetrics.of(batches, loss_tokens=loss_tokens)
     print(f"\n{metrics.summary()}\n\n{metrics.bucket_summary()}")
-    print(f"\nfixed batches of 16, as they come: {fixed_efficiency(samples, 16):.1%} useful")
-    print(f"buckets under a token budget:      {metrics.efficiency:.1%} useful")
+    print(f"\nfixed batches of 16, in given order: {fixed_efficiency(samples, 16):.1%} useful")
+    print(f"buckets under a token budget:        {metrics.efficiency:.1%} useful")
 
-    # The order is a function of the samples and the seed, not of how the lengths were given.
+    # The order depends on the samples and the seed, not on the order of the input.
     shuffled = dict(sorted(cache.items(), key=lambda item: item[1]))
     again = TokenBudgetBatchSampler(shuffled, buckets, TOKEN_BUDGET, seed=42)
     other = TokenBudgetBatchSampler(shuffled, buckets, TOKEN_BUDGET, seed=43)

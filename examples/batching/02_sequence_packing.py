@@ -1,4 +1,4 @@
-"""Sequence packing: several samples in one row, none of which sees another."""
+"""Sequence packing: several samples in one row, none of which attends to another."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ SENTENCE = "the ship is full of barrels and each barrel is full to the brim"
 
 
 def make_samples(count: int) -> list[Sample]:
-    """Questions and answers of a few words to a few dozen, as bytes."""
+    """Prompts with completions of a few words to a few dozen, tokenized as bytes."""
     random = np.random.default_rng(3)
     tokenizer = load_tokenizer("bytes")
     samples = []
@@ -44,20 +44,20 @@ def show_one_small_pack() -> None:
     for name in ("segment_ids", "position_ids", "labels"):
         print(f"  {name:<13}", " ".join(f"{value:>4}" for value in getattr(pack, name)))
     print(f"  cu_seqlens    {pack.cu_seqlens.tolist()}, longest {pack.max_seqlen}")
-    print("who attends to whom (#), one line a token, padding attends to nothing:")
+    print("attention mask, one line per token; padding attends to nothing:")
     for line in create_segment_attention_mask(pack.segment_ids):
         print("  ", "".join("#" if seen else "." for seen in line))
 
 
 def attend(tokens: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """One head of attention over fixed random embeddings: enough to see who hears whom."""
+    """One attention head over fixed random embeddings: enough to see which tokens interact."""
     table = np.random.default_rng(0).normal(size=(258, 16))
     vectors = table[tokens]
     scores = np.where(mask, vectors @ vectors.T / 4, -np.inf)
     scores[~mask.any(axis=1)] = 0
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-    heard: np.ndarray = weights / weights.sum(axis=1, keepdims=True) @ vectors
-    return heard
+    attended: np.ndarray = weights / weights.sum(axis=1, keepdims=True) @ vectors
+    return attended
 
 
 def compare_modes(samples: list[Sample], lengths: np.ndarray) -> None:
@@ -81,10 +81,9 @@ def compare_layouts(lengths: np.ndarray) -> None:
     bucketed = BatchPlanBuilder(lengths, config).build().efficiency
     packed = config.model_copy(update={"layout": "packed"})
     joined = BatchPlanBuilder(lengths, packed).build().efficiency
-    print(
-        f"\nefficiency: one sample a row {alone:.1%}, bucketed {bucketed:.1%}, packed {joined:.1%}"
-    )
-    fewer = f"{1 - alone / joined:.1%} fewer tokens than one sample a row"
+    print(f"\nefficiency: one sample per row {alone:.1%}, ", end="")
+    print(f"bucketed {bucketed:.1%}, packed {joined:.1%}")
+    fewer = f"{1 - alone / joined:.1%} fewer tokens than one sample per row"
     print(f"packing needs {fewer}, {1 - bucketed / joined:.1%} fewer than buckets")
 
 
@@ -98,17 +97,20 @@ def main() -> None:
 
     packs = pack_sequences(samples, PackingConfig(max_length=WIDTH))
     proof = verify_packed(packs, samples)
-    print(f"\nproved: {proof.segments} samples in {proof.packs} rows, whole and apart, ", end="")
+    print(
+        f"\nverified: {proof.segments} samples in {proof.packs} rows, complete and disjoint, ",
+        end="",
+    )
     print(f"{proof.absent_tokens} of {proof.tokens} tokens lost")
 
-    # Change every token of the first sample: does any other sample of its row notice?
+    # Change every token of the first sample: does the output of any other sample change?
     pack = packs[-1]
     changed = np.where(pack.segment_ids == 0, 65, pack.input_ids)
-    apart = create_segment_attention_mask(pack.segment_ids)
-    for name, mask in (("segment", apart), ("plain causal", np.tri(WIDTH, dtype=bool))):
+    blocks = create_segment_attention_mask(pack.segment_ids)
+    for name, mask in (("segment", blocks), ("plain causal", np.tri(WIDTH, dtype=bool))):
         moved = attend(pack.input_ids, mask) != attend(changed, mask)
-        noticed = moved[pack.segment_ids > 0].any(axis=1).sum()
-        print(f"{name} mask: {noticed} tokens of other samples notice a change")
+        leaked = moved[pack.segment_ids > 0].any(axis=1).sum()
+        print(f"{name} mask: the outputs of {leaked} tokens of other samples change")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Batch plans: the order of a whole training run, made once and proved equal everywhere."""
+"""Batch plans: the order of a whole training run, built once and verified everywhere."""
 
 import tempfile
 from pathlib import Path
@@ -37,13 +37,13 @@ def main() -> None:
         print(f"saved {len(list(folder.iterdir()))} files, {size:,} bytes; ", end="")
         print(f"loaded plan is the same: {loaded.fingerprint == plan.fingerprint}")
         loaded.verify(lengths)
-        print("verified: the plan follows from these lengths")
+        print("verified: the plan can be rebuilt from these lengths")
         try:
             loaded.verify({**lengths, "doc-00000": lengths["doc-00000"] + 1})
         except Mismatch as error:
             print(f"one length changed: {error}")
 
-    # Any microbatch of any epoch, without making the ones before it.
+    # Random access to any microbatch of any epoch.
     batch = plan.batch(epoch=2, index=100)
     print(f"\nepoch 2, microbatch 100: {batch}, begins with {', '.join(batch.samples[:3])}")
     print("where is doc-00007?")
@@ -63,20 +63,20 @@ def main() -> None:
         print(f"{tokens:,} useful tokens")
     print(f"every sample on exactly one rank: {sorted(seen) == sorted(lengths)}")
 
-    # A run that stopped after epoch 1, microbatch 59 goes on with microbatch 60.
+    # A run that stopped after epoch 1, microbatch 59 resumes at microbatch 60.
     whole = [*plan.iter_epoch(0), *plan.iter_epoch(1), *plan.iter_epoch(2)]
     done = whole[: plan.num_microbatches(0) + 60]
     resumed = list(plan.iter_from(1, 60))
     print(f"\nstopped after {len(done)} of {len(whole)} microbatches, {len(resumed)} left")
     print(f"resumed == uninterrupted: {done + resumed == whole}")
 
-    # A fingerprint to keep in a repository: a test fails when batching changes.
+    # A fingerprint to commit, so that a test fails if batching changes.
     expected = compute_batch_fingerprint(plan.iter_epoch(0), config)
     print(f"\nfingerprint of epoch 0: {expected.fingerprint} ", end="")
     print(f"({expected.num_batches} batches, {expected.total_samples} samples)")
     backwards = dict(reversed(lengths.items()))
     for name, source, changed in (
-        ("same samples, given backwards", backwards, {}),
+        ("same samples, reversed", backwards, {}),
         ("another seed", lengths, {"seed": 43}),
         ("another budget", lengths, {"token_budget": 4096}),
     ):

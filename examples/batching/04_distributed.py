@@ -1,4 +1,4 @@
-"""One plan over many ranks: equal counts, even work, and resume on another number of ranks."""
+"""One plan over many ranks: equal counts, balanced work, and resume on another world size."""
 
 import os
 import subprocess
@@ -28,24 +28,24 @@ WORLD_SIZE = 4
 def make_plan() -> BatchPlan:
     random = np.random.default_rng(5)
     lengths = np.clip(random.lognormal(5.2, 0.9, 3000), 8, 2048).astype(int)
-    # A step of the optimizer is 12 microbatches, however many ranks share them.
+    # An optimizer step is 12 microbatches, on any number of ranks.
     config = BatchingConfig(token_budget=8192, step_size=12)
     return BatchPlanBuilder(lengths, config).build(num_epochs=2)
 
 
 def on_rank(rank: int) -> DistributedConfig:
-    """What a process finds out about itself; torchrun sets these two variables, SLURM others."""
+    """What a process reads from its environment; torchrun sets these two variables."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE))
     return DistributedConfig.from_env()
 
 
 def samples_of(microbatches: Iterable[MicrobatchSpec]) -> list[str]:
-    """The samples trained on; a filler has weight 0 and counts for nothing."""
+    """The samples trained on; a filler has weight 0 and does not count."""
     return [sample for batch in microbatches if batch.weight for sample in batch.samples]
 
 
 def show_shares(plan: BatchPlan) -> None:
-    """Both ways of dealing out: in turn, as (i, i + world_size, ...), and by predicted work."""
+    """Both balancing modes: round robin (i, i + world_size, ...) and by predicted cost."""
     costs = plan.costs(0)
     for balance in ("round_robin", "cost"):
         ranks = [shard_batch_plan(plan, on_rank(rank), balance) for rank in range(WORLD_SIZE)]
@@ -56,11 +56,11 @@ def show_shares(plan: BatchPlan) -> None:
             work = [sum(costs[b.index] for b in share.microbatches) for share in step]
             slowest, mean = slowest + max(work), mean + sum(work) / WORLD_SIZE
         print(f"{balance}: microbatches of each rank {counts}, ", end="")
-        print(f"slowest rank over the mean {slowest / mean:.3f}")
+        print(f"slowest rank / mean {slowest / mean:.3f}")
 
 
 def show_interleaving() -> None:
-    """Bucket after bucket is easy to read; spread out, every stretch has all of them."""
+    """Bucket after bucket is easy to follow; interleaved, every window has all of them."""
     lengths = {f"s{number}": 20 + 13 * number % 480 for number in range(640)}
     config = BatchingConfig.predictable(
         token_budget=2048, bucket_edges=(128, 256), overflow_max=512
@@ -74,7 +74,7 @@ def show_interleaving() -> None:
 
 
 def resume_elsewhere(plan: BatchPlan, folder: Path) -> None:
-    """Stop on four ranks after 7 steps, go on with three: the remaining samples, each once."""
+    """Stop on four ranks after 7 steps, resume on three: the remaining samples, each once."""
     seen: list[str] = []
     for rank in range(WORLD_SIZE):
         share = shard_batch_plan(plan, on_rank(rank))

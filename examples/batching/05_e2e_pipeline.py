@@ -26,7 +26,7 @@ from batchwright.data.reader import sample_reader
 
 
 def write_dataset(path: Path) -> None:
-    """Rows of an instruction and its response; `id` names the sample, else its row number does."""
+    """Rows of an instruction and its response; without `id`, the row number is the sample id."""
     random = np.random.default_rng(1)
     with path.open("w") as file:
         for number in range(500):
@@ -41,21 +41,21 @@ def write_dataset(path: Path) -> None:
 
 
 class Bigrams:
-    """The smallest language model there is: the next token from the last one, by softmax."""
+    """A bigram language model: the next token from the last one, by softmax."""
 
     def __init__(self, vocab_size: int) -> None:
         self.logits = np.zeros((vocab_size, vocab_size))
 
     def train(self, batch: CollatedBatch) -> float:
-        """One step of gradient descent on the labels that count; the mean loss before it."""
+        """One step of gradient descent; returns the mean loss before it."""
         rows, columns = np.nonzero(batch.labels != -100)
         # The first token of a sample has no label, so there is always one before.
         last, token = batch.input_ids[rows, columns - 1], batch.labels[rows, columns]
         scores = self.logits[last]
-        chances = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
-        loss = -np.log(chances[np.arange(len(token)), token]).mean()
-        chances[np.arange(len(token)), token] -= 1
-        np.subtract.at(self.logits, last, 20 * chances / len(token))
+        probabilities = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+        loss = -np.log(probabilities[np.arange(len(token)), token]).mean()
+        probabilities[np.arange(len(token)), token] -= 1
+        np.subtract.at(self.logits, last, 20 * probabilities / len(token))
         return float(loss)
 
 
@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
     tokenizer = load_tokenizer("bytes")
     sample = encode_row(source[0], tokenizer, "0")
     learned = tokenizer.decode(sample.input_ids[sample.loss_mask == 1])
-    print(f"2. tokens: {sample.sample_id} has {len(sample)}; the loss counts {learned!r}")
+    print(f"2. tokens: {sample.sample_id} has {len(sample)}; in the loss: {learned!r}")
 
     report = build_lengths(source, tokenizer, folder / "lengths.jsonl")
     again = build_lengths(source, tokenizer, folder / "lengths.jsonl")
@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
     plan.verify(report.cache)
     print(f"4. plan: {plan}")
 
-    # Path one: samples are read and laid out while training. Recommended: nothing to keep in step.
+    # Path one, recommended: samples are read and collated while training; no files to keep in sync.
     read = sample_reader([source], tokenizer, plan.ids)
     batches = (
         collate(microbatch, read, pad_id=tokenizer.pad_id)

@@ -1,4 +1,4 @@
-"""Look before planning: how long the samples are, what the buckets waste, and better edges."""
+"""Analyze before planning: the distribution of lengths, the efficiency of buckets, better edges."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ TOKEN_BUDGET = 8192
 
 
 def make_lengths() -> np.ndarray:
-    """A mixture as it occurs: short chats, longer answers, a few documents."""
+    """A typical mixture: short chats, longer answers, a few documents."""
     random = np.random.default_rng(2)
     parts = (
         random.normal(70, 20, 4000),
@@ -28,7 +28,7 @@ def make_lengths() -> np.ndarray:
 
 
 def planned_efficiency(lengths: np.ndarray, spec: BucketSpec) -> tuple[float, int]:
-    """What a plan makes of these buckets: its efficiency, and how many batches an epoch has."""
+    """The efficiency of a plan with these buckets, and its batches per epoch."""
     config = BatchingConfig(
         token_budget=TOKEN_BUDGET,
         bucket_edges=spec.edges,
@@ -47,7 +47,7 @@ def main() -> None:
     analysis = analyze_bucket_efficiency(lengths, original)
     print(f"\nbuckets up to {original.widths}:\n{analysis.to_ascii()}")
 
-    print("\nfour buckets, best for each goal:")
+    print("\nfour buckets, optimal for each goal:")
     goals = (
         OptimizationGoal.MINIMIZE_WASTE,
         OptimizationGoal.BALANCE_BUCKETS,
@@ -59,7 +59,7 @@ def main() -> None:
         print(f"samples {found.counts}")
 
     report = create_efficiency_report(lengths, original, token_budget=TOKEN_BUDGET)
-    print("\nadvice of the report:")
+    print("\nrecommendations of the report:")
     for sentence in report.recommendations:
         print(f"  {sentence}")
 
@@ -69,7 +69,7 @@ def main() -> None:
     for name, spec in (("original", original), ("optimised", optimised.spec())):
         efficiency, batches = planned_efficiency(lengths, spec)
         print(f"  {name:<10} {spec.widths!s:<23} {efficiency:.1%} useful, {batches} batches")
-    print(f"efficiency the original edges give away: {optimised.regret:.1%}")
+    print(f"efficiency lost by the original edges: {optimised.regret:.1%}")
 
     print("\nmore buckets, less padding, more shapes to compile:")
     for buckets in (2, 4, 8, 16):

@@ -1,4 +1,4 @@
-"""Mutations and answers one after the other, and several at a time: what batching is worth.
+"""Mutations and answers, sequential and batched: the speedup of concurrent calls.
 
     python benchmark_batching.py                                 # against the shipped simulator
     python benchmark_batching.py --endpoint ollama://localhost --model gemma3
@@ -23,7 +23,7 @@ TEMPLATE = "Paraphrase the question; answer with the new question alone.\nQuesti
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--endpoint", help="your own server; without one the simulator is started")
+    parser.add_argument("--endpoint", help="your server; default: start the simulator")
     parser.add_argument("--model", default="sim", help="the model's name there")
     args = parser.parse_args()
     queries = [
@@ -33,7 +33,7 @@ def main() -> None:
     prompts = [TEMPLATE.format(query) for query in queries]
     with server(args.endpoint) as address:
         model = f"{address}#{args.model}"
-        # Connections and, on a real server, the model itself are made ready by a first call.
+        # A warm-up call opens connections and, on a real server, loads the model.
         batch_query_target_model(["Are you there?"], model, max_tokens=64)
         print(f"{NUM_QUERIES} queries, {args.model} at {address}")
         compare("mutate", lambda n: batch_mutate_queries(queries, prompts, model, batch_size=n))
@@ -45,7 +45,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def server(given: str | None) -> Iterator[str]:
-    """The address of the user's server, or of a simulated one that bears eight calls at once."""
+    """The address of the given server, or of a simulated one that sustains eight calls at once."""
     if given is not None:
         yield given
         return
@@ -54,7 +54,7 @@ def server(given: str | None) -> Iterator[str]:
 
 
 def compare(name: str, work: Callable[[int], Texts]) -> None:
-    """Time the same work with each batch size; 1 is one call after the other."""
+    """Time the same work with each batch size; 1 is sequential."""
     alone = 0.0
     for size in BATCH_SIZES:
         start = time.perf_counter()

@@ -2,10 +2,10 @@
 
     python train_query_mutator.py --num-processes 16 --batch-size 8 --num-env-steps 10000
     python train_query_mutator.py --num-processes 16 --no-batching
-    python train_query_mutator.py --target-model sim          # in seconds, with no model at all
+    python train_query_mutator.py --target-model sim          # seconds, no model needed
 
-Without a server it runs on the small model of `batchwright models get smollm2`; name yours with
---target-model ollama:NAME or URL#NAME, and see all flags with --help.
+The default is the small model of `batchwright models get smollm2`; use --target-model ollama:NAME
+or URL#NAME for your own, and --help for all flags.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """The reward as OpenRLHF loads it: --remote_rm_url examples/rewards/openrlhf.py
 
-BATCHWRIGHT_REWARDS names the TOML file. The labels (--label_key) are the truth. A missing reward
-stops the run, unless `missing` in the file is a number.
+BATCHWRIGHT_REWARDS names the TOML file. The labels (--label_key) are the ground truth. A missing
+reward stops the run, unless `missing` in the file is a number.
 """
 
 from batchwright.integrations.openrlhf import reward_func

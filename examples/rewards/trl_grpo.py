@@ -1,8 +1,8 @@
-"""GRPO by TRL with our reward: a failed judgement leaves its sample out, and the step goes on.
+"""GRPO with TRL and our reward: a sample whose judge failed is masked, and the step continues.
 
     python trl_grpo.py --model FOLDER_OR_HUB_ID --data questions.jsonl --config trl.toml
 
-A row of the data has `prompt` and `answer` (or `ground_truth`); other columns can stand in the
+A row of the data has `prompt` and `answer` (or `ground_truth`); other columns can be used in the
 judge's template.
 """
 
