@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from batchwright.batching.packing import kernels
 from batchwright.errors import BadLength, ConfigError, OversizedSample
+from batchwright.jit import interpreted, quicker_without_numba
 
 __all__ = [
     "MAX_CAPACITY",
@@ -90,9 +91,11 @@ def pack_histogram(
         raise BadLength(f"{hist[0]:,} lengths are 0; lengths are 1 and more, drop empty samples")
     hist = np.ascontiguousarray(hist, np.int64)
     nothing = np.empty((0, 4), np.int64)
-    steps = kernels.best_fit_decreasing(hist, capacity, max_segments or kernels.UNLIMITED, nothing)
-    taken = steps[:, 1] * steps[:, 2]
-    return patterns_of(steps, np.cumsum(taken) - taken)
+    most = max_segments or kernels.UNLIMITED
+    with interpreted(quicker_without_numba(50 * np.count_nonzero(hist) + 0.2 * hist.size)):
+        steps = kernels.best_fit_decreasing(hist, capacity, most, nothing)
+        taken = steps[:, 1] * steps[:, 2]
+        return patterns_of(steps, np.cumsum(taken) - taken)
 
 
 def patterns_of(steps: NDArray[np.int64], position: NDArray[np.int64]) -> Patterns:

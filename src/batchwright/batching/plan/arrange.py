@@ -29,6 +29,7 @@ from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
 from batchwright.errors import ConfigError, DuplicateId
+from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import permutation
 
 __all__ = ["Arranged", "LengthSource", "Source", "arrange", "check_difficulty", "join_sources"]
@@ -195,8 +196,7 @@ def _virtual(
     """Sort longest first, then draw the shapes of the layout; a note if packing has one."""
     if canonical is not None:
         pieces = pieces.of_items(canonical)
-    hist = kernels.histogram(pieces.lengths, int(pieces.lengths.max()))
-    by_length = kernels.sort_descending(pieces.lengths, hist)
+    hist, by_length = _longest_first(pieces.lengths)
     # Sorting row numbers that are 0 .. n - 1 already gives the items.
     whole = canonical is None and not pieces.starts.size and _counts_up(pieces.items)
     distinct = np.flatnonzero(hist)[::-1].astype(np.int32)
@@ -207,10 +207,11 @@ def _virtual(
     patterns = (no_longs, no_longs, no_longs, no_ints)
     note = ""
     if config.layout == "packed":
-        packed = pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
         if config.pack_mode is PackingMode.OPTIMAL:
             best = pack_optimal(hist, config.pack_max_length, config.pack_max_segments)
             packed, note = best.patterns, f"{best.method}: {best.note}"
+        else:
+            packed = pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
         patterns = (
             packed.bin_starts,
             packed.entry_offsets,
@@ -219,7 +220,10 @@ def _virtual(
         )
     elif config.layout == "sorted":
         classes, widths = _near_lengths(distinct, distinct_offsets, config.align)
-        starts = order_kernels.cut_by_budget(widths, classes, config.token_budget)
+        # At most two runs share a class, and one more is cut for every budget of tokens.
+        runs = 2 * widths.size + pieces.counts.planned_tokens // config.token_budget
+        with interpreted(quicker_without_numba(4.0 * runs)):
+            starts = order_kernels.cut_by_budget(widths, classes, config.token_budget)
         batch_start, batch_size = starts[:-1], np.diff(starts).astype(np.int32)
     else:
         classes, batch_start, batch_size = _buckets(distinct, distinct_offsets, config)
@@ -235,6 +239,14 @@ def _virtual(
         *patterns,
     )
     return Arranged(order, pieces, note)
+
+
+def _longest_first(lengths: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """How many pieces have each length, and the pieces longest first, equal ones in order."""
+    if quicker_without_numba(0.2 * lengths.size):
+        return np.bincount(lengths), np.argsort(-lengths, kind="stable").astype(np.int32)
+    hist = kernels.histogram(lengths, int(lengths.max()))
+    return hist, kernels.sort_descending(lengths, hist)
 
 
 def _by_arrival(config: BatchingConfig) -> bool:

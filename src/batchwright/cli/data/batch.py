@@ -10,7 +10,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["batch"]
 
-batch = App(name="batch", help="Batches as NPZ files, for trainers that read files.")
+batch = App(name="batch")
 
 
 @batch.command

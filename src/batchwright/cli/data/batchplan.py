@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["batchplan"]
 
-batchplan = App(name="batchplan", help="Plans: the order of every batch of every epoch.")
+batchplan = App(name="batchplan")
 
 PlanPath = Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")]
 LengthPaths = Annotated[
