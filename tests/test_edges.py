@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.analyze.edges import _choices, edges_cost, optimal_edges, regret
+from batchwright.batching.analyze.edges import (
+    _choices,
+    _choices_by_numpy,
+    edges_cost,
+    optimal_edges,
+    regret,
+)
 from batchwright.errors import ConfigError
 
 histograms = st.lists(st.integers(0, 6), min_size=1, max_size=14).filter(any).map(lambda h: [0, *h])
@@ -86,7 +92,7 @@ def test_fractional_costs_are_best_up_to_rounding(seed: int, num_buckets: int) -
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 8))
-def test_the_compiled_kernel_equals_its_plain_twin(seed: int, buckets: int) -> None:
+def test_the_compiled_kernel_equals_its_plain_twins(seed: int, buckets: int) -> None:
     rng = np.random.default_rng(seed)
     m = int(rng.integers(buckets, 60))
     costs = np.cumsum(rng.integers(0, 9, m))
@@ -95,6 +101,7 @@ def test_the_compiled_kernel_equals_its_plain_twin(seed: int, buckets: int) -> N
     for kind in (np.int64, np.float64):
         args = costs.astype(kind), totals.astype(kind), buckets
         assert np.array_equal(_choices(*args), _choices.py_func(*args))
+        assert np.array_equal(_choices(*args), _choices_by_numpy(*args))
 
 
 def test_sums_that_differ_in_the_last_bit_are_told_apart() -> None:

@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batchwright
 from batchwright import rng
 from batchwright.errors import (
     BadFile,
@@ -24,7 +24,7 @@ from batchwright.errors import (
     ConfigError,
     MissingFile,
 )
-from batchwright.events import Event, EventLog, read_events, tail_events
+from batchwright.events import Event, EventLog, read_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
 from batchwright.sealed import SealedFolder
@@ -361,7 +361,6 @@ def test_a_log_can_be_torn_anywhere_and_written_on(tmp_path: Path) -> None:
         with EventLog(path) as log:
             log.write("c")
         assert [event.kind for event in read_events(path)] == [*kept, "c"], whole[:cut]
-        assert [event.kind for event in tail_events(path)] == [*kept, "c"]
 
 
 def test_lines_that_are_no_records_are_named(tmp_path: Path) -> None:
@@ -397,30 +396,6 @@ def test_a_damaged_log_gives_records_or_one_sentence(
 
     with contextlib.suppress(BatchwrightError):
         assert len(list(read_events(path))) <= 4
-
-
-def test_tailing_sees_every_record_whole_while_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"")
-    lines = b"".join(b'{"t":%d,"kind":"step","n":%d}\n' % (n, n) for n in range(60))
-    lines += b'{"t":60,"kind":"end"}\n'
-
-    def dribble() -> None:
-        with path.open("ab", buffering=0) as file:
-            for at in range(0, len(lines), 11):
-                file.write(lines[at : at + 11])
-                time.sleep(0.0005)
-
-    writer = threading.Thread(target=dribble)
-    writer.start()
-    seen = []
-    for event in tail_events(path, poll_s=0.001, stop_after_s=20):
-        seen.append(event)
-        if event.kind == "end":
-            break
-    writer.join()
-
-    assert [event.fields["n"] for event in seen[:-1]] == list(range(60))
 
 
 def test_a_killed_writer_loses_no_acknowledged_record(tmp_path: Path) -> None:
@@ -473,3 +448,70 @@ def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
 
     assert mine.read(tmp_path / "own")["a"] == 1
     assert [path.name for path in (tmp_path / "web").iterdir()] == ["manifest.json"]
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_numba_is_imported_by_the_first_kernel_that_is_called() -> None:
+    done = python("""
+import sys
+import numpy as np
+from batchwright.jit import interpreted
+from batchwright.permutation import permute
+with interpreted():
+    plain = permute(3, 1000, np.uint64(7))
+assert "numba" not in sys.modules
+assert permute(3, 1000, np.uint64(7)) == plain
+assert "numba" in sys.modules
+""")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_numba_is_loaded_when_many_small_things_are_done() -> None:
+    done = python("""
+import sys
+from batchwright.batching import BatchingConfig, BatchPlanBuilder
+plan = BatchPlanBuilder({str(i): i % 50 + 1 for i in range(100)}, BatchingConfig()).build()
+first = [batch for batch in plan.iter_epoch(0)]
+assert "numba" not in sys.modules
+for epoch in range(100):
+    list(plan.iter_epoch(epoch))
+assert "numba" in sys.modules
+assert [batch for batch in plan.iter_epoch(0)] == first
+""")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_run_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    # Nobody, not even root, can write into a wheel on the path or under /proc.
+    archive = tmp_path / "package.whl"
+    root = Path(batchwright.__file__).parent
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in root.rglob("*.py"):
+            file.write(path, f"batchwright/{path.relative_to(root)}")
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), "/proc/none")
+
+    done = python(
+        """
+import numpy as np
+import batchwright
+from batchwright.permutation import mix
+assert ".whl" in batchwright.__file__
+print(int(mix(np.uint64(42), np.uint64(7))))
+""",
+        PYTHONPATH=str(archive),
+        **nowhere,
+    )
+
+    assert done.stdout.strip() == "14769051326987775908", done.stderr

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from batchwright.data.ids import SEED, Ids
 from batchwright.errors import BadFile, BadRow, UnknownSample
+from batchwright.jit import interpreted
 
 MASK = 2**64 - 1
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -46,7 +47,13 @@ def test_ids_read_back_as_the_strings_they_were_made_of(strings: list[str]) -> N
 @settings(deadline=None)
 @given(st.lists(texts, max_size=30))
 def test_keys_equal_their_plain_twin(strings: list[str]) -> None:
-    assert Ids.of(strings).keys().tolist() == [key_in_plain_python(text) for text in strings]
+    expected = [key_in_plain_python(text) for text in strings]
+
+    assert Ids.of(strings).keys().tolist() == expected
+    with interpreted():
+        ids = Ids.of(strings)
+        assert ids.keys().tolist() == expected
+        assert [ids.find(text) for text in strings] == [strings.index(text) for text in strings]
 
 
 def test_keys_never_change() -> None:
@@ -96,6 +103,10 @@ def test_ids_are_equal_exactly_when_their_strings_are(one: list[str], two: list[
 @pytest.mark.parametrize("n", [0, 1, 9, 10, 11, 1234])
 def test_row_numbers_are_recognised_and_take_no_room(n: int) -> None:
     numbered, written = Ids.numbered(n), Ids.of(str(i) for i in range(n))
+    with interpreted():
+        plain = Ids.of(str(i) for i in range(n))
+        assert plain.arrays is None
+        assert plain.keys().tolist() == numbered.keys().tolist()
 
     assert written.arrays is None
     assert written == numbered
@@ -110,6 +121,8 @@ def test_row_numbers_are_recognised_and_take_no_room(n: int) -> None:
 def test_what_only_looks_like_row_numbers_is_kept_as_it_is(strings: list[str]) -> None:
     assert list(Ids.of(strings)) == strings
     assert Ids.of(strings).arrays is not None
+    with interpreted():
+        assert Ids.of(strings).arrays is not None
 
 
 @pytest.mark.parametrize("id", ["3", "-1", "01", "+1", " 1", "1.0", "", "x", "²", "\u0663"])

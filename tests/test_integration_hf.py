@@ -26,7 +26,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.batching.collate import collate
+from batchwright.batching.collation import collate
 from batchwright.data.rows.sample import Sample
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingExtra, UnknownSample
 from batchwright.integrations.hf import PlanTrainer, PlanTrainerMixin

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.packing.bins import pack_histogram, pack_lengths, verify_packing
+from batchwright.batching.packing.bins import pack_lengths, verify_packing
 from batchwright.batching.packing.optimal import knapsack, pack_optimal, patterns_through
+from batchwright.batching.packing.patterns import pack_histogram
 
 quick = settings(max_examples=60, deadline=None)
 
@@ -75,7 +76,8 @@ def test_patterns_hold_every_position_once_and_never_use_more_bins(
     hist = np.bincount(lengths)
     best = pack_optimal(hist, capacity, max_segments, worth_above=0.0, num_classes=num_classes)
     descending = np.sort(lengths)[::-1]
-    bins = [best.patterns.bin_positions(b) for b in range(best.patterns.num_bins)]
+    offsets, positions = best.patterns.expand(np.arange(len(lengths), dtype=np.int32))
+    bins = np.split(positions, offsets[1:-1])
 
     assert sorted(itertools.chain(*bins)) == list(range(len(lengths)))
     assert all(descending[positions].sum() <= capacity for positions in bins)

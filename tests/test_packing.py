@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,14 +13,13 @@ from hypothesis import strategies as st
 
 from batchwright.batching.packing import kernels
 from batchwright.batching.packing.bins import (
-    MAX_CAPACITY,
     Packing,
-    PackingMode,
     StreamingPacker,
-    pack_histogram,
     pack_lengths,
     verify_packing,
 )
+from batchwright.batching.packing.modes import PackingMode
+from batchwright.batching.packing.patterns import MAX_CAPACITY, pack_histogram
 from batchwright.errors import BadLength, ConfigError, Mismatch, OversizedSample
 
 NO_LIMIT = 10**9
@@ -95,6 +95,22 @@ def fewest_bins(lengths, capacity, max_segments=None):
     return best
 
 
+def positions_of(patterns):
+    """The positions of every bin, by the words of `Patterns`."""
+    return [
+        [
+            position
+            for e in range(patterns.entry_offsets[i], patterns.entry_offsets[i + 1])
+            for position in range(
+                patterns.entry_position[e] + (b - start) * patterns.entry_count[e],
+                patterns.entry_position[e] + (b - start + 1) * patterns.entry_count[e],
+            )
+        ]
+        for i, (start, stop) in enumerate(pairwise(patterns.bin_starts))
+        for b in range(start, stop)
+    ]
+
+
 @quick
 @given(problems())
 def test_best_fit_on_the_histogram_makes_the_bins_of_best_fit_item_by_item(problem):
@@ -103,16 +119,12 @@ def test_best_fit_on_the_histogram_makes_the_bins_of_best_fit_item_by_item(probl
     order = [item for item, _ in longest_first(lengths)]
     naive = fit_naively(longest_first(lengths), capacity, max_segments, tightest)
 
-    got = [
-        tuple(lengths[order[p]] for p in patterns.bin_positions(b))
-        for b in range(patterns.num_bins)
-    ]
+    bins = positions_of(patterns)
+    got = [tuple(lengths[order[p]] for p in positions) for positions in bins]
 
     # Items of one length are interchangeable, so bins are compared by the lengths they hold.
     assert Counter(got) == Counter(tuple(lengths[i] for i in bin_) for bin_ in naive)
-    assert sorted(p for b in range(patterns.num_bins) for p in patterns.bin_positions(b)) == list(
-        range(len(lengths))
-    )
+    assert sorted(p for positions in bins for p in positions) == list(range(len(lengths)))
     assert patterns.num_positions == len(lengths)
 
 
@@ -133,7 +145,7 @@ def test_best_fit_on_the_histogram_equals_its_twin_on_crowded_random_sets():
 
 @quick
 @given(problems())
-def test_bins_one_at_a_time_are_the_bins_all_at_once(problem):
+def test_bins_written_out_are_those_that_the_patterns_define(problem):
     capacity, lengths, max_segments = problem
     hist = np.bincount(lengths, minlength=2)
     patterns = pack_histogram(hist, capacity, max_segments)
@@ -141,14 +153,9 @@ def test_bins_one_at_a_time_are_the_bins_all_at_once(problem):
 
     offsets, items = patterns.expand(order)
 
-    for b in range(patterns.num_bins):
-        assert (
-            order[patterns.bin_positions(b)].tolist() == items[offsets[b] : offsets[b + 1]].tolist()
-        )
-        sizes = kernels.bin_size(
-            patterns.bin_starts, patterns.entry_offsets, patterns.entry_count, b
-        )
-        assert sizes == offsets[b + 1] - offsets[b]
+    assert [items[first:stop].tolist() for first, stop in pairwise(offsets)] == [
+        order[positions].tolist() for positions in positions_of(patterns)
+    ]
 
 
 @quick

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.permutation import mix, permutation, permute, unpermute
+from batchwright.jit import interpreted
+from batchwright.permutation import (
+    _sides,
+    mix,
+    mix_many,
+    permutation,
+    permute,
+    permute_many,
+    unpermute,
+)
 
 M64 = 2**64 - 1
 M32 = 2**32 - 1
@@ -88,6 +97,35 @@ def test_orders_equal_their_plain_twin_and_invert(n: int, key: int) -> None:
         assert unpermute(int(order[index]), n, k) == index
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 1, exclude_max=True), keys)))
+def test_many_orders_at_once_and_interpreted_ones_are_those_of_the_kernels(drawn) -> None:
+    cases = [(int(share * n), n, np.uint64(key)) for n, share, key in drawn]
+    # The same key names other orders of other sizes.
+    cases += [(0, n, key) for _, _, key in cases[:2] for n in (2, 40, 41, 90)]
+    index, n = (np.array([case[k] for case in cases], np.int64) for k in (0, 1))
+    key = np.array([case[2] for case in cases], np.uint64)
+
+    expected = [permute(*case) for case in cases]
+
+    assert permute_many(index, n, key).tolist() == expected
+    assert mix_many(key, n.astype(np.uint64)).tolist() == [
+        int(mix(k, np.uint64(m))) for _, m, k in cases
+    ]
+    with interpreted():
+        assert [permute(*case) for case in cases] == expected
+        assert all(unpermute(v, n, k) == i for v, (i, n, k) in zip(expected, cases, strict=True))
+
+
+@pytest.mark.parametrize("n", [2**52 - 1, 2**52, 2**52 + 1, (2**30 + 1) ** 2, 2**61 - 1])
+def test_the_sides_of_huge_orders_are_exact(n: int) -> None:
+    # Beyond 2**53 a double cannot tell neighbours apart; the sides are whole numbers all the same.
+    a, b = _sides(n)
+
+    assert a == math.isqrt(n - 1) + 1
+    assert b == -(-n // a)
+
+
 @pytest.mark.parametrize("n", [63, 64, 65, 4095, 4096, 4097, 65_536, 100_003])
 def test_large_orders_are_bijections(n: int) -> None:
     order = permutation(n, np.uint64(n * 31))
@@ -113,7 +151,7 @@ def chi_square(counts: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> flo
 
 
 def within(chi: float, freedom: int) -> bool:
-    """Six standard deviations either way: chance almost never leaves, a flaw does at once."""
+    """Six standard deviations either way: a fair draw almost never leaves, a flaw does at once."""
     return abs(chi - freedom) < 6 * math.sqrt(2 * freedom)
 
 

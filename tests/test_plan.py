@@ -26,6 +26,7 @@ from batchwright.errors import (
     OversizedSample,
     UnknownSample,
 )
+from batchwright.jit import interpreted
 
 LAYOUTS = ("bucketed", "sorted", "packed")
 Piece = tuple[str, int, int]
@@ -377,6 +378,45 @@ def test_every_sample_is_part_of_the_fingerprint(case: Case, at: int, what: str)
         lengths[name], lengths[partner] = lengths[partner], lengths[name]
     other_plan = built(Case(lengths, case.config))
     assert other_plan is None or other_plan.fingerprint != plan.fingerprint
+
+
+@settings(deadline=None, max_examples=60)
+@given(cases())
+def test_a_plan_without_numba_is_the_same_plan(case: Case) -> None:
+    plan = built(case)
+    with interpreted():
+        plain = built(case)
+
+    if plan is None or plain is None:
+        assert plan is plain
+        return
+    for name, array in plan.order.arrays().items():
+        assert np.array_equal(array, plain.order.arrays()[name])
+    with interpreted():
+        seen = list(plain.iter_epoch(1)), plain.costs(1), plain.padded_tokens(1)
+        places = [plain.explain(name) for name in case.lengths]
+        roots = plain.roots
+    assert seen[0] == list(plan.iter_epoch(1))
+    assert seen[1].tolist() == plan.costs(1).tolist()
+    assert seen[2] == plan.padded_tokens(1)
+    assert places == [plan.explain(name) for name in case.lengths]
+    assert roots == plan.roots
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_large_plan_without_numba_is_the_same_plan(layout: str) -> None:
+    # Classes of over 64 samples are ordered by a Feistel network instead of shuffled.
+    lengths = np.random.default_rng(5).lognormal(4.0, 0.9, 3000).clip(1, 512).astype(np.int32)
+    config = BatchingConfig(layout=layout, pack_max_length=512)
+    plan = BatchPlanBuilder(lengths, config).build(2)
+    with interpreted():
+        plain = BatchPlanBuilder(lengths, config).build(2)
+        assert plain.fingerprint == plan.fingerprint
+        last = plain.batch(1, plain.num_microbatches() - 1)
+        costs = plain.padded_tokens(1)
+
+    assert last == plan.batch(1, plan.num_microbatches() - 1)
+    assert costs == plan.padded_tokens(1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

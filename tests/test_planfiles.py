@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.batching.plan.files import (
-    check_files,
-    export_plan,
-    load_plan,
-    save_plan,
-    save_shards,
-)
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile
 
 KINDS = ["bucketed", "sorted", "packed", "optimal", "split", "numbered", "curriculum", "mixture"]
@@ -76,8 +68,9 @@ def test_a_plan_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
         assert loaded.costs(epoch).tolist() == plan.costs(epoch).tolist()
     assert loaded.explain(plan.ids[3]) == plan.explain(plan.ids[3])
     assert repr(loaded) == repr(plan)
-    sizes = sum(p.stat().st_size for p in (tmp_path / "plan").glob("*.bin"))
-    assert check_files(tmp_path / "plan") == sizes
+    checked = BatchPlan.load(tmp_path / "plan", check=True)
+    assert checked.fingerprint == plan.fingerprint
+    assert list(checked.iter_epoch(1)) == list(plan.iter_epoch(1))
     # Mapped, not read: nothing can be written through the arrays.
     assert not any(array.flags.writeable for array in loaded.order.arrays().values())
 
@@ -103,9 +96,9 @@ def test_saving_spares_folders_that_are_not_plans(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         make("sorted").save(tmp_path)
     with pytest.raises(ConfigError):
-        export_plan(make("sorted"), tmp_path)
+        make("sorted").export(tmp_path)
     with pytest.raises(ConfigError):
-        save_shards(make("sorted"), 2, tmp_path)
+        make("sorted").save_shards(2, tmp_path)
     assert contents(tmp_path) == {"photo.jpg": b"precious"}
 
 
@@ -135,14 +128,13 @@ def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
 def survives(path: Path, whole: str) -> None:
     """Open and use a damaged plan: it is refused in one sentence, or it is the plan it was."""
     try:
-        check_files(path)
-        same = load_plan(path).fingerprint == whole
+        same = BatchPlan.load(path, check=True).fingerprint == whole
     except (BadFile, MissingFile) as error:
         same = "\n" not in str(error)
     assert same
-    # Damage to a big array may wait for `check_files`, but using the plan must not crash.
+    # Damage to a big array may wait until it is read, but using the plan must not crash.
     try:
-        plan = load_plan(path)
+        plan = BatchPlan.load(path)
         for batch in plan.iter_epoch(0):
             _ = batch.samples
         plan.costs(0)
@@ -198,7 +190,7 @@ def test_damage_to_any_file_is_one_sentence(
     survives(path, whole)
     if how in ("cut", "grow") and name != "manifest.json":
         with pytest.raises(BadFile):
-            load_plan(path)
+            BatchPlan.load(path)
 
 
 @pytest.mark.parametrize("kind", ["bucketed", "packed", "curriculum"])
@@ -212,12 +204,12 @@ def test_every_array_is_checked(kind: str, saved: dict[str, Path], tmp_path: Pat
         raw[-1] ^= 0x80
         (path / file.name).write_bytes(raw)
         with pytest.raises(BadFile, match=file.name):
-            check_files(path)
+            BatchPlan.load(path, check=True)
     # What steers reading without bounds checks is refused on opening already.
     for name in ("class_offsets", "batch_start", "bin_starts", "entry_position", "batch_rows"):
         if (tmp_path / name).exists():
             with pytest.raises(BadFile, match=name):
-                load_plan(tmp_path / name)
+                BatchPlan.load(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["items", "id_data"])
@@ -252,10 +244,10 @@ def test_folders_that_are_no_plans_are_named(tmp_path: Path) -> None:
     foreign.mkdir()
 
     with pytest.raises(MissingFile):
-        load_plan(tmp_path / "none")
+        BatchPlan.load(tmp_path / "none")
     for path in (empty, file):
         with pytest.raises(BadFile):
-            load_plan(path)
+            BatchPlan.load(path)
     for text in (
         "",
         "null",
@@ -269,7 +261,7 @@ def test_folders_that_are_no_plans_are_named(tmp_path: Path) -> None:
     ):
         (foreign / "manifest.json").write_text(text, encoding="latin-1")
         with pytest.raises(BadFile) as caught:
-            load_plan(foreign)
+            BatchPlan.load(foreign)
         assert "\n" not in str(caught.value)
 
 
@@ -279,7 +271,7 @@ def test_another_version_says_so(saved: dict[str, Path], tmp_path: Path) -> None
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2', 1))
 
     with pytest.raises(BadFile, match="format 2"):
-        load_plan(tmp_path / "plan")
+        BatchPlan.load(tmp_path / "plan")
 
 
 def test_a_full_disk_leaves_the_older_plan(tmp_path: Path) -> None:
@@ -305,8 +297,7 @@ except CannotWrite as error:
     )
 
     assert done.stdout.split() == ["refused", "True"], done.stderr
-    assert BatchPlan.load(path).counts.samples == 40
-    assert check_files(path) > 0
+    assert BatchPlan.load(path, check=True).counts.samples == 40
     assert [p.name for p in tmp_path.iterdir()] == ["plan"]
 
 
@@ -314,7 +305,7 @@ except CannotWrite as error:
 def test_shards_come_back_as_ranks(kind: str, tmp_path: Path) -> None:
     plan = make(kind)
     for world in (3, 2):
-        paths = save_shards(plan, world, tmp_path / "ranks", balance="round_robin")
+        paths = plan.save_shards(world, tmp_path / "ranks", balance="round_robin")
         assert sorted(p.name for p in (tmp_path / "ranks").iterdir()) == [p.name for p in paths]
         for rank, path in enumerate(paths):
             shard = plan.shard(rank, world, balance="round_robin")
@@ -322,19 +313,19 @@ def test_shards_come_back_as_ranks(kind: str, tmp_path: Path) -> None:
             assert loaded.shard_of == shard.shard_of
             assert loaded.fingerprint == shard.fingerprint
             assert list(loaded.iter_epoch(1)) == list(shard.iter_epoch(1))
-            check_files(path)
+            BatchPlan.load(path, check=True)
     before = contents(tmp_path)
     for world in (0, -1, plan.num_microbatches() + 1):
         with pytest.raises(ConfigError):
-            save_shards(plan, world, tmp_path / "ranks")
+            plan.save_shards(world, tmp_path / "ranks")
     assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("kind", ["bucketed", "packed", "mixture"])
 def test_an_export_says_all_in_text(kind: str, tmp_path: Path) -> None:
     plan = make(kind).shard(0, 2)
-    export_plan(plan, tmp_path / "text")
-    export_plan(plan, tmp_path / "text")
+    plan.export(tmp_path / "text")
+    plan.export(tmp_path / "text")
 
     meta = json.loads((tmp_path / "text" / "meta.json").read_text())
     assert meta["fingerprint"] == plan.fingerprint
@@ -360,8 +351,7 @@ def test_an_export_says_all_in_text(kind: str, tmp_path: Path) -> None:
 
 def test_the_files_of_a_plan_never_change(tmp_path: Path) -> None:
     """The layout of the folder is a promise: other programs read it."""
-    save: Callable[[BatchPlan, Path], Path] = save_plan
-    path = save(make("packed"), tmp_path / "plan")
+    path = make("packed").save(tmp_path / "plan")
     seal = hashlib.sha256()
     for name, raw in sorted(contents(path).items()):
         seal.update(f"{name}:{len(raw)}:".encode() + raw)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.batching.packing.bins import PackingMode
+from batchwright.batching.packing.modes import PackingMode
 from batchwright.batching.packing.sequences import (
     PackingConfig,
     PackingMetrics,

@@ -36,8 +36,11 @@ def quicker_without_numba(microseconds: float) -> bool:
     """Whether to do something that takes plain numpy this long without loading numba for it.
 
     Never once numba is loaded, nor once a process has done many small things: then it pays.
+    Always where kernels are interpreted.
     """
     global _spent_us
+    if _interpreting.get():
+        return True
     if "numba" in sys.modules or _spent_us + microseconds > _PATIENCE_US:
         return False
     _spent_us += int(microseconds)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import interpreted, kernel
 
-__all__ = ["below", "mix", "permutation", "permute", "permute_many", "unpermute"]
+__all__ = ["below", "mix", "mix_many", "permutation", "permute", "permute_many", "unpermute"]
 
 SMALL = 64
 """Up to here an index costs a whole shuffle; beyond, a Feistel network is uniform enough."""
@@ -129,6 +129,14 @@ def permutation(n: int, key: np.uint64) -> NDArray[np.int64]:
     return out
 
 
+def mix_many(
+    key: np.uint64 | NDArray[np.uint64], counters: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    """`mix` of many counters at once, by numpy alone."""
+    with interpreted():
+        return mix(key, counters)
+
+
 def permute_many(
     index: NDArray[np.int64], n: NDArray[np.int64], keys: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
@@ -136,7 +144,7 @@ def permute_many(
 
     >>> n, keys = np.array([5, 100]), np.array([7, 8], np.uint64)
     >>> permute_many(np.array([3, 42]), n, keys).tolist()
-    [1, 55]
+    [4, 61]
     """
     out = np.empty(len(index), np.int64)
     with interpreted():

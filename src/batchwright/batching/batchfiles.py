@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.collate import CollatedBatch, SampleReader, collate
-from batchwright.batching.plan.plan import BatchPlan, Pulled
+from batchwright.batching.collation import CollatedBatch, SampleReader, collate
+from batchwright.batching.plan.microbatch import Pulled
+from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.rows.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
 from batchwright.sealed import SealedFolder

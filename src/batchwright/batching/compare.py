@@ -7,7 +7,8 @@ import numpy as np
 
 from batchwright import rng
 from batchwright.batching.config import BatchingConfig, Layout
-from batchwright.batching.plan.builder import BatchPlanBuilder, cut_pieces
+from batchwright.batching.plan.builder import BatchPlanBuilder
+from batchwright.batching.plan.pieces import cut_pieces
 from batchwright.batching.plan.plan import COST_LINEAR, COST_QUADRATIC, BatchPlan
 from batchwright.data.lengths import Lengths
 from batchwright.permutation import permutation

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from batchwright.batching.buckets import BucketSpec
-from batchwright.batching.packing.bins import PackingMode
+from batchwright.batching.packing.modes import PackingMode
 from batchwright.errors import ConfigError
 
 __all__ = ["BatchingConfig", "BatchingMode", "Layout", "Overflow", "PadPolicy"]

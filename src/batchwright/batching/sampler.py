@@ -1,39 +1,16 @@
 """Batches of a token budget straight from lengths, without a plan on disk."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from batchwright.batching.analyze.metrics import BatchMetrics
 from batchwright.batching.buckets import BucketSpec
 from batchwright.batching.config import BatchingConfig, Overflow, PadPolicy
-from batchwright.batching.plan.builder import BatchPlanBuilder, LengthSource
-from batchwright.batching.plan.plan import BatchPlan, Pulled
+from batchwright.batching.plan.arrange import LengthSource
+from batchwright.batching.plan.builder import BatchPlanBuilder
+from batchwright.batching.plan.microbatch import BatchSpec, Pulled
+from batchwright.batching.plan.plan import BatchPlan
 
-__all__ = ["BatchSpec", "TokenBudgetBatchSampler"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSpec:
-    """One batch of the sampler, by sample ids."""
-
-    sample_ids: tuple[str, ...]
-    bucket_id: int
-    max_length: int
-    """Width every sample is padded to."""
-    token_count: int
-    """Useful tokens."""
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.sample_ids)
-
-    @property
-    def padded_token_count(self) -> int:
-        return self.batch_size * self.max_length
-
-    @property
-    def efficiency(self) -> float:
-        return self.token_count / self.padded_token_count
+__all__ = ["TokenBudgetBatchSampler"]
 
 
 class TokenBudgetBatchSampler:

@@ -3,27 +3,31 @@
 import errno
 import os
 import sys
-import traceback
 from collections.abc import Callable
-from typing import Annotated, get_args
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
 from batchwright import __version__
-from batchwright.cli.calls import calls
-from batchwright.cli.data import data
-from batchwright.cli.demo import demo
-from batchwright.cli.doctor import doctor
-from batchwright.cli.evaluate import evaluate
-from batchwright.cli.models import models
-from batchwright.cli.pack import pack
-from batchwright.cli.prove import prove
-from batchwright.cli.reward import reward
-from batchwright.cli.serve import serve
-from batchwright.cli.train import train
 from batchwright.errors import BatchwrightError
 
 __all__ = ["app", "main"]
+
+COMMANDS = {
+    "data": "Rows to lengths to batch plans to batches.",
+    "train": "Train on a batch plan, on a graph, or on questions.",
+    "evaluate": "Measure what was trained.",
+    "calls": "Call models: run, probe, simulate, cache.",
+    "reward": "Score responses with rules, LLM judges and monitors.",
+    "pack": "Check that packed samples do not attend to each other.",
+    "models": "Download the small models that need no hub, and list them.",
+    "demo": "Go from rows to verified, sharded batch plans, showing every command on the way.",
+    "serve": "Serve a model with llama.cpp until Ctrl-C: chat, completions, /health, /metrics.",
+    "doctor": "Check versions, extras, disk, clock, ranks and a timed run of the packing kernels.",
+    "prove": "Prove a query from facts and rules, and print the proof as a tree with rule names.",
+}
+"""Every command with its help; its module, of the same name, is imported when it is typed."""
 
 
 def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -52,15 +56,26 @@ app = App(
     help_format="plaintext",
     version=__version__,
 )
-for part in (data, train, evaluate, calls, reward, pack, models):
-    app.command(part)
-app.command(demo)
-app.command(serve)
-app.command(doctor)
-app.command(prove)
-app.register_install_completion_command(
-    help="Install completion for bash, zsh or fish, whichever shell this is."
-)
+for command, words in COMMANDS.items():
+    app.command(f"batchwright.cli.{command}:{command}", name=command, help=words)
+
+
+@app.command(name="--install-completion")
+def install_completion(
+    *,
+    shell: Annotated[
+        Literal["zsh", "bash", "fish", "powershell"] | None,
+        Parameter(help="Default: the shell this is typed in."),
+    ] = None,
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "-o"], help="Default: where the shell looks.")
+    ] = None,
+) -> None:
+    """Install completion for bash, zsh or fish, whichever shell this is."""
+    # As cyclopts registers it, but imported only when it is typed.
+    from cyclopts.completion.install import create_install_completion_command
+
+    create_install_completion_command(app.install_completion, True)(shell=shell, output=output)
 
 
 @app.meta.default
@@ -133,6 +148,8 @@ def _help_of(tokens: tuple[str, ...]) -> str:
 
 def _failed(sentence: str, debug: bool) -> int:
     if debug:
+        import traceback
+
         traceback.print_exc()
     print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
     return 1

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from batchwright.batching import BatchPlan
     from batchwright.data.lengths import Lengths
 
-__all__ = ["at_least", "edges_of", "load_lengths", "load_sources", "sharded", "whole_plan"]
+__all__ = ["at_least", "edges_of", "load_lengths", "load_sources", "sharded"]
 
 
 def load_lengths(path: Path) -> "Lengths":
@@ -47,15 +47,6 @@ def at_least(least: int, **given: int | None) -> None:
         if value is not None and value < least:
             flag = "--" + name.replace("_", "-")
             raise ConfigError(f"{flag} {value} is not possible; give {least} or more")
-
-
-def whole_plan(path: Path) -> "BatchPlan":
-    """A plan of which every byte was checked, so that nothing made from it spreads damage."""
-    from batchwright.batching import BatchPlan
-    from batchwright.batching.plan.files import check_files
-
-    check_files(path)
-    return BatchPlan.load(path)
 
 
 def sharded(plan: "BatchPlan", rank: int | None, world_size: int | None) -> "BatchPlan":

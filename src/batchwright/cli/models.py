@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["models"]
 
-models = App(name="models", help="Download the small models that need no hub, and list them.")
+models = App(name="models")
 
 
 @models.command

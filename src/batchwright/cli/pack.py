@@ -8,7 +8,7 @@ from batchwright.cli.output import Format, show
 
 __all__ = ["pack"]
 
-pack = App(name="pack", help="Packed rows and the model that reads them.")
+pack = App(name="pack")
 
 
 @pack.command

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["reward"]
 
-reward = App(name="reward", help="Score responses with rules, LLM judges and monitors.")
+reward = App(name="reward")
 
 Input = Annotated[
     Path,

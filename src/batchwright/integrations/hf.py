@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from batchwright.batching.collate import SampleReader
+from batchwright.batching.collation import SampleReader
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.rows import Row
 from batchwright.data.rows.source import Source

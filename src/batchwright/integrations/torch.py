@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.collate import CollatedBatch, SampleReader, collate
+from batchwright.batching.collation import CollatedBatch, SampleReader, collate
 from batchwright.batching.plan.microbatch import MicrobatchSpec
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.batching.plan.shards import Shard

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from batchwright.batching.analyze.report import LengthHistogram
+from batchwright.batching.analyze.findings import LengthHistogram
 from batchwright.errors import ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent

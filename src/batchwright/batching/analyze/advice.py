@@ -1,12 +1,17 @@
-"""Advice on buckets in plain words: each function looks at a report and has a say or none."""
+"""The whole report on a data set, and advice: each rule looks at it and has a say or none."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from batchwright.batching.analyze.report import EfficiencyReport
+from batchwright.batching.analyze.findings import (
+    BucketAnalysis,
+    BucketSuggestion,
+    LengthHistogram,
+)
+from batchwright.batching.analyze.metrics import shown
 
-__all__ = ["recommendations"]
+__all__ = ["EfficiencyReport"]
 
 FAR = 0.02
 """Edges that give away more efficiency than this are worth changing."""
@@ -18,12 +23,52 @@ UNEVEN = 10
 """The largest bucket over the smallest, from which single buckets rule the epoch's end."""
 
 
-def recommendations(report: "EfficiencyReport") -> list[str]:
-    """Every piece of advice that applies, the most telling first."""
-    return [sentence for advice in _ADVICE for sentence in advice(report)]
+@dataclass(frozen=True, slots=True)
+class EfficiencyReport:
+    """A data set under one choice of buckets, with better choices and advice."""
+
+    histogram: LengthHistogram
+    analysis: BucketAnalysis
+    suggestions: tuple[BucketSuggestion, ...]
+    token_budget: int | None = None
+
+    @property
+    def recommendations(self) -> list[str]:
+        """Advice in plain words, the most telling first; empty when there is nothing to say."""
+        return [sentence for rule in _RULES for sentence in rule(self)]
+
+    def to_text(self, width: int = 50) -> str:
+        """The whole report for a terminal."""
+        suggested = [
+            f"{s.goal:>8}  {shown(s.efficiency, '.1%'):>6}  {', '.join(map(str, s.edges))}"
+            for s in self.suggestions
+        ]
+        advice = self.recommendations
+        return "\n".join(
+            [
+                "Lengths",
+                self.histogram.to_ascii(width),
+                "",
+                "Buckets",
+                self.analysis.to_ascii(),
+                "",
+                "Edges suggested for each goal, with their efficiency",
+                *suggested,
+                *(["", "Advice", *(f"* {sentence}" for sentence in advice)] if advice else []),
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "histogram": self.histogram.to_dict(),
+            "analysis": self.analysis.to_dict(),
+            "suggestions": [suggestion.to_dict() for suggestion in self.suggestions],
+            "token_budget": self.token_budget,
+            "recommendations": self.recommendations,
+        }
 
 
-def _over_long(report: "EfficiencyReport") -> list[str]:
+def _over_long(report: EfficiencyReport) -> list[str]:
     count = report.analysis.over_long
     if not count:
         return []
@@ -36,13 +81,13 @@ def _over_long(report: "EfficiencyReport") -> list[str]:
     ]
 
 
-def _too_short(report: "EfficiencyReport") -> list[str]:
+def _too_short(report: EfficiencyReport) -> list[str]:
     count = report.analysis.too_short
     limit = report.analysis.bucket_spec.min_length
     return [f"{_samples(count)} shorter than min_length={limit}"] if count else []
 
 
-def _better_edges(report: "EfficiencyReport") -> list[str]:
+def _better_edges(report: EfficiencyReport) -> list[str]:
     best = report.suggestions[0]
     now = report.analysis.overall_efficiency
     if now is None:
@@ -56,7 +101,7 @@ def _better_edges(report: "EfficiencyReport") -> list[str]:
     ]
 
 
-def _packing(report: "EfficiencyReport") -> list[str]:
+def _packing(report: EfficiencyReport) -> list[str]:
     best = report.suggestions[0]
     if best.waste <= LOOSE:
         return []
@@ -66,7 +111,7 @@ def _packing(report: "EfficiencyReport") -> list[str]:
     ]
 
 
-def _empty_buckets(report: "EfficiencyReport") -> list[str]:
+def _empty_buckets(report: EfficiencyReport) -> list[str]:
     empty = [b for b in report.analysis.buckets if b.sample_count == 0]
     if not empty or len(empty) == len(report.analysis.buckets):
         return []
@@ -74,7 +119,7 @@ def _empty_buckets(report: "EfficiencyReport") -> list[str]:
     return [f"no sample has a length of {spans}: drop an edge there, or move it"]
 
 
-def _imbalance(report: "EfficiencyReport") -> list[str]:
+def _imbalance(report: EfficiencyReport) -> list[str]:
     filled = [b for b in report.analysis.buckets if b.sample_count]
     if len(filled) < 2:
         return []
@@ -91,7 +136,7 @@ def _imbalance(report: "EfficiencyReport") -> list[str]:
     ]
 
 
-def _budget(report: "EfficiencyReport") -> list[str]:
+def _budget(report: EfficiencyReport) -> list[str]:
     budget = report.token_budget
     if budget is None:
         return []
@@ -105,7 +150,7 @@ def _budget(report: "EfficiencyReport") -> list[str]:
     ]
 
 
-_ADVICE: tuple[Callable[["EfficiencyReport"], list[str]], ...] = (
+_RULES: tuple[Callable[[EfficiencyReport], list[str]], ...] = (
     _over_long,
     _too_short,
     _budget,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import ConfigError
-from batchwright.jit import kernel
+from batchwright.jit import kernel, quicker_without_numba
 
 __all__ = ["edges_cost", "optimal_edges", "regret"]
 
@@ -44,7 +44,9 @@ def optimal_edges(
     totals = np.concatenate(([0], np.cumsum(counts)))
     if costs.dtype == np.int64 and int(np.abs(costs).max()) * int(totals[-1]) >= 2**63:
         costs = costs.astype(np.float64)
-    choice = _choices(costs, totals.astype(costs.dtype), num_buckets)
+    by_numpy = quicker_without_numba(0.1 * num_buckets * widths.size * len(bin(widths.size)))
+    choices = _choices_by_numpy if by_numpy else _choices
+    choice = choices(costs, totals.astype(costs.dtype), num_buckets)
     ends = [widths.size]
     for layer in range(num_buckets - 1, 0, -1):
         ends.append(int(choice[layer, ends[-1]]))
@@ -130,6 +132,37 @@ def _choices(
                         where = i
                 after[j] = least
                 choice[layer, j] = where
+            stride //= 2
+        best = after
+    return choice
+
+
+def _choices_by_numpy(
+    costs: NDArray[np.int64], totals: NDArray[np.int64], buckets: int
+) -> NDArray[np.int32]:
+    """`_choices` for as long as numba is not worth loading: a stride of rows at a time."""
+    m = costs.size
+    choice = np.zeros((buckets, m + 1), np.int32)
+    best = np.concatenate((np.zeros(1, costs.dtype), costs * totals[1:]))
+    for layer in range(1, buckets):
+        after = np.zeros(m + 1, costs.dtype)
+        rows = m - layer
+        stride = 1 << (rows.bit_length() - 1)
+        while stride >= 1:
+            row = np.arange(stride - 1, rows, 2 * stride)
+            j = layer + 1 + row
+            low = np.where(row >= stride, choice[layer, np.maximum(j - stride, 0)], layer)
+            above = choice[layer, np.minimum(j + stride, m)]
+            high = np.where(row + stride < rows, np.minimum(j - 1, above), j - 1)
+            size = high - low + 1
+            begins = np.cumsum(size) - size
+            owner = np.repeat(np.arange(row.size), size)
+            i = np.arange(size.sum()) + (low - begins)[owner]
+            value = best[i] + costs[j - 1][owner] * (totals[j][owner] - totals[i])
+            after[j] = np.minimum.reduceat(value, begins)
+            # Of equally cheap ends the first, as the kernel takes it.
+            cheapest = np.flatnonzero(value == after[j][owner])
+            choice[layer, j] = i[cheapest[np.searchsorted(cheapest, begins)]]
             stride //= 2
         best = after
     return choice

@@ -1,28 +1,27 @@
 """What the lengths of a data set say about how to batch it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.analyze.advice import recommendations
+from batchwright.batching.analyze.advice import EfficiencyReport
 from batchwright.batching.analyze.edges import edges_cost, optimal_edges, regret
-from batchwright.batching.analyze.metrics import ascii_bars, ratio, shown
+from batchwright.batching.analyze.findings import (
+    BucketAnalysis,
+    BucketEfficiency,
+    BucketSuggestion,
+    HistogramBin,
+    LengthHistogram,
+    OptimizationGoal,
+)
+from batchwright.batching.analyze.metrics import ratio
 from batchwright.batching.buckets import BucketSpec
 from batchwright.data.lengths import Lengths
 from batchwright.errors import ConfigError
 
 __all__ = [
-    "BucketAnalysis",
-    "BucketEfficiency",
-    "BucketSuggestion",
-    "EfficiencyReport",
-    "HistogramBin",
-    "LengthHistogram",
-    "OptimizationGoal",
     "analyze_bucket_efficiency",
     "compute_length_histogram",
     "create_efficiency_report",
@@ -33,206 +32,6 @@ LengthSource = Mapping[str, int] | Lengths | Sequence[int] | NDArray[np.integer]
 
 WIDEST = 2**24
 """Suggestions weigh every width up to the longest sample; beyond this the table is too large."""
-
-
-class OptimizationGoal(StrEnum):
-    """What suggested edges are best at.
-
-    The longer words name the same goals.
-
-    >>> OptimizationGoal("minimize_waste")
-    <OptimizationGoal.WASTE: 'waste'>
-    """
-
-    WASTE = "waste"
-    """Fewest padding tokens."""
-    BALANCE = "balance"
-    """As many samples in each bucket."""
-    MEMORY = "memory"
-    """Least attention memory, which grows with the square of the width."""
-    MINIMIZE_WASTE = "waste"
-    BALANCE_BUCKETS = "balance"
-    MINIMIZE_MEMORY = "memory"
-
-    @classmethod
-    def _missing_(cls, value: object) -> "OptimizationGoal":
-        known = cls.__members__.get(str(value).upper())
-        if known is None:
-            raise ConfigError(f"goal={value!r} is not known; choose waste, balance or memory")
-        return known
-
-
-@dataclass(frozen=True, slots=True)
-class HistogramBin:
-    """Lengths from `min_length` up to, not including, `max_length`; `percentage` of 100."""
-
-    min_length: int
-    max_length: int
-    count: int
-    percentage: float
-
-
-@dataclass(frozen=True, slots=True)
-class LengthHistogram:
-    """How the lengths are spread. A percentile is a length that occurs, never one between two."""
-
-    bins: tuple[HistogramBin, ...]
-    total_samples: int
-    total_tokens: int
-    min_length: int
-    max_length: int
-    mean_length: float
-    median_length: int
-    std_length: float
-    p25: int
-    p50: int
-    p75: int
-    p90: int
-    p95: int
-    p99: int
-
-    def to_ascii(self, width: int = 50) -> str:
-        """A bar for each bin, then the figures."""
-        labels = [f"{bin.min_length}-{bin.max_length - 1}" for bin in self.bins]
-        bars = ascii_bars(labels, [bin.count for bin in self.bins], width, whole=self.total_samples)
-        return "\n".join(
-            [
-                *bars,
-                f"{self.total_samples:,} samples, {self.total_tokens:,} tokens, "
-                f"{self.min_length:,} to {self.max_length:,} each, "
-                f"mean {self.mean_length:,.1f}, deviation {self.std_length:,.1f}",
-                f"p25 {self.p25:,}   p50 {self.p50:,}   p75 {self.p75:,}   "
-                f"p90 {self.p90:,}   p95 {self.p95:,}   p99 {self.p99:,}",
-            ]
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketEfficiency:
-    """One bucket when every sample in it is padded to its width; None where it is empty."""
-
-    bucket_id: int
-    min_length: int
-    max_length: int
-    sample_count: int
-    total_tokens: int
-    padded_tokens: int
-    efficiency: float | None
-    waste: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class BucketAnalysis:
-    """Every bucket, and all together.
-
-    `over_long` and `too_short` samples are in no bucket, so they are counted apart and have no
-    part in any efficiency.
-    """
-
-    bucket_spec: BucketSpec
-    buckets: tuple[BucketEfficiency, ...]
-    overall_efficiency: float | None
-    overall_waste: float | None
-    over_long: int
-    too_short: int
-
-    @property
-    def empty_buckets(self) -> int:
-        return sum(bucket.sample_count == 0 for bucket in self.buckets)
-
-    def to_ascii(self) -> str:
-        """A line for each bucket."""
-        lines = [f"{'bucket':>6} {'lengths':>15} {'samples':>12} {'efficiency':>11} {'waste':>7}"]
-        for b in self.buckets:
-            efficiency, waste = shown(b.efficiency, ".1%"), shown(b.waste, ".1%")
-            span = f"{b.min_length}-{b.max_length}"
-            lines.append(
-                f"{b.bucket_id:>6} {span:>15} {b.sample_count:>12,} {efficiency:>11} {waste:>7}"
-            )
-        kept = sum(b.sample_count for b in self.buckets)
-        efficiency, waste = shown(self.overall_efficiency, ".1%"), shown(self.overall_waste, ".1%")
-        lines.append(f"{'all':>6} {'':>15} {kept:>12,} {efficiency:>11} {waste:>7}")
-        for count, what in ((self.over_long, "over-long"), (self.too_short, "too short")):
-            if count:
-                lines.append(f"{'':>6} {what:>15} {count:>12,}")
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "empty_buckets": self.empty_buckets}
-
-
-@dataclass(frozen=True, slots=True)
-class BucketSuggestion:
-    """Edges for a goal; the last holds the longest sample, so each edge is a bucket.
-
-    `efficiency` is useful over padded tokens whatever the goal. `current_efficiency` and
-    `regret` speak of the edges in use, when they were given: `regret` is the efficiency they
-    give away against the best of as many buckets.
-    """
-
-    edges: tuple[int, ...]
-    goal: OptimizationGoal
-    counts: tuple[int, ...]
-    efficiency: float
-    waste: float
-    over_long: int = 0
-    current_efficiency: float | None = None
-    regret: float | None = None
-
-    def spec(self) -> BucketSpec:
-        """The same buckets as a `BucketSpec`, whose last width is called `overflow_max`."""
-        return BucketSpec(edges=self.edges[:-1], overflow_max=self.edges[-1])
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class EfficiencyReport:
-    """A data set under one choice of buckets, with better choices and advice."""
-
-    histogram: LengthHistogram
-    analysis: BucketAnalysis
-    suggestions: tuple[BucketSuggestion, ...]
-    token_budget: int | None = None
-
-    @property
-    def recommendations(self) -> list[str]:
-        """Advice in plain words, the most telling first; empty when there is nothing to say."""
-        return recommendations(self)
-
-    def to_text(self, width: int = 50) -> str:
-        """The whole report for a terminal."""
-        suggested = [
-            f"{s.goal:>8}  {shown(s.efficiency, '.1%'):>6}  {', '.join(map(str, s.edges))}"
-            for s in self.suggestions
-        ]
-        advice = self.recommendations
-        return "\n".join(
-            [
-                "Lengths",
-                self.histogram.to_ascii(width),
-                "",
-                "Buckets",
-                self.analysis.to_ascii(),
-                "",
-                "Edges suggested for each goal, with their efficiency",
-                *suggested,
-                *(["", "Advice", *(f"* {sentence}" for sentence in advice)] if advice else []),
-            ]
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "histogram": self.histogram.to_dict(),
-            "analysis": self.analysis.to_dict(),
-            "suggestions": [suggestion.to_dict() for suggestion in self.suggestions],
-            "token_budget": self.token_budget,
-            "recommendations": self.recommendations,
-        }
 
 
 def compute_length_histogram(

@@ -3,133 +3,18 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.batching.packing import kernels
-from batchwright.errors import BadLength, ConfigError, Mismatch, OversizedSample
+from batchwright.batching.packing.modes import PackingMode, packing_mode
+from batchwright.batching.packing.optimal import pack_optimal
+from batchwright.batching.packing.patterns import check_capacity, oversized, pack_histogram
+from batchwright.errors import BadLength, ConfigError, Mismatch
 
-__all__ = [
-    "MAX_CAPACITY",
-    "Packing",
-    "PackingMode",
-    "PackingProof",
-    "Patterns",
-    "StreamingPacker",
-    "pack_histogram",
-    "pack_lengths",
-    "packing_mode",
-    "patterns_of",
-    "verify_packing",
-]
-
-MAX_CAPACITY = 2**24
-"""The longest pack. Tables have one slot for every length up to here."""
-
-
-class PackingMode(StrEnum):
-    """In which order items come and which bin takes them."""
-
-    FIRST_FIT = "first_fit"
-    """In the given order, into the first bin with enough space."""
-    BEST_FIT = "best_fit"
-    """In the given order, into the tightest bin with enough space."""
-    GREEDY = "greedy"
-    """Longest first, into the first bin with enough space."""
-    BEST_FIT_DECREASING = "best_fit_decreasing"
-    """Longest first, into the tightest bin; the default, exact on the length histogram."""
-    OPTIMAL = "optimal"
-    """Best-fit-decreasing, and a linear programme where that is far from the lower bound."""
-
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Patterns:
-    """Bins over *positions* (ranks with the longest first), written as few repeated patterns.
-
-    Bin b of interval i (`bin_starts[i] <= b < bin_starts[i + 1]`) holds, for each entry e in
-    `entry_offsets[i]..entry_offsets[i + 1] - 1`, the `entry_count[e]` positions from
-    `entry_position[e] + (b - bin_starts[i]) * entry_count[e]` on. Every position is in exactly one
-    bin, and the size of the arrays depends on the shape of the histogram, not on the number of
-    items.
-
-    >>> patterns = pack_histogram(np.array([0, 0, 0, 2, 1, 1]), capacity=8)
-    >>> patterns
-    Patterns(2 bins, 4 positions, 2 intervals)
-    >>> [patterns.bin_positions(b).tolist() for b in range(patterns.num_bins)]
-    [[0, 2], [1, 3]]
-    """
-
-    bin_starts: NDArray[np.int64]
-    entry_offsets: NDArray[np.int64]
-    entry_position: NDArray[np.int64]
-    entry_count: NDArray[np.int32]
-
-    @property
-    def num_bins(self) -> int:
-        return int(self.bin_starts[-1])
-
-    @property
-    def num_positions(self) -> int:
-        per_bin = np.add.reduceat(np.append(self.entry_count, 0), self.entry_offsets[:-1])
-        return int((per_bin * np.diff(self.bin_starts)).sum())
-
-    def bin_positions(self, b: int) -> NDArray[np.int64]:
-        """The positions in bin `b`, without looking at any other bin."""
-        return kernels.positions_of(
-            self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count, b
-        )
-
-    def expand(self, order: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """All bins written out: bin b holds `items[offsets[b]:offsets[b + 1]]`.
-
-        `order[p]` is the item at position p.
-        """
-        return kernels.expand(
-            self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count, order
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"Patterns({self.num_bins:,} bins, {self.num_positions:,} positions, "
-            f"{len(self.bin_starts) - 1:,} intervals)"
-        )
-
-
-def pack_histogram(
-    hist: NDArray[np.int64], capacity: int, max_segments: int | None = None
-) -> Patterns:
-    """Best-fit-decreasing of `hist[l]` items of each length l, at a cost that does not grow with n.
-
-    The bins are those of item-by-item best-fit-decreasing, where among equally tight bins those
-    changed last go first. A bin that holds `max_segments` items is closed.
-
-    >>> hist = np.zeros(2049, np.int64)
-    >>> hist[[1500, 500, 40]] = 1_000_000_000
-    >>> pack_histogram(hist, 2048)
-    Patterns(1,000,000,000 bins, 3,000,000,000 positions, 1 intervals)
-    """
-    _check_capacity(capacity, max_segments)
-    over = np.flatnonzero(hist[capacity + 1 :])
-    if over.size:
-        raise _oversized(int(hist[capacity + 1 :].sum()), int(capacity + 1 + over[-1]), capacity)
-    if hist.size and hist[0]:
-        raise BadLength(f"{hist[0]:,} lengths are 0; lengths are 1 and more, drop empty samples")
-    hist = np.ascontiguousarray(hist, np.int64)
-    nothing = np.empty((0, 4), np.int64)
-    steps = kernels.best_fit_decreasing(hist, capacity, max_segments or kernels.UNLIMITED, nothing)
-    taken = steps[:, 1] * steps[:, 2]
-    return patterns_of(steps, np.cumsum(taken) - taken)
-
-
-def patterns_of(steps: NDArray[np.int64], position: NDArray[np.int64]) -> Patterns:
-    """Steps (first bin, bins, items per bin), each taking positions from its own on."""
-    starts, stops = steps[:, 0], steps[:, 0] + steps[:, 1]
-    bin_starts = np.unique(np.concatenate((starts, stops, np.zeros(1, np.int64))))
-    first, last = np.searchsorted(bin_starts, starts), np.searchsorted(bin_starts, stops)
-    return Patterns(bin_starts, *kernels.spread(bin_starts, steps, first, last, position))
+__all__ = ["Packing", "PackingProof", "StreamingPacker", "pack_lengths", "verify_packing"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -187,7 +72,7 @@ def pack_lengths(
     Packing(4 items, 2 bins of 8, 93.75% full, at least 2 bins needed, best_fit_decreasing)
     """
     mode = packing_mode(mode)
-    _check_capacity(max_length, max_segments)
+    check_capacity(max_length, max_segments)
     lengths_N = _as_lengths(lengths, max_length)
     longest = int(lengths_N.max(initial=0))
     hist = kernels.histogram(lengths_N, longest)
@@ -197,8 +82,6 @@ def pack_lengths(
     method, note = mode.value, ""
     if mode in (PackingMode.BEST_FIT_DECREASING, PackingMode.OPTIMAL):
         if mode is PackingMode.OPTIMAL:
-            from batchwright.batching.packing.optimal import pack_optimal
-
             best = pack_optimal(hist, max_length, max_segments)
             patterns, method, note = best.patterns, best.method, best.note
         else:
@@ -301,7 +184,7 @@ class StreamingPacker:
     def __init__(
         self, max_length: int, open_bins: int = 64, max_segments: int | None = None
     ) -> None:
-        _check_capacity(max_length, max_segments)
+        check_capacity(max_length, max_segments)
         if open_bins < 1:
             raise ConfigError(f"open_bins={open_bins} leaves no place for a bin; give 1 or more")
         self.max_length = max_length
@@ -315,7 +198,7 @@ class StreamingPacker:
         if length < 1:
             raise BadLength(f"item {item!r} has length {length}; lengths are 1 and more")
         if length > self.max_length:
-            raise _oversized(1, length, self.max_length)
+            raise oversized(1, length, self.max_length)
         fitting = [(free, b) for b, free in enumerate(self._free) if free >= length]
         done = []
         if fitting:
@@ -364,15 +247,6 @@ class StreamingPacker:
         return self._bins.pop(b)
 
 
-def packing_mode(mode: PackingMode | str) -> PackingMode:
-    """The mode by its name."""
-    try:
-        return PackingMode(mode)
-    except ValueError:
-        names = ", ".join(PackingMode)
-        raise ConfigError(f"packing mode {mode!r} is not known; choose one of {names}") from None
-
-
 def _as_lengths(lengths: ArrayLike, max_length: int) -> NDArray[np.int32]:
     """`lengths` checked against 1..max_length, as contiguous int32 without a copy if it is that."""
     array = np.asarray(lengths)
@@ -390,20 +264,5 @@ def _as_lengths(lengths: ArrayLike, max_length: int) -> NDArray[np.int32]:
         )
     if array.max() > max_length:
         count = int(np.count_nonzero(array > max_length))
-        raise _oversized(count, int(array.max()), max_length)
+        raise oversized(count, int(array.max()), max_length)
     return np.ascontiguousarray(array, np.int32)
-
-
-def _check_capacity(capacity: int, max_segments: int | None) -> None:
-    if not 1 <= capacity <= MAX_CAPACITY:
-        raise ConfigError(f"max_length={capacity:,} is not possible; give 1 to {MAX_CAPACITY:,}")
-    if max_segments is not None and max_segments < 1:
-        raise ConfigError(f"max_segments={max_segments} leaves no room; give 1 or more, or None")
-
-
-def _oversized(count: int, longest: int, capacity: int) -> OversizedSample:
-    are = "length is" if count == 1 else "lengths are"
-    return OversizedSample(
-        f"{count:,} {are} over max_length={capacity:,}, the longest {longest:,}; "
-        f"raise max_length to {longest:,}, or truncate, split or skip them first"
-    )

@@ -13,7 +13,6 @@ from batchwright.jit import kernel
 __all__ = [
     "best_fit",
     "best_fit_decreasing",
-    "bin_size",
     "bitset",
     "bitset_add",
     "bitset_discard",
@@ -23,7 +22,6 @@ __all__ = [
     "gather",
     "histogram",
     "lower_bounds",
-    "positions_of",
     "sort_descending",
     "spread",
 ]
@@ -244,56 +242,6 @@ def spread(
             counts[cursor[i]] = steps[j, 2]
             cursor[i] += 1
     return offsets, positions, counts
-
-
-@kernel
-def _interval(bin_starts: NDArray[np.int64], number: int) -> int:
-    """The interval that covers bin `number`."""
-    low, high = 0, bin_starts.size - 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if bin_starts[middle] <= number:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@kernel
-def bin_size(
-    bin_starts: NDArray[np.int64],
-    entry_offsets: NDArray[np.int64],
-    entry_count: NDArray[np.int32],
-    number: int,
-) -> int:
-    """How many items bin `number` holds."""
-    interval = _interval(bin_starts, number)
-    size = 0
-    for e in range(entry_offsets[interval], entry_offsets[interval + 1]):
-        size += entry_count[e]
-    return size
-
-
-@kernel
-def positions_of(
-    bin_starts: NDArray[np.int64],
-    entry_offsets: NDArray[np.int64],
-    entry_position: NDArray[np.int64],
-    entry_count: NDArray[np.int32],
-    number: int,
-) -> NDArray[np.int64]:
-    """The positions in bin `number`, longest first for best-fit-decreasing."""
-    out = np.empty(bin_size(bin_starts, entry_offsets, entry_count, number), np.int64)
-    interval = _interval(bin_starts, number)
-    shift = number - bin_starts[interval]
-    written = 0
-    for e in range(entry_offsets[interval], entry_offsets[interval + 1]):
-        position = entry_position[e] + shift * entry_count[e]
-        for _ in range(entry_count[e]):
-            out[written] = position
-            written += 1
-            position += 1
-    return out
 
 
 @kernel

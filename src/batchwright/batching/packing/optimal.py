@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.packing import kernels
-from batchwright.batching.packing.bins import Patterns, pack_histogram, patterns_of
+from batchwright.batching.packing.patterns import Patterns, pack_histogram, patterns_of
 from batchwright.errors import BatchwrightError, need
 from batchwright.jit import kernel
 

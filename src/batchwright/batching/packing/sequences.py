@@ -7,7 +7,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from batchwright.batching.packing.bins import PackingMode, pack_lengths, packing_mode
+from batchwright.batching.packing.bins import pack_lengths
+from batchwright.batching.packing.modes import PackingMode, packing_mode
 from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLength, ConfigError, DuplicateId, Mismatch, OversizedSample
 

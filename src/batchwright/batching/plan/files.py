@@ -3,33 +3,35 @@
 The folder is written under a temporary name and renamed, so it is whole or not there. The
 manifest carries its own checksum and one for each array. Opening checks the manifest, every
 file's size and the content of all arrays that steer the order; asking for the fingerprint checks
-the samples and their ids as well, `verify_plan` everything and that the manifest tells the truth.
+the samples and their ids as well, and to open with `check` every byte.
 """
 
-import dataclasses
 import json
 import operator
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
-from batchwright.batching.plan.order import order_of
-from batchwright.batching.plan.plan import VERSION, BatchPlan, Counts
+from batchwright.batching.plan.microbatch import MicrobatchSpec
+from batchwright.batching.plan.order import Arrays, order_of
+from batchwright.batching.plan.pieces import Counts
 from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
 from batchwright.errors import BatchwrightError
 from batchwright.files import atomic_folder
-from batchwright.sealed import SealedFolder, array_bytes, write_array
+from batchwright.sealed import SealedFolder, write_array
 
-__all__ = ["check_files", "export_plan", "load_plan", "save_plan", "save_shards"]
+__all__ = ["VERSION", "read_plan", "write_plan", "write_shards", "write_text"]
+
+VERSION = 1
+"""Of the plan's format and of the rules by which an order follows from its arrays."""
 
 PLAN = SealedFolder(
     "batchwright.plan",
@@ -41,41 +43,50 @@ _READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped",
 """Large arrays whose values index nothing unchecked; the others are hashed on opening."""
 
 
-def save_plan(plan: BatchPlan, path: Path) -> Path:
-    """Write the plan as a folder, whole or not at all."""
+class _Plan(Protocol):
+    @property
+    def fingerprint(self) -> str: ...
+
+
+P = TypeVar("P", bound=_Plan)
+
+
+def write_plan(path: Path, facts: Mapping[str, Any], arrays: Arrays) -> Path:
+    """Write one plan, whole or not at all; `facts` are what its manifest says of it."""
     with PLAN.replacing(path) as folder:
-        files = {name: write_array(folder, name, array) for name, array in _arrays(plan).items()}
-        _write_manifest(folder, plan, files)
+        files = {name: write_array(folder, name, array) for name, array in arrays.items()}
+        PLAN.write(folder, {**facts, "files": files})
     return path
 
 
-def save_shards(plan: BatchPlan, world_size: int, path: Path, balance: Any = "cost") -> list[Path]:
-    """Write `rank_0` to `rank_<world_size - 1>`, each a plan of its own.
+def write_shards(path: Path, ranks: Sequence[Mapping[str, Any]], arrays: Arrays) -> list[Path]:
+    """Write `rank_0` to `rank_<n>`, each a plan of its own, by the facts of each rank.
 
     The arrays are the same for all ranks and are linked, not copied, where the disk can.
     """
-    plan.shard(0, world_size, balance=balance)  # refuses a wrong world before anything is touched
     with PLAN.replacing(path, "rank_0/") as folder:
         files: dict[str, Any] = {}
-        for rank in range(world_size):
-            shard = plan.shard(rank, world_size, balance=balance)
+        for rank, facts in enumerate(ranks):
             own = folder / f"rank_{rank}"
             own.mkdir()
-            for name, array in _arrays(plan).items():
+            for name, array in arrays.items():
                 if rank == 0:
                     files[name] = write_array(own, name, array)
                 else:
                     _link(folder / "rank_0" / f"{name}.bin", own / f"{name}.bin")
-            _write_manifest(own, shard, files)
-    return [path / f"rank_{rank}" for rank in range(world_size)]
+            PLAN.write(own, {**facts, "files": files})
+    return [path / f"rank_{rank}" for rank in range(len(ranks))]
 
 
-def load_plan(path: Path) -> BatchPlan:
-    """Open a plan; arrays are mapped, so this takes milliseconds for any size."""
+def read_plan(path: Path, make: Callable[..., P], check: bool = False) -> P:
+    """Open a plan, which `make` makes of its parts; arrays are mapped: milliseconds for any size.
+
+    With `check` every byte is hashed, and the content has to give the saved fingerprint.
+    """
     manifest = PLAN.read(path)
     with _fitting(path):
         arrays = {
-            name: PLAN.open_array(path, name, entry, check=name not in _READ_LATER)
+            name: PLAN.open_array(path, name, entry, check=check or name not in _READ_LATER)
             for name, entry in manifest["files"].items()
         }
         unread = {
@@ -88,7 +99,7 @@ def load_plan(path: Path) -> BatchPlan:
         if "id_offsets" in arrays:
             ids = Ids.from_arrays(arrays.pop("id_offsets"), arrays.pop("id_data"))
         shard = manifest["shard"]
-        plan = BatchPlan(
+        plan = make(
             skipped=arrays.pop("skipped"),
             difficulty=arrays.pop("difficulty", None),
             order=order_of(manifest["kind"], config, arrays),
@@ -98,14 +109,45 @@ def load_plan(path: Path) -> BatchPlan:
             counts=Counts(**manifest["counts"]),
             dataset_hash=manifest["dataset_hash"],
             tokenizer_hash=manifest["tokenizer_hash"],
-            sources=tuple((n, s, w) for n, s, w in manifest["sources"]),
+            sources=tuple((name, size, weight) for name, size, weight in manifest["sources"]),
             note=manifest["note"],
             shard_of=Shard(**shard) if shard else None,
         )
-        if not shard:
+        if check and plan.fingerprint != manifest["fingerprint"]:
+            raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
+        if not check and not shard:
             sealed = partial(_sealed, path, manifest["fingerprint"], unread)
             object.__setattr__(plan, "sealed", sealed)
     return plan
+
+
+def write_text(
+    path: Path,
+    meta: Mapping[str, Any],
+    epochs: Iterable[tuple[Mapping[str, Any], Iterable[MicrobatchSpec]]],
+) -> Path:
+    """A plan as text: `meta.json`, and one `epoch_<n>.jsonl` for each header and its batches."""
+    with atomic_folder(path, "meta.json", '"tokenizer_hash"') as folder:
+        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+        for number, (header, batches) in enumerate(epochs):
+            with (folder / f"epoch_{number}.jsonl").open("w") as file:
+                file.write(json.dumps(header) + "\n")
+                file.writelines(_line(batch) for batch in batches)
+    return path
+
+
+def _line(batch: MicrobatchSpec) -> str:
+    fields = {
+        "index": batch.index,
+        "samples": batch.samples,
+        "packs": batch.packs,
+        "bucket_id": batch.bucket_id,
+        "max_len": batch.max_len,
+        "starts": batch.starts.tolist(),
+        "lengths": batch.lengths.tolist(),
+        "weight": batch.weight,
+    }
+    return json.dumps(fields) + "\n"
 
 
 def _sealed(
@@ -120,19 +162,6 @@ def _sealed(
     return fingerprint
 
 
-def check_files(path: Path) -> int:
-    """Hash every file of a plan against its manifest; the number of bytes, or `BadFile`."""
-    manifest = PLAN.read(path)
-    with _fitting(path):
-        for name, entry in manifest["files"].items():
-            PLAN.open_array(path, name, entry, check=True)
-        # A copy does not know what the manifest says and works its fingerprint out.
-        plan = dataclasses.replace(load_plan(path))
-        if plan.fingerprint != manifest["fingerprint"]:
-            raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
-        return sum(array_bytes(entry) for entry in manifest["files"].values())
-
-
 @contextmanager
 def _fitting(path: Path) -> Iterator[None]:
     """A manifest that is sealed, but not as we seal them, is a damaged plan like any other."""
@@ -142,80 +171,6 @@ def _fitting(path: Path) -> Iterator[None]:
         if isinstance(error, BatchwrightError):
             raise
         raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
-
-
-def export_plan(plan: BatchPlan, path: Path) -> Path:
-    """The plan as text: `meta.json` and one `epoch_<n>.jsonl` for each epoch."""
-    with atomic_folder(path, "meta.json", '"tokenizer_hash"') as folder:
-        meta = {
-            "fingerprint": plan.fingerprint,
-            "dataset_hash": plan.dataset_hash,
-            "tokenizer_hash": plan.tokenizer_hash,
-            "num_epochs": plan.num_epochs,
-            "config": plan.config.model_dump(mode="json"),
-            "counts": asdict(plan.counts),
-            "sources": [list(source) for source in plan.sources],
-            "shard": asdict(plan.shard_of) if plan.shard_of else None,
-        }
-        (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-        for epoch in range(plan.num_epochs):
-            with (folder / f"epoch_{epoch}.jsonl").open("w") as file:
-                file.writelines(line + "\n" for line in _epoch_lines(plan, epoch))
-    return path
-
-
-def _epoch_lines(plan: BatchPlan, epoch: int) -> Iterator[str]:
-    whole = plan.epoch(epoch)
-    header = {
-        "epoch": epoch,
-        "seed": plan.config.seed,
-        "total_samples": whole.total_samples,
-        "total_tokens": whole.total_tokens,
-        "num_microbatches": len(whole),
-    }
-    yield json.dumps(header)
-    for batch in whole:
-        yield json.dumps(
-            {
-                "index": batch.index,
-                "samples": batch.samples,
-                "packs": batch.packs,
-                "bucket_id": batch.bucket_id,
-                "max_len": batch.max_len,
-                "starts": batch.starts.tolist(),
-                "lengths": batch.lengths.tolist(),
-                "weight": batch.weight,
-            }
-        )
-
-
-def _arrays(plan: BatchPlan) -> dict[str, NDArray[Any]]:
-    arrays: dict[str, NDArray[Any]] = {**plan.order.arrays(), "skipped": plan.skipped}
-    if plan.ids.arrays is not None:
-        arrays["id_offsets"], arrays["id_data"] = plan.ids.arrays
-    if plan.difficulty is not None:
-        arrays["difficulty"] = plan.difficulty
-    return arrays
-
-
-def _write_manifest(folder: Path, plan: BatchPlan, files: dict[str, Any]) -> None:
-    PLAN.write(
-        folder,
-        {
-            "kind": plan.order.kind,
-            "fingerprint": plan.fingerprint,
-            "order": plan.roots[0],
-            "num_epochs": plan.num_epochs,
-            "dataset_hash": plan.dataset_hash,
-            "tokenizer_hash": plan.tokenizer_hash,
-            "config": plan.config.model_dump(mode="json"),
-            "counts": asdict(plan.counts),
-            "sources": [list(source) for source in plan.sources],
-            "note": plan.note,
-            "shard": asdict(plan.shard_of) if plan.shard_of else None,
-            "files": files,
-        },
-    )
 
 
 def _link(source: Path, target: Path) -> None:

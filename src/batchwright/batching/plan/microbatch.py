@@ -1,15 +1,19 @@
-"""One microbatch of a plan: which samples, where in the matrix, and how wide."""
+"""What plans and samplers hand out: microbatches, the steps they make, where a sample stands."""
 
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.ids import Ids
 
-__all__ = ["MicrobatchSpec"]
+__all__ = ["BatchSpec", "MicrobatchSpec", "Placement", "Pulled", "Step"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,3 +105,66 @@ class MicrobatchSpec:
             f"MicrobatchSpec(epoch={self.epoch}, index={self.index}, {len(self.items)} samples, "
             f"{self.batch_size} x {self.max_len}, {self.efficiency:.1%} useful{weight})"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """One batch of the sampler, by sample ids."""
+
+    sample_ids: tuple[str, ...]
+    bucket_id: int
+    max_length: int
+    """Width every sample is padded to."""
+    token_count: int
+    """Useful tokens."""
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.sample_ids)
+
+    @property
+    def padded_token_count(self) -> int:
+        return self.batch_size * self.max_length
+
+    @property
+    def efficiency(self) -> float:
+        return self.token_count / self.padded_token_count
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The microbatches of one rank in one optimizer step; every rank has as many."""
+
+    epoch: int
+    first: int
+    stop: int
+    """The step takes microbatches first .. stop - 1 of the epoch, over all ranks."""
+    microbatches: tuple[MicrobatchSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a sample, or a piece of it, stands in one epoch."""
+
+    epoch: int
+    microbatch: int
+    row: int
+    segment: int
+    start: int
+    length: int
+    rank: int | None
+    """The rank that reads it, on a sharded plan."""
+
+
+class Pulled(Generic[T]):
+    """Something to iterate over with `for` or with `async for`, as often as wanted."""
+
+    def __init__(self, make: Callable[[], Iterator[T]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[T]:
+        return self._make()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        for value in self._make():
+            yield value

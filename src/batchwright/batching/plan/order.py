@@ -203,7 +203,8 @@ class VirtualOrder:
         if self.config.layout == "packed":
             if not quadratic:
                 left = self.bin_starts[-1] - np.arange(first, stop) * self.rows_per_batch
-                return linear * self._pack_width * np.minimum(left, self.rows_per_batch)
+                rows: NDArray[np.int64] = np.minimum(left, self.rows_per_batch)
+                return rows * (linear * self._pack_width)
             with interpreted(self._quicker_without_numba(stop - first)):
                 return kernels.pack_costs(
                     first,

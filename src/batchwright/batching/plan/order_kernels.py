@@ -8,8 +8,8 @@ batch is found by following its own positions and nothing else.
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.jit import interpreted, kernel
-from batchwright.permutation import mix, permute, permute_many, unpermute
+from batchwright.jit import kernel
+from batchwright.permutation import mix, mix_many, permute, permute_many, unpermute
 
 __all__ = [
     "cut_by_budget",
@@ -243,9 +243,8 @@ def range_costs_by_numpy(
         position = np.repeat(start[unknown] - begins, size[unknown]) + np.arange(ends[-1])
         which = np.searchsorted(class_offsets, position, side="right") - 1
         low, high = class_offsets[which], class_offsets[which + 1]
-        with interpreted():
-            keys = mix(key, which.astype(np.uint64))
-        origin = low + permute_many(position - low, high - low, keys)
+        keys = mix_many(key, which.astype(np.uint64))
+        origin: Longs = permute_many(position - low, high - low, keys) + low
         length = distinct[np.searchsorted(distinct_offsets, origin, side="right") - 1]
         width[unknown] = -(-np.maximum.reduceat(length, begins) // align) * align
     return size * (linear * width + quadratic * width * width)

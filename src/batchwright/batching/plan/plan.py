@@ -1,92 +1,51 @@
 """The batch plan: an immutable order of microbatches that every rank and every run agrees on."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
+from batchwright.batching.plan.arrange import LengthSource, Source, arrange, join_sources
 from batchwright.batching.plan.canonical import canonical_ids, canonical_order
-from batchwright.batching.plan.microbatch import MicrobatchSpec
-from batchwright.batching.plan.order import Order
-from batchwright.batching.plan.shards import Balance, CheckpointPosition, Shard, balance
+from batchwright.batching.plan.files import (
+    VERSION,
+    read_plan,
+    write_plan,
+    write_shards,
+    write_text,
+)
+from batchwright.batching.plan.microbatch import MicrobatchSpec, Placement, Pulled, Step
+from batchwright.batching.plan.order import Arrays, Order
+from batchwright.batching.plan.pieces import Counts
+from batchwright.batching.plan.proofs import PlanDiff, first_difference, microbatches_of
+from batchwright.batching.plan.shards import (
+    Balance,
+    CheckpointPosition,
+    DistributedConfig,
+    Shard,
+    balance,
+)
 from batchwright.data.ids import Ids
+from batchwright.data.lengths import Lengths
 from batchwright.errors import BadFile, ConfigError, Mismatch, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
 
-if TYPE_CHECKING:
-    from batchwright.batching.plan.builder import LengthSource
-    from batchwright.batching.plan.proofs import PlanDiff
-
-__all__ = ["BatchPlan", "Counts", "EpochPlan", "Placement", "Pulled", "Step"]
-
-VERSION = 1
-"""Of the plan's format and of the rules by which an order follows from its arrays."""
+__all__ = ["BatchPlan", "EpochPlan", "iter_from_checkpoint", "shard_batch_plan"]
 
 COST_LINEAR = 24_576
 COST_QUADRATIC = 1
 """Relative work of a token in the matrices and of a pair of tokens in attention (a 7B model)."""
 
-T = TypeVar("T")
-
-
-class Pulled(Generic[T]):
-    """Something to iterate over with `for` or with `async for`, as often as wanted."""
-
-    def __init__(self, make: Callable[[], Iterator[T]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[T]:
-        return self._make()
-
-    async def __aiter__(self) -> AsyncIterator[T]:
-        for value in self._make():
-            yield value
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What became of the samples: planned, left out or cut, and by which rule."""
-
-    samples: int
-    tokens: int
-    planned_pieces: int
-    planned_tokens: int
-    skipped_long: int
-    skipped_short: int
-    truncated: int
-    split: int
-    tokens_left_out: int
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The microbatches of one rank in one optimizer step; every rank has as many."""
-
-    epoch: int
-    first: int
-    stop: int
-    """The step takes microbatches first .. stop - 1 of the epoch, over all ranks."""
-    microbatches: tuple[MicrobatchSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Where a sample, or a piece of it, stands in one epoch."""
-
-    epoch: int
-    microbatch: int
-    row: int
-    segment: int
-    start: int
-    length: int
-    rank: int | None
-    """The rank that reads it, on a sharded plan."""
+_TEXT_FACTS = (
+    *("fingerprint", "dataset_hash", "tokenizer_hash", "num_epochs"),
+    *("config", "counts", "sources", "shard"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +77,16 @@ class EpochPlan:
     def __iter__(self) -> Iterator[MicrobatchSpec]:
         return iter(self.microbatches)
 
+    def header(self) -> dict[str, Any]:
+        """What the epoch amounts to, the first line of it as text."""
+        return {
+            "epoch": self.epoch,
+            "seed": self.plan.config.seed,
+            "total_samples": self.total_samples,
+            "total_tokens": self.total_tokens,
+            "num_microbatches": len(self),
+        }
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BatchPlan:
@@ -136,7 +105,7 @@ class BatchPlan:
     """Samples that are in no batch, by row number."""
     dataset_hash: str = "unknown"
     tokenizer_hash: str = "unknown"
-    sources: tuple[tuple[str, int, float], ...] = ()
+    sources: tuple[Source, ...] = ()
     """Name, size and weight of each source of a mixture."""
     difficulty: NDArray[np.float64] | None = None
     note: str = ""
@@ -149,17 +118,56 @@ class BatchPlan:
     """Of a saved plan: gives the fingerprint it was saved with, if its arrays are still those."""
 
     @classmethod
-    def load(cls, path: Path | str) -> "BatchPlan":
-        """Open a saved plan. Arrays are mapped, not read: milliseconds for any size."""
-        from batchwright.batching.plan.files import load_plan
+    def arranged(
+        cls,
+        lengths: Lengths,
+        config: BatchingConfig,
+        num_epochs: int,
+        sources: Sequence[Source] = (),
+        difficulty: NDArray[np.float64] | None = None,
+    ) -> "BatchPlan":
+        """The plan of these lengths; `BatchPlanBuilder` makes them ready for it."""
+        made = arrange(lengths, config, num_epochs, sources, difficulty)
+        return cls(
+            order=made.order,
+            ids=lengths.ids,
+            num_epochs=num_epochs,
+            config=config,
+            counts=made.pieces.counts,
+            skipped=made.pieces.skipped,
+            dataset_hash=lengths.dataset_hash,
+            tokenizer_hash=lengths.tokenizer_hash,
+            sources=tuple(sources),
+            difficulty=difficulty,
+            note=made.note,
+        )
 
-        return load_plan(Path(path))
+    @classmethod
+    def load(cls, path: Path | str, *, check: bool = False) -> "BatchPlan":
+        """Open a saved plan. Arrays are mapped, not read: milliseconds for any size.
+
+        With `check` every byte is read and hashed, and the fingerprint is worked out anew.
+        """
+        return read_plan(Path(path), cls, check)
 
     def save(self, path: Path | str) -> Path:
         """Write the plan as a folder, whole or not at all."""
-        from batchwright.batching.plan.files import save_plan
+        return write_plan(Path(path), self._manifest(), self._arrays())
 
-        return save_plan(self, Path(path))
+    def save_shards(
+        self, world_size: int, path: Path | str, balance: Balance = "cost"
+    ) -> list[Path]:
+        """Write `rank_0` to `rank_<world_size - 1>`, each a plan of its own."""
+        # A world of no ranks is refused by its rank 0.
+        ranks = [self.shard(r, world_size, balance=balance) for r in range(max(1, world_size))]
+        return write_shards(Path(path), [rank._manifest() for rank in ranks], self._arrays())
+
+    def export(self, path: Path | str) -> Path:
+        """Write the plan as text: `meta.json` and one `epoch_<n>.jsonl` for each epoch."""
+        facts = self._manifest()
+        meta = {name: facts[name] for name in _TEXT_FACTS}
+        epochs = ((epoch.header(), epoch) for epoch in self._epochs())
+        return write_text(Path(path), meta, epochs)
 
     def num_microbatches(self, epoch: int = 0) -> int:
         """Microbatches of an epoch over all ranks."""
@@ -354,17 +362,87 @@ class BatchPlan:
                 found.append(Placement(epoch, *place, rank))
         return found
 
-    def verify(self, lengths: "LengthSource | Mapping[str, LengthSource]") -> None:
+    def verify(self, lengths: LengthSource | Mapping[str, LengthSource]) -> None:
         """Build the plan again from `lengths`; `Mismatch` names the first step that differs."""
-        from batchwright.batching.plan.proofs import verify_plan
+        again = self._again(lengths)
+        if again.fingerprint == self.fingerprint:
+            return
+        where = first_difference(self._epochs(), again._epochs())
+        place = "" if where is None else f": epoch {where[0]}, microbatch {where[1]} is the first"
+        raise Mismatch(
+            f"the plan {self.fingerprint[:16]} does not follow from these lengths, which give "
+            f"{again.fingerprint[:16]}{place}; open the lengths it was built from, or build it "
+            f"again"
+        )
 
-        verify_plan(self, lengths)
-
-    def diff(self, other: "BatchPlan") -> "PlanDiff":
+    def diff(self, other: "BatchPlan") -> PlanDiff:
         """How `other` differs: settings, first microbatch, samples that moved."""
-        from batchwright.batching.plan.proofs import diff_plans
+        mine, theirs = self.config.model_dump(mode="json"), other.config.model_dump(mode="json")
+        config = {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
+        for name in ("num_epochs", "dataset_hash", "tokenizer_hash", "sources", "shard_of"):
+            a, b = getattr(self, name), getattr(other, name)
+            if a != b:
+                config[name] = (a, b)
+        if self.fingerprint == other.fingerprint and self.num_epochs == other.num_epochs:
+            return PlanDiff(True, config, None, 0, 0, 0)
+        here, there = microbatches_of(self.iter_epoch(0)), microbatches_of(other.iter_epoch(0))
+        both = here.keys() & there.keys()
+        return PlanDiff(
+            same=False,
+            config=config,
+            first=first_difference(self._epochs(), other._epochs()),
+            only_left=len(here) - len(both),
+            only_right=len(there) - len(both),
+            moved=sum(here[sample] != there[sample] for sample in both),
+        )
 
-        return diff_plans(self, other)
+    def _again(self, lengths: LengthSource | Mapping[str, LengthSource]) -> "BatchPlan":
+        """The plan that follows from `lengths` by the settings of this one."""
+        if self.sources:
+            weights = {name: weight for name, _, weight in self.sources}
+            given, sources = join_sources(lengths, weights)  # type: ignore[arg-type]
+        else:
+            given, sources = Lengths.of(lengths), ()  # type: ignore[arg-type]
+            _same_data(self, given)
+        again = BatchPlan.arranged(
+            given, self.config, self.num_epochs, sources, _difficulty_for(self, given)
+        )
+        if not sources:
+            # Hashes that contradict each other were refused above; an unknown one fits any.
+            again = dataclasses.replace(
+                again, dataset_hash=self.dataset_hash, tokenizer_hash=self.tokenizer_hash
+            )
+        if self.shard_of is None:
+            return again
+        shard = self.shard_of
+        return again.shard(shard.rank, shard.world_size, balance=shard.balance)
+
+    def _epochs(self) -> list[EpochPlan]:
+        return [self.epoch(number) for number in range(self.num_epochs)]
+
+    def _manifest(self) -> dict[str, Any]:
+        """What a saved plan says of itself."""
+        return {
+            "kind": self.order.kind,
+            "fingerprint": self.fingerprint,
+            "order": self.roots[0],
+            "num_epochs": self.num_epochs,
+            "dataset_hash": self.dataset_hash,
+            "tokenizer_hash": self.tokenizer_hash,
+            "config": self.config.model_dump(mode="json"),
+            "counts": asdict(self.counts),
+            "sources": [list(source) for source in self.sources],
+            "note": self.note,
+            "shard": asdict(self.shard_of) if self.shard_of else None,
+        }
+
+    def _arrays(self) -> Arrays:
+        arrays: Arrays = {**self.order.arrays(), "skipped": self.skipped}
+        if self.ids.arrays is not None:
+            arrays["id_offsets"], arrays["id_data"] = self.ids.arrays
+        if self.difficulty is not None:
+            arrays["difficulty"] = self.difficulty
+        return arrays
 
     def _share(self, epoch: int, first: int, stop: int) -> tuple[MicrobatchSpec, ...]:
         if self.shard_of is None:
@@ -409,3 +487,45 @@ class BatchPlan:
             f"{self.efficiency:.1%} useful, {self.config.layout}{part}, "
             f"seed={self.config.seed}, id={self.fingerprint[:8]})"
         )
+
+
+def shard_batch_plan(
+    plan: BatchPlan, config: DistributedConfig, balance: Balance = "cost"
+) -> BatchPlan:
+    """The plan as one rank sees it. Every rank gets the same number of microbatches.
+
+    `round_robin` gives rank i the microbatches i, i + world_size, ...; `cost` evens out the
+    predicted work inside each step.
+    """
+    return plan.shard(config.rank, config.world_size, balance=balance)
+
+
+def iter_from_checkpoint(plan: BatchPlan, position: CheckpointPosition) -> Iterator[MicrobatchSpec]:
+    """What is left after `position`, on however many ranks `plan` is sharded."""
+    return (batch for step in plan.steps_from(position) for batch in step.microbatches)
+
+
+def _same_data(plan: BatchPlan, lengths: Lengths) -> None:
+    for what in ("tokenizer_hash", "dataset_hash"):
+        planned, given = getattr(plan, what), getattr(lengths, what)
+        if planned != given and "unknown" not in (planned, given):
+            raise Mismatch(
+                f"the plan was built for {what} {planned[:16]}, these lengths have {given[:16]}; "
+                f"open the lengths it was built from, or build the plan again"
+            )
+    if len(lengths) != plan.counts.samples:
+        raise Mismatch(
+            f"the plan was built for {plan.counts.samples:,} samples, these lengths have "
+            f"{len(lengths):,}; open the lengths it was built from, or build the plan again"
+        )
+
+
+def _difficulty_for(plan: BatchPlan, lengths: Lengths) -> NDArray[np.float64] | None:
+    """The plan's difficulties in the order of `lengths`, which may name the samples otherwise."""
+    if plan.difficulty is None or len(lengths) != len(plan.ids):
+        return plan.difficulty
+    theirs, mine = canonical_order(lengths.ids), canonical_order(plan.ids)
+    moved = np.empty_like(plan.difficulty)
+    every = slice(None)
+    moved[every if theirs is None else theirs] = plan.difficulty[every if mine is None else mine]
+    return moved

@@ -1,24 +1,18 @@
-"""Proof that two runs saw the same batches: fingerprints, verification, differences."""
+"""Proof that two runs saw the same batches: their fingerprints, and where they differ."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
-from batchwright.batching.plan.builder import BatchPlanBuilder, LengthSource
-from batchwright.batching.plan.canonical import canonical_order
-from batchwright.batching.plan.microbatch import MicrobatchSpec
-from batchwright.batching.plan.plan import BatchPlan
-from batchwright.batching.sampler import BatchSpec
-from batchwright.data.lengths import Lengths
-from batchwright.errors import BadFile, Mismatch
+from batchwright.batching.plan.microbatch import BatchSpec, MicrobatchSpec
+from batchwright.errors import BadFile
 from batchwright.files import existing, write_atomic
 from batchwright.fingerprint import canonical, digest
 
@@ -26,9 +20,9 @@ __all__ = [
     "BatchFingerprint",
     "PlanDiff",
     "compute_batch_fingerprint",
-    "diff_plans",
+    "first_difference",
+    "microbatches_of",
     "verify_batch_fingerprint",
-    "verify_plan",
 ]
 
 
@@ -103,30 +97,6 @@ def verify_batch_fingerprint(
     )
 
 
-def verify_plan(plan: BatchPlan, lengths: LengthSource | Mapping[str, LengthSource]) -> BatchPlan:
-    """Build the plan again from `lengths` and compare; `Mismatch` names the first difference."""
-    weights = {name: weight for name, _, weight in plan.sources} or None
-    if weights is None:
-        _same_data(plan, Lengths.of(lengths))  # type: ignore[arg-type]
-    builder = BatchPlanBuilder(lengths, plan.config, weights=weights)
-    builder.difficulty = _difficulty_for(plan, builder.lengths)
-    again = builder.build(plan.num_epochs)
-    if weights is None:
-        # Hashes that contradict each other were refused above; an unknown one fits any.
-        again = replace(again, dataset_hash=plan.dataset_hash, tokenizer_hash=plan.tokenizer_hash)
-    if plan.shard_of is not None:
-        shard = plan.shard_of
-        again = again.shard(shard.rank, shard.world_size, balance=shard.balance)
-    if again.fingerprint == plan.fingerprint:
-        return again
-    where = _first_difference(plan, again)
-    place = "" if where is None else f": epoch {where[0]}, microbatch {where[1]} is the first"
-    raise Mismatch(
-        f"the plan {plan.fingerprint[:16]} does not follow from these lengths, which give "
-        f"{again.fingerprint[:16]}{place}; open the lengths it was built from, or build it again"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
     """How two plans differ."""
@@ -143,26 +113,27 @@ class PlanDiff:
     """Samples of both that stand in another microbatch of epoch 0."""
 
 
-def diff_plans(left: BatchPlan, right: BatchPlan) -> PlanDiff:
-    """Compare two plans by settings, batches and samples."""
-    mine, theirs = left.config.model_dump(mode="json"), right.config.model_dump(mode="json")
-    config = {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
-    for name in ("num_epochs", "dataset_hash", "tokenizer_hash", "sources", "shard_of"):
-        a, b = getattr(left, name), getattr(right, name)
-        if a != b:
-            config[name] = (a, b)
-    if left.fingerprint == right.fingerprint and left.num_epochs == right.num_epochs:
-        return PlanDiff(True, config, None, 0, 0, 0)
-    here, there = _microbatch_of(left), _microbatch_of(right)
-    both = here.keys() & there.keys()
-    return PlanDiff(
-        same=False,
-        config=config,
-        first=_first_difference(left, right),
-        only_left=len(here) - len(both),
-        only_right=len(there) - len(both),
-        moved=sum(here[sample] != there[sample] for sample in both),
-    )
+def first_difference(
+    left: Sequence[Iterable[MicrobatchSpec]], right: Sequence[Iterable[MicrobatchSpec]]
+) -> tuple[int, int] | None:
+    """Epoch and index of the first microbatch in which two lists of epochs differ."""
+    for epoch, pair in enumerate(zip(left, right, strict=False)):
+        for index, (mine, theirs) in enumerate(zip_longest(*pair)):
+            if mine is None or theirs is None or mine != theirs:
+                return epoch, index
+    return None if len(left) == len(right) else (min(len(left), len(right)), 0)
+
+
+def microbatches_of(batches: Iterable[MicrobatchSpec]) -> dict[str, tuple[int, ...]]:
+    """The microbatches in which each sample stands."""
+    where: dict[str, tuple[int, ...]] = {}
+    for batch in batches:
+        if not batch.weight:
+            continue
+        for sample in np.unique(batch.items):
+            name = batch.ids[int(sample)]
+            where[name] = (*where.get(name, ()), batch.index)
+    return where
 
 
 def _content(batch: MicrobatchSpec | BatchSpec) -> list[Any]:
@@ -178,57 +149,3 @@ def _content(batch: MicrobatchSpec | BatchSpec) -> list[Any]:
         batch.row_offsets.tolist(),
         batch.weight,
     ]
-
-
-def _same_data(plan: BatchPlan, lengths: Lengths) -> None:
-    for what in ("tokenizer_hash", "dataset_hash"):
-        planned, given = getattr(plan, what), getattr(lengths, what)
-        if planned != given and "unknown" not in (planned, given):
-            raise Mismatch(
-                f"the plan was built for {what} {planned[:16]}, these lengths have {given[:16]}; "
-                f"open the lengths it was built from, or build the plan again"
-            )
-    if len(lengths) != plan.counts.samples:
-        raise Mismatch(
-            f"the plan was built for {plan.counts.samples:,} samples, these lengths have "
-            f"{len(lengths):,}; open the lengths it was built from, or build the plan again"
-        )
-
-
-def _difficulty_for(plan: BatchPlan, lengths: Lengths) -> NDArray[np.float64] | None:
-    """The plan's difficulties in the order of `lengths`, which may name the samples otherwise."""
-    if plan.difficulty is None or len(lengths) != len(plan.ids):
-        return plan.difficulty
-    theirs, mine = canonical_order(lengths.ids), canonical_order(plan.ids)
-    moved = np.empty_like(plan.difficulty)
-    every = slice(None)
-    moved[every if theirs is None else theirs] = plan.difficulty[every if mine is None else mine]
-    return moved
-
-
-def _first_difference(left: BatchPlan, right: BatchPlan) -> tuple[int, int] | None:
-    for epoch in range(min(left.num_epochs, right.num_epochs)):
-        mine, theirs = iter(left.iter_epoch(epoch)), iter(right.iter_epoch(epoch))
-        index = 0
-        while True:
-            a, b = next(mine, None), next(theirs, None)
-            if a is None and b is None:
-                break
-            if a is None or b is None or a != b:
-                return epoch, index
-            index += 1
-    if left.num_epochs != right.num_epochs:
-        return min(left.num_epochs, right.num_epochs), 0
-    return None
-
-
-def _microbatch_of(plan: BatchPlan) -> dict[str, tuple[int, ...]]:
-    """The microbatches of epoch 0 in which each sample stands."""
-    where: dict[str, tuple[int, ...]] = {}
-    for batch in plan.iter_epoch(0):
-        if not batch.weight:
-            continue
-        for sample in np.unique(batch.items):
-            name = plan.ids[int(sample)]
-            where[name] = (*where.get(name, ()), batch.index)
-    return where

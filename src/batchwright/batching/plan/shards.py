@@ -1,10 +1,10 @@
 """Microbatches over ranks: equal counts by construction, any number of ranks, exact resume."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +14,6 @@ from batchwright.files import existing, write_atomic
 from batchwright.jit import kernel
 from batchwright.world import World
 
-if TYPE_CHECKING:
-    from batchwright.batching.plan.microbatch import MicrobatchSpec
-    from batchwright.batching.plan.plan import BatchPlan
-
 __all__ = [
     "Balance",
     "CheckpointPosition",
@@ -25,8 +21,6 @@ __all__ = [
     "Shard",
     "balance",
     "interleave_microbatches",
-    "iter_from_checkpoint",
-    "shard_batch_plan",
 ]
 
 Balance = Literal["cost", "round_robin"]
@@ -104,24 +98,6 @@ class CheckpointPosition:
         ):
             raise BadFile(f"{path} is not a checkpoint position: {fields}")
         return position
-
-
-def shard_batch_plan(
-    plan: "BatchPlan", config: DistributedConfig, balance: Balance = "cost"
-) -> "BatchPlan":
-    """The plan as one rank sees it. Every rank gets the same number of microbatches.
-
-    `round_robin` gives rank i the microbatches i, i + world_size, ...; `cost` evens out the
-    predicted work inside each step.
-    """
-    return plan.shard(config.rank, config.world_size, balance=balance)
-
-
-def iter_from_checkpoint(
-    plan: "BatchPlan", position: CheckpointPosition
-) -> Iterator["MicrobatchSpec"]:
-    """What is left after `position`, on however many ranks `plan` is sharded."""
-    return (batch for step in plan.steps_from(position) for batch in step.microbatches)
 
 
 class _Bucketed(Protocol):

@@ -9,6 +9,6 @@ from batchwright.cli.calls.simulate import simulate
 
 __all__ = ["calls"]
 
-calls = App(name="calls", help="Call models: run, probe, simulate, cache.")
+calls = App(name="calls")
 for command in (run, probe, cache, simulate):
     calls.command(command)

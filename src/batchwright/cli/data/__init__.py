@@ -2,14 +2,16 @@
 
 from cyclopts import App
 
-from batchwright.cli.data.batch import batch
-from batchwright.cli.data.batching import batching
-from batchwright.cli.data.batchplan import batchplan
-from batchwright.cli.data.kg import kg
-from batchwright.cli.data.lengths import lengths
-
 __all__ = ["data"]
 
-data = App(name="data", help="Rows to lengths to plans to batches.")
-for group in (lengths, batchplan, batching, batch, kg):
-    data.command(group)
+GROUPS = {
+    "lengths": "Measure the length in tokens of each sample.",
+    "batchplan": "Batch plans: the order of every microbatch of every epoch.",
+    "batching": "Length histograms, bucket edges and recommendations.",
+    "batch": "Batches as NPZ files, for trainers that read files.",
+    "kg": "Knowledge graphs: what is in them, rules from them, leaks between parts.",
+}
+
+data = App(name="data")
+for group, words in GROUPS.items():
+    data.command(f"batchwright.cli.data.{group}:{group}", name=group, help=words)

@@ -10,7 +10,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["batch"]
 
-batch = App(name="batch", help="Batches as NPZ files, for trainers that read files.")
+batch = App(name="batch")
 
 
 @batch.command
@@ -26,15 +26,14 @@ def generate(
     format: Format = "text",
 ) -> None:
     """Tokenise, pad or pack, and write every microbatch of the plan."""
-    from batchwright.batching import BatchWriter
-    from batchwright.cli.flags import whole_plan
+    from batchwright.batching import BatchPlan, BatchWriter
     from batchwright.data.reader import rows_hash, sample_reader
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.errors import Mismatch
     from batchwright.report.text import bytes_
 
-    opened = whole_plan(plan)
+    opened = BatchPlan.load(plan, check=True)
     loaded = load_tokenizer(tokenizer)
     if opened.tokenizer_hash not in ("unknown", loaded.fingerprint):
         raise Mismatch(

@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, show
 
 __all__ = ["batching"]
 
-batching = App(name="batching", help="Histograms, bucket edges and advice.")
+batching = App(name="batching")
 
 Cache = Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")]
 Edges = Annotated[str, Parameter(name="--bucket-edges", help="Upper lengths, as 128,256,512.")]
@@ -63,7 +63,8 @@ def analyze(
     """Show how full these buckets would be, and what would be better."""
     import json
 
-    from batchwright.batching import BucketSpec, create_efficiency_report
+    from batchwright.batching.analyze.report import create_efficiency_report
+    from batchwright.batching.buckets import BucketSpec
     from batchwright.cli.flags import at_least, edges_of, load_lengths
     from batchwright.files import write_atomic
 
@@ -97,7 +98,7 @@ def suggest(
     format: Format = "text",
 ) -> None:
     """Find the best bucket edges, exactly."""
-    from batchwright.batching import suggest_bucket_edges
+    from batchwright.batching.analyze.report import suggest_bucket_edges
     from batchwright.cli.flags import edges_of, load_lengths
     from batchwright.report.text import number, percent, table
 

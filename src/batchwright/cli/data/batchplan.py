@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["batchplan"]
 
-batchplan = App(name="batchplan", help="Plans: the order of every batch of every epoch.")
+batchplan = App(name="batchplan")
 
 PlanPath = Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")]
 LengthPaths = Annotated[
@@ -96,7 +96,7 @@ def build(
     format: Format = "text",
 ) -> None:
     """Build a plan and say how full it is, beside the other layouts."""
-    from batchwright.batching import BatchingConfig
+    from batchwright.batching.config import BatchingConfig
     from batchwright.errors import ConfigError
 
     if output is None and not dry_run:
@@ -152,12 +152,12 @@ def info(
     """Say what a plan holds, whole or as one rank sees it."""
     from itertools import islice
 
-    from batchwright.batching import BatchPlan
-    from batchwright.cli.flags import at_least, sharded, whole_plan
+    from batchwright.batching.plan.plan import BatchPlan
+    from batchwright.cli.flags import at_least, sharded
     from batchwright.report.text import number, percent, table
 
     at_least(0, show_batches=show_batches)
-    opened = whole_plan(plan) if show_batches else BatchPlan.load(plan)
+    opened = BatchPlan.load(plan, check=show_batches > 0)
     opened = sharded(opened, rank, world_size)
     facts = _facts(opened)
     listed: list[dict[str, Any]] = [
@@ -200,7 +200,7 @@ def draw(
     """Draw the first matrix rows of a plan: which sample fills what, and what is padding."""
     from itertools import pairwise
 
-    from batchwright.batching import BatchPlan
+    from batchwright.batching.plan.plan import BatchPlan
     from batchwright.cli.flags import at_least
     from batchwright.report import text as pictures
 
@@ -228,14 +228,13 @@ def draw(
 @batchplan.command
 def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> None:
     """Check every byte of a plan, and that it follows from these lengths."""
-    from batchwright.batching import BatchPlan
-    from batchwright.batching.plan.files import check_files
+    from batchwright.batching.plan.plan import BatchPlan
     from batchwright.cli.flags import load_lengths, load_sources
     from batchwright.errors import ConfigError
     from batchwright.report.text import bytes_
 
-    size = check_files(plan)
-    opened = BatchPlan.load(plan)
+    opened = BatchPlan.load(plan, check=True)
+    size = sum(file.stat().st_size for file in plan.glob("*.bin"))
     if not opened.sources and len(lengths) > 1:
         raise ConfigError(
             f"{plan} was built from one length cache, {len(lengths)} are given; "
@@ -263,11 +262,10 @@ def shard(
     format: Format = "text",
 ) -> None:
     """Write one plan for each rank, `rank_0` and so on, with equal numbers of microbatches."""
-    from batchwright.batching.plan.files import save_shards
-    from batchwright.cli.flags import whole_plan
+    from batchwright.batching.plan.plan import BatchPlan
     from batchwright.report.text import number, percent, table
 
-    opened = whole_plan(plan)
+    opened = BatchPlan.load(plan, check=True)
     ranks = []
     for rank in range(world_size) if world_size > 0 else [0]:
         part = opened.shard(rank, world_size, balance=balance)
@@ -296,7 +294,7 @@ def shard(
     if dry_run:
         lines.append("nothing written (--dry-run)")
     else:
-        save_shards(opened, world_size, output, balance)
+        opened.save_shards(world_size, output, balance)
         lines.append(f"saved {output}/rank_0 to rank_{world_size - 1}")
     result = {"epoch": 0, "ranks": ranks, "output": None if dry_run else str(output)}
     show(result, "\n".join(lines), format)
@@ -307,7 +305,7 @@ def diff(left: Path, right: Path, *, format: Format = "text") -> None:
     """Say where two plans differ: settings, first microbatch, samples that moved."""
     from dataclasses import asdict
 
-    from batchwright.batching import BatchPlan
+    from batchwright.batching.plan.plan import BatchPlan
 
     found = BatchPlan.load(left).diff(BatchPlan.load(right))
     lines = [f"{left} and {right} {'are the same plan' if found.same else 'differ'}"]
@@ -338,9 +336,10 @@ def explain(
     """Say where a sample stands in every epoch, and why, or why it was left out."""
     from dataclasses import asdict
 
-    from batchwright.cli.flags import sharded, whole_plan
+    from batchwright.batching.plan.plan import BatchPlan
+    from batchwright.cli.flags import sharded
 
-    opened = sharded(whole_plan(plan), rank, world_size)
+    opened = sharded(BatchPlan.load(plan, check=True), rank, world_size)
     places = opened.explain(sample_id)
     lines = [f"{sample_id} in {plan} ({opened.config.layout})"]
     for place in places:
@@ -367,14 +366,13 @@ def export(
     format: Format = "text",
 ) -> None:
     """Write a plan as text: meta.json, and one JSON line for each microbatch of each epoch."""
-    from batchwright.batching.plan.files import export_plan
-    from batchwright.cli.flags import whole_plan
+    from batchwright.batching.plan.plan import BatchPlan
 
-    opened = whole_plan(plan)
+    opened = BatchPlan.load(plan, check=True)
     count = sum(opened.num_microbatches(epoch) for epoch in range(opened.num_epochs))
     text = f"{count:,} microbatches of {opened.num_epochs} epochs"
     if not dry_run:
-        export_plan(opened, output)
+        opened.export(output)
     text += "\nnothing written (--dry-run)" if dry_run else f" -> {output}"
     show({"microbatches": count, "output": None if dry_run else str(output)}, text, format)
 
@@ -389,7 +387,7 @@ def _builder(
 ) -> "BatchPlanBuilder":
     import dataclasses
 
-    from batchwright.batching import BatchPlanBuilder
+    from batchwright.batching.plan.builder import BatchPlanBuilder
     from batchwright.cli.flags import load_lengths, load_sources
     from batchwright.errors import ConfigError
 

@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["kg"]
 
-kg = App(name="kg", help="Knowledge graphs: what is in them, rules from them, leaks between parts.")
+kg = App(name="kg")
 
 GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")]
 

@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["lengths"]
 
-lengths = App(name="lengths", help="Measure the length in tokens of each sample.")
+lengths = App(name="lengths")
 
 Dataset = Annotated[
     list[str],

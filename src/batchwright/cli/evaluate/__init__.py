@@ -7,6 +7,6 @@ from batchwright.cli.evaluate.query_mutator import evaluate_query_mutator
 
 __all__ = ["evaluate"]
 
-evaluate = App(name="evaluate", help="Measure what was trained.")
+evaluate = App(name="evaluate")
 evaluate.command(evaluate_query_mutator, name="query-mutator")
 evaluate.command(evaluate_prover, name="prover")

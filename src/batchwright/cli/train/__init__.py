@@ -9,7 +9,7 @@ from batchwright.cli.train.sft import sft
 
 __all__ = ["train"]
 
-train = App(name="train", help="Train on a plan, on a graph, or on questions.")
+train = App(name="train")
 train.command(sft)
 train.command(train_query_mutator, name="query-mutator")
 train.command(train_kge, name="kge")

@@ -13,6 +13,7 @@ others, and a reader compares it whole, so a change of any byte is detected.
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ JOURNAL = "batchwright.lengths.partial"
 VERSION = 1
 START = b'{"format":"batchwright.lengths"'
 END = b'{"end":true'
+FEW_BYTES = 1 << 22
+FIELDS = ("sample_id", "length", "content", "row")
+HEX = frozenset("0123456789abcdef")
 AGAIN = "run `batchwright data lengths build` again with the same output"
 
 
@@ -180,6 +184,38 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
 
 
 def _parse_lines(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
+    # To import Arrow takes longer than to read a few lines without it.
+    few = len(lines) <= FEW_BYTES and "pyarrow" not in sys.modules
+    return (_parse_few if few else _parse_many)(path, lines, tokenizer_hash)
+
+
+def _parse_few(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
+    try:
+        found = json.loads(b"[%b]" % b",".join(bytes(lines).splitlines()))
+        if not {name for entry in found for name in entry} <= {*FIELDS}:
+            raise ValueError("an entry has a field that is not known")
+        ids, lengths, content, rows = ([entry.get(name) for entry in found] for name in FIELDS)
+        if not {*map(type, ids)} <= {str} or not {*map(type, lengths)} <= {int}:
+            raise ValueError("an entry lacks its sample_id or its length")
+        digits = [text or "0" * 16 for text in content]
+        if not {*map(len, digits)} <= {16} or not set("".join(digits)) <= HEX:
+            raise ValueError("a content hash is not 16 hexadecimal digits")
+        known = [number if row is None else row for number, row in enumerate(rows)]
+        own = Ids.of(ids)
+        return Entries(
+            own,
+            checked_lengths(np.array(lengths, np.int64), own),
+            np.frombuffer(bytes.fromhex("".join(digits)), ">u8").astype(np.uint64),
+            None if {*rows} <= {None} else np.array(known, np.int64),
+            tokenizer_hash,
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        if isinstance(error, BadLength):
+            raise
+        raise _damaged(path, one_line(error)[:200]) from None
+
+
+def _parse_many(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
     import pyarrow as pa
     import pyarrow.json as pa_json
 

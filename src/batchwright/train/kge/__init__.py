@@ -19,10 +19,4 @@ if TYPE_CHECKING:
     from batchwright.train.kge.loop import KgeResult, KgeTrainer, fit_kge, train_kge
 else:
     # Both need torch; the settings next to them, which a command's help is made from, do not.
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            **dict.fromkeys(__all__, "batchwright.train.kge.loop"),
-            **dict.fromkeys(["load_scorer", "read_rules", "vocab_digest"], "batchwright.logic.kge"),
-        },
-    )
+    __getattr__ = lazy_names(__name__, "batchwright.logic.kge", "batchwright.train.kge.loop")

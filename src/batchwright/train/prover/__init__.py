@@ -10,4 +10,4 @@ if TYPE_CHECKING:
     from batchwright.train.prover.loop import ProverResult, fit_prover, load_prover, train_prover
 else:
     # The loop needs torch; the settings beside it, which a command's help is made from, do not.
-    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "batchwright.train.prover.loop"))
+    __getattr__ = lazy_names(__name__, "batchwright.train.prover.loop")

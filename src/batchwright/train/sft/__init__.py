@@ -16,4 +16,4 @@ if TYPE_CHECKING:
     )
 else:
     # The loop needs torch; the settings beside it, which a command's help is made from, do not.
-    __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "batchwright.train.sft.loop"))
+    __getattr__ = lazy_names(__name__, "batchwright.train.sft.loop")

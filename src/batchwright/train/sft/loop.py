@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from batchwright import rng
 from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
-from batchwright.batching.collate import CollatedBatch
+from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need

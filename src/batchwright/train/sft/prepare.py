@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.batching.collate import SampleReader
+from batchwright.batching.collation import SampleReader
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample

@@ -1,0 +1,31 @@
+"""The names of the ways to pack."""
+
+from enum import StrEnum
+
+from batchwright.errors import ConfigError
+
+__all__ = ["PackingMode", "packing_mode"]
+
+
+class PackingMode(StrEnum):
+    """In which order items come and which bin takes them."""
+
+    FIRST_FIT = "first_fit"
+    """In the given order, into the first bin with enough space."""
+    BEST_FIT = "best_fit"
+    """In the given order, into the tightest bin with enough space."""
+    GREEDY = "greedy"
+    """Longest first, into the first bin with enough space."""
+    BEST_FIT_DECREASING = "best_fit_decreasing"
+    """Longest first, into the tightest bin; the default, exact on the length histogram."""
+    OPTIMAL = "optimal"
+    """Best-fit-decreasing, and a linear programme where that is far from the lower bound."""
+
+
+def packing_mode(mode: PackingMode | str) -> PackingMode:
+    """The mode by its name."""
+    try:
+        return PackingMode(mode)
+    except ValueError:
+        names = ", ".join(PackingMode)
+        raise ConfigError(f"packing mode {mode!r} is not known; choose one of {names}") from None

@@ -1,0 +1,328 @@
+"""Lay samples into microbatches: lengths in, the order of every epoch out.
+
+    lengths -> pieces (overflow policy) -> canonical order (longest first) -> shapes -> order
+
+The order depends on the samples and the seed alone: not on the order in which samples were
+given, nor on machine, process count or library version. All of it is arithmetic on integers,
+but for `pack_mode` optimal, whose patterns come from a linear programme and are stored.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright import rng
+from batchwright.batching.config import BatchingConfig, PadPolicy
+from batchwright.batching.packing import kernels
+from batchwright.batching.packing.bins import pack_lengths
+from batchwright.batching.packing.modes import PackingMode
+from batchwright.batching.packing.optimal import pack_optimal
+from batchwright.batching.packing.patterns import pack_histogram
+from batchwright.batching.plan import order_kernels
+from batchwright.batching.plan.canonical import canonical_order
+from batchwright.batching.plan.order import MaterialisedOrder, Order, Rows, VirtualOrder
+from batchwright.batching.plan.pieces import Pieces, cut_pieces
+from batchwright.data.entries import mixture_hash
+from batchwright.data.ids import Ids
+from batchwright.data.lengths import LengthCache, Lengths
+from batchwright.errors import ConfigError, DuplicateId
+from batchwright.jit import interpreted, quicker_without_numba
+from batchwright.permutation import permutation
+
+__all__ = ["Arranged", "LengthSource", "Source", "arrange", "check_difficulty", "join_sources"]
+
+LengthSource = Mapping[str, int] | LengthCache | Lengths | NDArray[np.integer]
+
+Source = tuple[str, int, float]
+"""Name, size and weight of one source of a mixture."""
+
+SORT_SLACK = 128
+"""In the sorted layout lengths within 1/128 of each other count as equal: batches lose under one
+percent of their tokens and gain new neighbours every epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """An order, what it was made of, and a note if packing has one."""
+
+    order: Order
+    pieces: Pieces
+    note: str = ""
+
+
+def arrange(
+    lengths: Lengths,
+    config: BatchingConfig,
+    num_epochs: int,
+    sources: Sequence[Source] = (),
+    difficulty: NDArray[np.float64] | None = None,
+) -> Arranged:
+    """The order of `num_epochs` epochs. A sample over the limit follows `config.overflow`.
+
+    Mixtures, curricula and packing by arrival are written out epoch by epoch; everything else
+    is a virtual order, which holds for any number of epochs.
+    """
+    pieces = cut_pieces(lengths.values, config)
+    canonical = canonical_order(lengths.ids)
+    if difficulty is None and not sources and not _by_arrival(config):
+        return _virtual(pieces, canonical, config)
+    if canonical is None:
+        canonical = np.arange(len(lengths), dtype=np.int32)
+    epochs: list[list[Rows]] = []
+    for epoch in range(num_epochs):
+        shown = _mixture(canonical, sources, config, epoch) if sources else canonical
+        epochs.append(_listed(pieces, _stages(shown, difficulty, config), config, epoch))
+    if not all(epochs):
+        raise ConfigError(
+            f"epoch {epochs.index([])} is empty: all samples it would show were skipped; "
+            f"give larger weights or another overflow policy"
+        )
+    return Arranged(MaterialisedOrder.collect(config, epochs), pieces)
+
+
+def join_sources(
+    sources: Mapping[str, LengthSource], weights: Mapping[str, float]
+) -> tuple[Lengths, tuple[tuple[str, int, float], ...]]:
+    """Several sources as one, ids prefixed by the source's name."""
+    if set(sources) != set(weights):
+        raise ConfigError(
+            f"weights are for {sorted(weights)}, sources are {sorted(sources)}; name each once"
+        )
+    if not sources:
+        raise ConfigError("there are no sources to mix; give at least one")
+    parts = {name: Lengths.of(source) for name, source in sources.items()}
+    for name, part in parts.items():
+        weight = weights[name]
+        if not (0 < weight < math.inf and round(weight * len(part)) >= 1):
+            raise ConfigError(
+                f"source {name!r} with weight {weight} shows none of its {len(part):,} samples; "
+                f"give a larger weight or leave it out"
+            )
+    tokenizers = {part.tokenizer_hash for part in parts.values()}
+    if len(tokenizers) > 1:
+        raise ConfigError(
+            f"the sources were measured with {len(tokenizers)} different tokenizers; "
+            f"measure them with one"
+        )
+    ids = Ids.of(f"{name}/{id}" for name, part in parts.items() for id in part.ids)
+    twice = ids.first_duplicate()
+    if twice is not None:
+        raise DuplicateId(
+            f"two samples of the mixture are called {ids[twice[1]]!r}; "
+            f"rename a source so that no name continues another with a slash"
+        )
+    lengths = Lengths(
+        values=np.concatenate([part.values for part in parts.values()]),
+        ids=ids,
+        dataset_hash=mixture_hash({name: part.dataset_hash for name, part in parts.items()}),
+        tokenizer_hash=tokenizers.pop(),
+    )
+    return lengths, tuple((name, len(part), float(weights[name])) for name, part in parts.items())
+
+
+def check_difficulty(
+    difficulty: Sequence[float] | NDArray[np.floating] | None,
+    samples: int,
+) -> NDArray[np.float64] | None:
+    if difficulty is None:
+        return None
+    values = np.asarray(difficulty, np.float64)
+    if values.shape != (samples,):
+        raise ConfigError(
+            f"difficulty has {values.size:,} values for {samples:,} samples; give one each"
+        )
+    if not np.isfinite(values).all():
+        bad = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise ConfigError(f"the difficulty of sample {bad} is {values[bad]}; give a finite number")
+    return values
+
+
+def _mixture(
+    canonical: NDArray[np.int32], sources: Sequence[Source], config: BatchingConfig, epoch: int
+) -> NDArray[np.int32]:
+    """Which samples this epoch shows, in canonical order, some of them several times."""
+    times = np.zeros(len(canonical), np.int64)
+    first = 0
+    by_name = sorted(name for name, _, _ in sources)
+    for name, size, weight in sources:
+        # By name, so that the order in which sources are given does not matter.
+        number = by_name.index(name)
+        # One multiplication of doubles and one rounding, the same on every machine.
+        shown = round(weight * size)
+        # Source after source is dealt out in rounds, so fractions cover everything in turn.
+        for turn in range(epoch * shown // size, ((epoch + 1) * shown - 1) // size + 1):
+            low = max(epoch * shown - turn * size, 0)
+            high = min((epoch + 1) * shown - turn * size, size)
+            key = np.uint64(rng.key(config.seed, "plan/mixture", number, turn))
+            dealt = canonical[(canonical >= first) & (canonical < first + size)]
+            times[dealt[permutation(size, key)[low:high]]] += 1
+        first += size
+    return np.repeat(canonical, times[canonical])
+
+
+def _stages(
+    shown: NDArray[np.int32], difficulty: NDArray[np.float64] | None, config: BatchingConfig
+) -> list[NDArray[np.int32]]:
+    """The samples of an epoch from easy to hard; all in one stage without a difficulty."""
+    if difficulty is None:
+        return [shown]
+    return np.array_split(
+        shown[np.argsort(difficulty[shown], kind="stable")], config.curriculum_stages
+    )
+
+
+def _listed(
+    pieces: Pieces, stages: Sequence[NDArray[np.int32]], config: BatchingConfig, epoch: int
+) -> list[Rows]:
+    """The microbatches of one epoch, stage by stage."""
+    listed: list[Rows] = []
+    for number, stage in enumerate(stages):
+        own = config.model_copy(update={"seed": rng.key(config.seed, "plan/stage", number)})
+        part = pieces.of_items(stage)
+        if part.items.size and _by_arrival(own):
+            listed += _packed_by_arrival(part, own, epoch)
+        elif part.items.size:
+            order = _virtual(part, None, own).order
+            listed += [order.rows(epoch, index) for index in range(order.size(epoch))]
+    return listed
+
+
+def _virtual(
+    pieces: Pieces, canonical: NDArray[np.int32] | None, config: BatchingConfig
+) -> Arranged:
+    """Sort longest first, then draw the shapes of the layout; a note if packing has one."""
+    if canonical is not None:
+        pieces = pieces.of_items(canonical)
+    hist, by_length = _longest_first(pieces.lengths)
+    # Sorting row numbers that are 0 .. n - 1 already gives the items.
+    whole = canonical is None and not pieces.starts.size and _counts_up(pieces.items)
+    distinct = np.flatnonzero(hist)[::-1].astype(np.int32)
+    distinct_offsets = _offsets(hist[distinct])
+    no_longs, no_ints = np.empty(0, np.int64), np.empty(0, np.int32)
+    classes = distinct_offsets
+    batch_start, batch_size = no_longs, no_ints
+    patterns = (no_longs, no_longs, no_longs, no_ints)
+    note = ""
+    if config.layout == "packed":
+        if config.pack_mode is PackingMode.OPTIMAL:
+            best = pack_optimal(hist, config.pack_max_length, config.pack_max_segments)
+            packed, note = best.patterns, f"{best.method}: {best.note}"
+        else:
+            packed = pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
+        patterns = (
+            packed.bin_starts,
+            packed.entry_offsets,
+            packed.entry_position,
+            packed.entry_count,
+        )
+    elif config.layout == "sorted":
+        classes, widths = _near_lengths(distinct, distinct_offsets, config.align)
+        # At most two runs share a class, and one more is cut for every budget of tokens.
+        runs = 2 * widths.size + pieces.counts.planned_tokens // config.token_budget
+        with interpreted(quicker_without_numba(4.0 * runs)):
+            starts = order_kernels.cut_by_budget(widths, classes, config.token_budget)
+        batch_start, batch_size = starts[:-1], np.diff(starts).astype(np.int32)
+    else:
+        classes, batch_start, batch_size = _buckets(distinct, distinct_offsets, config)
+    order = VirtualOrder(
+        config,
+        by_length if whole else pieces.items[by_length],
+        pieces.starts[by_length] if pieces.starts.size else no_ints,
+        distinct,
+        distinct_offsets,
+        classes,
+        batch_start,
+        batch_size,
+        *patterns,
+    )
+    return Arranged(order, pieces, note)
+
+
+def _longest_first(lengths: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """How many pieces have each length, and the pieces longest first, equal ones in order."""
+    if quicker_without_numba(0.2 * lengths.size):
+        return np.bincount(lengths), np.argsort(-lengths, kind="stable").astype(np.int32)
+    hist = kernels.histogram(lengths, int(lengths.max()))
+    return hist, kernels.sort_descending(lengths, hist)
+
+
+def _by_arrival(config: BatchingConfig) -> bool:
+    """Whether rows depend on the order in which samples come, so that no pattern repeats."""
+    sorted_first = (PackingMode.BEST_FIT_DECREASING, PackingMode.OPTIMAL)
+    return config.layout == "packed" and config.pack_mode not in sorted_first
+
+
+def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> list[Rows]:
+    """Pack samples as they come in this epoch's shuffle, and shuffle the rows."""
+    key = np.uint64(rng.key(config.seed, "plan/arrival", epoch))
+    arrival = permutation(pieces.items.size, key)
+    lengths = pieces.lengths[arrival]
+    packing = pack_lengths(
+        lengths, config.pack_max_length, config.pack_mode, config.pack_max_segments
+    )
+    key = np.uint64(rng.key(config.seed, "plan/bins", epoch))
+    bins = permutation(packing.num_bins, key)
+    width = config.get_pad_length(-1, config.pack_max_length)
+    rows = config.token_budget // width
+    starts = pieces.starts if pieces.starts.size else np.zeros_like(pieces.items)
+    listed = []
+    for first in range(0, packing.num_bins, rows):
+        parts = [
+            packing.items[packing.offsets[b] : packing.offsets[b + 1]]
+            for b in bins[first : first + rows]
+        ]
+        at = arrival[np.concatenate(parts)]
+        offsets = _offsets(np.array([len(part) for part in parts])).astype(np.int32)
+        listed.append(Rows(-1, width, pieces.items[at], starts[at], pieces.lengths[at], offsets))
+    return listed
+
+
+def _near_lengths(
+    distinct: NDArray[np.int32], offsets: NDArray[np.int64], align: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Classes of lengths that count as equal, and the width of each."""
+    firsts = [0]
+    for at, length in enumerate(distinct.tolist()):
+        longest = int(distinct[firsts[-1]])
+        if length < longest - longest // SORT_SLACK:
+            firsts.append(at)
+    widths = -(-distinct[firsts].astype(np.int64) // align) * align
+    return np.append(offsets[firsts], offsets[-1]), widths
+
+
+def _buckets(
+    distinct: NDArray[np.int32], offsets: NDArray[np.int64], config: BatchingConfig
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """Classes by bucket, and batches of as many samples as the bucket's width allows."""
+    spec = config.bucket_spec
+    bucket = spec.get_bucket_ids(distinct)
+    firsts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
+    classes = np.append(offsets[firsts], offsets[-1])
+    starts, sizes = [], []
+    padded = config.model_copy(update={"pad_policy": PadPolicy.PAD_TO_BUCKET})
+    for number, first in enumerate(firsts):
+        capacity = config.token_budget // padded.get_pad_length(int(bucket[first]), 0)
+        low, high = int(classes[number]), int(classes[number + 1])
+        start = np.arange(low, high, capacity)
+        size = np.minimum(capacity, high - start)
+        if config.drop_last:
+            start, size = start[size == capacity], size[size == capacity]
+        starts.append(start)
+        sizes.append(size)
+    batch_start = np.concatenate(starts).astype(np.int64)
+    if not batch_start.size:
+        raise ConfigError(
+            "drop_last leaves no batch: no bucket fills one; turn it off or lower the token budget"
+        )
+    return classes, batch_start, np.concatenate(sizes).astype(np.int32)
+
+
+def _counts_up(items: NDArray[np.int32]) -> bool:
+    return bool((items == np.arange(items.size, dtype=np.int32)).all())
+
+
+def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])

@@ -1,0 +1,119 @@
+"""What is planned of every sample: the overflow policy applied, and counted."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching.config import BatchingConfig
+from batchwright.errors import ConfigError, OversizedSample
+
+__all__ = ["Counts", "Pieces", "cut_pieces"]
+
+LONGEST_PLANNED = 2**26
+"""Plans count every length up to the longest, so that one must stay within memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of the samples: planned, left out or cut, and by which rule."""
+
+    samples: int
+    tokens: int
+    planned_pieces: int
+    planned_tokens: int
+    skipped_long: int
+    skipped_short: int
+    truncated: int
+    split: int
+    tokens_left_out: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is to be planned: `lengths[p]` tokens of sample `items[p]` from `starts[p]` on.
+
+    `items` is None-like (the numbers 0 .. n - 1) unless something was skipped or split.
+    """
+
+    items: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    skipped: NDArray[np.int32]
+    counts: Counts
+
+    def of_items(self, wanted: NDArray[np.int32]) -> "Pieces":
+        """The pieces of these samples, in this order; a sample named twice gives them twice."""
+        n = int(max(self.items.max(initial=-1), wanted.max(initial=-1))) + 1
+        per_item = np.bincount(self.items, minlength=n)
+        first = np.cumsum(per_item) - per_item
+        repeats = per_item[wanted]
+        # Pieces of one sample stand together, so each wanted sample is a run of them.
+        base = np.repeat(first[wanted], repeats)
+        run = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        at = base + run
+        starts = self.starts[at] if self.starts.size else self.starts
+        return Pieces(self.items[at], starts, self.lengths[at], self.skipped, self.counts)
+
+
+def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
+    """Apply the overflow policy, counting everything it touches."""
+    limit = config.limit
+    over = np.flatnonzero(lengths > limit)
+    short = np.flatnonzero(lengths < config.min_length)
+    longest = int(lengths.max())
+    if min(longest, limit) > LONGEST_PLANNED:
+        raise ConfigError(
+            f"pieces of {min(longest, limit):,} tokens are too long to plan; at most "
+            f"{LONGEST_PLANNED:,} are possible, lower {_what_limits(config)}"
+        )
+    total = int(lengths.sum(dtype=np.int64))
+    if over.size and config.overflow == "error":
+        raise OversizedSample(
+            f"{over.size:,} of {lengths.size:,} samples are longer than {limit:,} tokens "
+            f"(the longest {longest:,}); choose overflow skip, truncate or split, "
+            f"or raise {_what_limits(config)}"
+        )
+    items = np.arange(lengths.size, dtype=np.int32)
+    starts = np.empty(0, np.int32)
+    skipped = short
+    planned = lengths
+    if config.overflow == "skip":
+        skipped = np.union1d(short, over)
+    elif config.overflow == "truncate":
+        planned = np.minimum(lengths, np.int32(limit)) if over.size else lengths
+    elif config.overflow == "split" and over.size:
+        repeats = np.ones(lengths.size, np.int64)
+        repeats[over] = -(-lengths[over].astype(np.int64) // limit)
+        items = np.repeat(items, repeats)
+        first = np.repeat(np.cumsum(repeats) - repeats, repeats)
+        starts = ((np.arange(items.size) - first) * limit).astype(np.int32)
+        planned = np.minimum(lengths[items] - starts, np.int32(limit))
+    if skipped.size:
+        kept = ~np.isin(items, skipped)
+        items, planned = items[kept], planned[kept]
+        starts = starts[kept] if starts.size else starts
+    if not items.size:
+        raise ConfigError(
+            f"every one of the {lengths.size:,} samples was skipped: allowed are "
+            f"{config.min_length:,} to {limit:,} tokens; raise {_what_limits(config)}"
+        )
+    kept_tokens = int(planned.sum(dtype=np.int64))
+    counts = Counts(
+        samples=lengths.size,
+        tokens=total,
+        planned_pieces=items.size,
+        planned_tokens=kept_tokens,
+        skipped_long=over.size if config.overflow == "skip" else 0,
+        skipped_short=short.size,
+        truncated=over.size if config.overflow == "truncate" else 0,
+        split=over.size if config.overflow == "split" else 0,
+        tokens_left_out=total - kept_tokens,
+    )
+    return Pieces(items, starts, planned, skipped.astype(np.int32), counts)
+
+
+def _what_limits(config: BatchingConfig) -> str:
+    if config.layout == "packed":
+        return "pack_max_length"
+    return "overflow_max" if config.limit == config.overflow_max else "token_budget"
