@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from batchwright.errors import (
     ConfigError,
     MissingFile,
 )
-from batchwright.events import Event, EventLog, read_events, tail_events
+from batchwright.events import Event, EventLog, read_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
 from batchwright.sealed import Kind
@@ -361,7 +359,6 @@ def test_a_log_can_be_torn_anywhere_and_written_on(tmp_path: Path) -> None:
         with EventLog(path) as log:
             log.write("c")
         assert [event.kind for event in read_events(path)] == [*kept, "c"], whole[:cut]
-        assert [event.kind for event in tail_events(path)] == [*kept, "c"]
 
 
 def test_lines_that_are_no_records_are_named(tmp_path: Path) -> None:
@@ -397,30 +394,6 @@ def test_a_damaged_log_gives_records_or_one_sentence(
 
     with contextlib.suppress(BatchwrightError):
         assert len(list(read_events(path))) <= 4
-
-
-def test_tailing_sees_every_record_whole_while_it_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"")
-    lines = b"".join(b'{"t":%d,"kind":"step","n":%d}\n' % (n, n) for n in range(60))
-    lines += b'{"t":60,"kind":"end"}\n'
-
-    def dribble() -> None:
-        with path.open("ab", buffering=0) as file:
-            for at in range(0, len(lines), 11):
-                file.write(lines[at : at + 11])
-                time.sleep(0.0005)
-
-    writer = threading.Thread(target=dribble)
-    writer.start()
-    seen = []
-    for event in tail_events(path, poll_s=0.001, stop_after_s=20):
-        seen.append(event)
-        if event.kind == "end":
-            break
-    writer.join()
-
-    assert [event.fields["n"] for event in seen[:-1]] == list(range(60))
 
 
 def test_a_killed_writer_loses_no_acknowledged_record(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from batchwright.errors import BadFile, CannotWrite, ConfigError
 from batchwright.files import existing
 
-__all__ = ["Event", "EventLog", "finite", "read_events", "tail_events"]
+__all__ = ["Event", "EventLog", "finite", "read_events"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +92,6 @@ def read_events(path: Path) -> Iterator[Event]:
             yield event
         elif line and not last and not _torn(line):
             raise BadFile(f"{path}, line {number}: not a record of a run log: {line[:60]!r}")
-
-
-def tail_events(path: Path, *, poll_s: float = 0.2, stop_after_s: float = 0.0) -> Iterator[Event]:
-    """Records as they arrive. Ends when nothing new has come for `stop_after_s` seconds.
-
-    A line is given only once its newline is there, so a record is never seen half-written.
-    """
-    rest = b""
-    quiet_since = time.monotonic()
-    with existing(path, "run log").open("rb") as file:
-        while True:
-            chunk = file.read()
-            if chunk:
-                quiet_since = time.monotonic()
-                *whole, rest = (rest + chunk).split(b"\n")
-                for line in whole:
-                    event = _parse(line)
-                    if event is not None:
-                        yield event
-            elif time.monotonic() - quiet_since >= stop_after_s:
-                return
-            else:
-                time.sleep(poll_s)
 
 
 def _parse(line: bytes) -> Event | None:
