@@ -109,10 +109,10 @@ def measured(graph: Graph, scorer: Scorer, spent: dict[str, float]) -> dict[str,
     if graph.name.startswith("countries"):
         regions = np.array([graph.vocab.entity(name) for name in REGIONS], np.int32)
         found["area"] = average_precision(scorer, graph.test, regions)
-        found["area_chances"] = average_precision(scorer, graph.test, regions, as_chances=True)
+        found["area_chances"] = average_precision(scorer, graph.test, regions, softmax=True)
         # What says on valid whether the scores or the chances are to be compared.
         for key, chances in (("valid_area", False), ("valid_area_chances", True)):
-            found[key] = average_precision(scorer, graph.valid, regions, as_chances=chances)
+            found[key] = average_precision(scorer, graph.valid, regions, softmax=chances)
     return {**found, "spent": spent, "ranking": clock.read()}
 
 

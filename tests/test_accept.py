@@ -1,4 +1,4 @@
-"""What an embedding accepts: which atoms, from which chance, and what rules make of them."""
+"""What an embedding accepts: which atoms, from which probability, and what rules make of them."""
 
 from pathlib import Path
 
@@ -21,10 +21,10 @@ N, P = 5, 2
 
 
 class Table:
-    """Chances of p(x, y) as they are written, [P, N, N]."""
+    """Probabilities of p(x, y) as they are written, [P, N, N]."""
 
-    def __init__(self, chances: NDArray[np.float64]) -> None:
-        self.logs = np.log(np.maximum(chances, 1e-30)).astype(np.float32)
+    def __init__(self, probabilities: NDArray[np.float64]) -> None:
+        self.logs = np.log(np.maximum(probabilities, 1e-30)).astype(np.float32)
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> NDArray[np.float32]:
         assert side == "tail"
@@ -49,15 +49,16 @@ triples = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(triples, triples, st.integers(0, 2**32 - 1), st.sampled_from([0.05, 0.25, 1.0]))
-def test_the_chance_of_the_best_f1_on_valid_is_taken_and_all_above_it_accepted(
+def test_the_threshold_of_the_best_f1_on_valid_is_taken_and_all_above_it_accepted(
     train: list[tuple[int, int, int]],
     valid: list[tuple[int, int, int]],
     seed: int,
     sharpness: float,
 ) -> None:
     graph = graph_of(train, valid)
-    chances = np.random.default_rng(seed).dirichlet(np.full(N, sharpness), (P, N))
-    found = accept(graph, Table(chances), np.array([1], np.int32))
+    probabilities = np.random.default_rng(seed).dirichlet(np.full(N, sharpness), (P, N))
+    table = Table(probabilities)
+    found = accept(graph, table, np.array([1], np.int32))
 
     def f1(least: float) -> float:
         asked = {(h, p) for h, p, _ in valid}
@@ -65,7 +66,7 @@ def test_the_chance_of_the_best_f1_on_valid_is_taken_and_all_above_it_accepted(
             (h, p, y)
             for h, p in asked
             for y in range(N)
-            if chances[p, h, y] >= least and (h, p, y) not in train
+            if table.logs[p, h, y] >= np.log(least) and (h, p, y) not in train
         }
         true = set(valid) - set(train)
         return 2 * len(said & true) / (len(said) + len(valid))
@@ -74,7 +75,10 @@ def test_the_chance_of_the_best_f1_on_valid_is_taken_and_all_above_it_accepted(
     assert f1(found.least) == pytest.approx(found.f1)
     new = {tuple(row) for row in found.graph.train[len(train) :].tolist()}
     assert new == {
-        (x, P + 1, y) for x in range(N) for y in range(N) if chances[1, x, y] >= found.least
+        (x, P + 1, y)
+        for x in range(N)
+        for y in range(N)
+        if table.logs[1, x, y] >= np.log(found.least)
     }
     assert found.graph.train[: len(train)].tolist() == graph.train.tolist()
     assert found.atoms == len(new)
@@ -82,11 +86,11 @@ def test_the_chance_of_the_best_f1_on_valid_is_taken_and_all_above_it_accepted(
 
 def test_rules_prove_and_score_by_what_is_accepted(tmp_path: Path) -> None:
     graph = graph_of([(0, 0, 1)], [(0, 1, 2)])
-    chances = np.zeros((P, N, N))
-    chances[1, 1, 2], chances[1, 1, 3] = 0.9, 0.05
+    probabilities = np.zeros((P, N, N))
+    probabilities[1, 1, 2], probabilities[1, 1, 3] = 0.9, 0.05
     text = "by:0.8:p0(X,Z), p1_kge(Z,Y) -> p1(X,Y)"
     rules = parse_rules(text, graph.vocab.with_kge())
-    wider = accept(graph, Table(chances), asks_kge(rules), 0.5).graph
+    wider = accept(graph, Table(probabilities), asks_kge(rules), 0.5).graph
 
     (proof,), complete = prove((0, 1, -1), wider.facts, rules)
     assert (proof.answer, complete) == (2, True)
@@ -100,7 +104,7 @@ def test_rules_prove_and_score_by_what_is_accepted(tmp_path: Path) -> None:
     assert prove((1, 1, -1), wider.facts, rules).found == []
 
 
-def test_a_name_that_only_ends_so_is_told_as_a_fact(tmp_path: Path) -> None:
+def test_a_predicate_that_only_ends_so_is_shown_as_a_fact(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("a\tseen_kge\tb\n")
     graph = load_graph(tmp_path)
     rules = parse_rules("seen_kge(X,Y) -> seen_kge(Y,X)", graph.vocab)
@@ -109,16 +113,16 @@ def test_a_name_that_only_ends_so_is_told_as_a_fact(tmp_path: Path) -> None:
     assert list(proof.tree(rules).lines(rules, graph.vocab)) == ["seen_kge(a, b)  [fact]"]
 
 
-def test_what_cannot_be_accepted_is_told() -> None:
+def test_what_cannot_be_accepted_is_refused() -> None:
     graph = graph_of([(0, 0, 1)], [])
     table, all_of_them = Table(np.full((P, N, N), 1 / N)), np.arange(P, dtype=np.int32)
 
-    with pytest.raises(ConfigError, match="no valid part to choose on"):
+    with pytest.raises(ConfigError, match="no valid part"):
         accept(graph, table, all_of_them)
     for least in (0.0, 1.5, -1.0):
-        with pytest.raises(ConfigError, match="from 0 to 1"):
+        with pytest.raises(ConfigError, match="above 0 and at most 1"):
             accept(graph, table, all_of_them, least)
-    with pytest.raises(BadProgram, match="concludes a predicate that ends in _kge"):
+    with pytest.raises(BadProgram, match="ends in _kge"):
         asks_kge(parse_rules("p0(X,Y) -> p1_kge(X,Y)", graph.vocab.with_kge()))
     with pytest.raises(BadProgram, match="give one with --kge"):
         parse_rules("p0_kge(X,Y) -> p1(X,Y)", graph.vocab)

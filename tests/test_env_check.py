@@ -152,14 +152,14 @@ def test_a_good_environment_passes_without_a_remark() -> None:
         (WrongShape, r"reset\(\)\['features'\] is float32 of shape \(4, 3\), not .*\(4, 4\)"),
         (WrongType, r"Step.reward is float64 of shape \(4,\), not float32"),
         (ForgottenArray, r"Step.obs has \['features'\], spec has \['features', 'mask'\]"),
-        (NotFinite, "Step.reward holds numbers that are not finite"),
+        (NotFinite, "Step.reward holds non-finite numbers"),
         (NothingAllowed, "allows no action in environment 2"),
         (NeverShowsTheNextEpisode, "must show its next episode in obs at once"),
         (FinalIsTheNextFirst, "last observation in final_obs"),
         (BothEnds, "terminated and was truncated in one step"),
         (LimitTerminates, "every episode of 12 steps terminated"),
         (TooLong, "an episode is longer than time_limit=12"),
-        (ForgetsItsEpisodes, "something that it depends on is not in the state"),
+        (ForgetsItsEpisodes, "something it depends on is not in the state"),
         (LiveState, "changes with later steps; it must hold copies"),
         (ResetsAll, r"reset\(where\) changes environments that were not chosen"),
         (CrashesOnBadActions, "with an action of -1 raised IndexError: no such action"),
@@ -189,6 +189,6 @@ def test_a_limit_that_seems_to_terminate_is_a_remark_where_the_limit_is_not_know
     assert "at exactly 12 steps" in remark
 
 
-def test_an_object_that_is_no_environment_is_told_what_it_lacks() -> None:
+def test_the_error_for_an_object_that_is_not_an_environment_names_what_it_lacks() -> None:
     with pytest.raises(Mismatch, match=r"lacks .*state_dict"):
         check_env(object())  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """What is read is what was written, the indexes hold it all, and mistakes have a line."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import BadProgram, ConfigError, MissingFile
+from batchwright.logic.audit import find_leaks, graph_leaks, inverse_pairs
 from batchwright.logic.facts import Facts
-from batchwright.logic.leaks import check_leaks, find_leaks, inverse_pairs, self_proved
 from batchwright.logic.loaders import load_graph, shipped_graph
 from batchwright.logic.prove.proofs import prove_all
 from batchwright.logic.rules import Rules, parse_atom, parse_rules
@@ -104,14 +105,14 @@ def test_tabs_and_prolog_facts_may_stand_in_one_file(tmp_path: Path) -> None:
     assert graph.vocab.atom(*graph.test[0][[1, 0, 2]].tolist()) == "in(rome, europe)"
 
 
-def test_bad_lines_are_told_with_file_line_and_reason(tmp_path: Path) -> None:
+def test_the_error_for_a_bad_line_names_file_line_and_reason(tmp_path: Path) -> None:
     for text, reason in (
-        ("a\tp\tb\na\tp\n", "line 2: 2 fields"),
-        ("a\tp\tb\na\t\tb\n", "line 2: 3 fields between tabs, some perhaps empty"),
+        ("a\tp\tb\na\tp\n", "line 2: expected 3 non-empty fields between tabs, got 2"),
+        ("a\tp\tb\na\t\tb\n", "line 2: expected 3 non-empty fields between tabs, got 3 in"),
         ("a\tp\tb\n\n# note\np(a,b,c).\n", "line 4: p has 3 arguments"),
         ("p(a).", "line 1: p has 1 arguments"),
-        ("just words", "line 1: 'just words' is no fact"),
-        ("% nothing\n", "holds no facts"),
+        ("just words", "line 1: 'just words' is not a fact"),
+        ("% nothing\n", "has no facts"),
     ):
         sentence = failure(load_graph, graph_folder(tmp_path, train=text))
         assert reason in sentence
@@ -127,7 +128,7 @@ def test_bad_lines_are_told_with_file_line_and_reason(tmp_path: Path) -> None:
         load_graph(tmp_path / "nowhere")
 
 
-def test_a_pykeen_data_set_is_read_as_the_object_it_is() -> None:
+def test_a_pykeen_dataset_is_read_directly() -> None:
     def part(*triples: tuple[int, int, int]) -> SimpleNamespace:
         return SimpleNamespace(
             mapped_triples=np.array(triples), entity_to_id={"z": 0, "a": 1}, relation_to_id={"r": 0}
@@ -180,7 +181,7 @@ def test_rules_are_read_in_both_forms(text: str, expected: str | None) -> None:
     assert np.array_equal(again.body, rules.body)
 
 
-def test_bad_rules_are_told_with_file_line_and_reason(tmp_path: Path) -> None:
+def test_the_error_for_a_bad_rule_names_file_line_and_reason(tmp_path: Path) -> None:
     path = tmp_path / "rules.txt"
     for line, reason in (
         ("in(X,Y) :- inn(X,Y).", "unknown predicate 'inn'; did you mean in?"),
@@ -189,19 +190,19 @@ def test_bad_rules_are_told_with_file_line_and_reason(tmp_path: Path) -> None:
         ("in(X,Y) :- in(X,itali).", "unknown entity 'itali'; did you mean italy?"),
         ("r:1:in(x,y) -> in(x,itali)", "unknown entity 'itali'"),
         ("in(X,Y) in(Y,X)", "expected ','"),
-        ("in(X,Y) :- in(X,Y", "is not closed"),
-        ("in(X,Y) :- in(X,'Y)", "a quote is not closed"),
+        ("in(X,Y) :- in(X,Y", "unclosed parenthesis"),
+        ("in(X,Y) :- in(X,'Y)", "unclosed quote"),
         ("in(X,Y), in(Y,X) :- in(X,X)", "2 heads"),
         ("in(x,y) -> ", "0 heads"),
-        ("in(X,) :- in(X,Y)", "an argument is missing"),
+        ("in(X,) :- in(X,Y)", "missing argument"),
         ("in", "expected an atom"),
-        ("in(X,Y) :- in(Y,X) -> in(X,X)", "cannot read on from '->'"),
+        ("in(X,Y) :- in(Y,X) -> in(X,X)", "unexpected '->'"),
     ):
         path.write_text(f"# rules\nin(X,Y) :- in(Y,X).\n{line}\n")
         sentence = failure(parse_rules, path, CITIES)
         assert sentence.startswith(f"{path}, line 3: ")
         assert reason in sentence
-    assert "line 2: the name 'x' was given on line 1" in failure(
+    assert "line 2: the name 'x' is already used on line 1" in failure(
         parse_rules, "x:1:in(a,b) -> in(b,a)\nx:1:in(a,b) -> in(b,a)", CITIES
     )
     with pytest.raises(MissingFile):
@@ -216,7 +217,7 @@ def test_queries_are_read_with_their_variables() -> None:
     )
     assert parse_atom("?- in('New York',a).", CITIES)[1] == {}
     assert "unknown entity 'x'" in failure(parse_atom, "in(rome, x)", CITIES)
-    assert "is no query" in failure(parse_atom, "in(rome, X), in(X, Y)", CITIES)
+    assert "is not a query" in failure(parse_atom, "in(rome, X), in(X, Y)", CITIES)
 
 
 def test_rules_with_the_same_head_are_found_by_it() -> None:
@@ -231,13 +232,12 @@ def test_rules_with_the_same_head_are_found_by_it() -> None:
 def test_a_planted_fact_of_the_test_part_is_caught() -> None:
     graph = load_graph(shipped_graph())
     parts = {"valid": graph.valid, "test": graph.test}
-    check_leaks(graph.facts, parts, graph.vocab)
+    assert find_leaks(graph.facts, parts) == []
 
     planted = Facts.of(np.concatenate([graph.train, graph.test[4:5]]), graph.vocab)
 
     (leak,) = find_leaks(planted, parts)
     assert (leak.part, leak.row, leak.inverse) == ("test", 4, False)
-    assert "number 5 of test" in failure(check_leaks, planted, parts, graph.vocab)
 
 
 def test_a_planted_inverse_is_caught() -> None:
@@ -248,9 +248,11 @@ def test_a_planted_inverse_is_caught() -> None:
     assert find_leaks(graph.facts, {"valid": graph.valid}, graph.inverse) == []
     (leak,) = find_leaks(planted, {"valid": graph.valid}, graph.inverse)
     assert (leak.row, leak.inverse) == (0, True)
+    (reported,) = graph_leaks(replace(graph, train=planted.triples))["leaks"]
+    assert (reported["part"], reported["row"]) == ("valid", 1)
 
 
-def test_proofs_by_the_query_itself_are_caught_and_hiding_prevents_them() -> None:
+def test_queries_are_proved_by_themselves_or_their_inverse_unless_both_are_hidden() -> None:
     graph = load_graph(shipped_graph()).with_inverses()
     rules = parse_rules(
         "\n".join(f"{p}(X,Y) :- {p}_inverse(Y,X)." for p in graph.vocab.predicates[:14]),
@@ -259,10 +261,9 @@ def test_proofs_by_the_query_itself_are_caught_and_hiding_prevents_them() -> Non
     queries = graph.train[:40]
 
     open_book = prove_all(queries, graph.facts, rules, 2, hide_self=False)
-    assert len(self_proved(queries, open_book, graph.inverse)) == len(queries)
+    assert open_book.lengths.tolist() == [1] * 40
     half = prove_all(queries, graph.facts, rules, 2)
-    assert len(self_proved(queries, half)) == 0
-    assert len(self_proved(queries, half, graph.inverse)) == len(queries)
+    assert half.lengths.tolist() == [2] * 40
     closed = prove_all(queries, graph.facts, rules, 2, inverse=graph.inverse)
     assert closed.share == 0.0
 

@@ -165,14 +165,14 @@ def test_a_query_is_not_proved_by_itself_nor_by_its_inverse() -> None:
     assert prove_all(query, facts, rules, inverse=inverse).lengths.tolist() == [0]
 
 
-def test_bad_questions_are_told() -> None:
+def test_bad_queries_are_refused() -> None:
     vocab = Vocab.of("ab", ["p"])
     facts, rules = Facts.of([(0, 0, 1)], vocab), Rules.of([], vocab)
-    with pytest.raises(BadProgram, match="two open arguments"):
+    with pytest.raises(BadProgram, match="both arguments of the query are open"):
         prove((-1, 0, -1), facts, rules)
-    with pytest.raises(BadProgram, match="ids of the vocabulary"):
+    with pytest.raises(BadProgram, match="ids outside the vocabulary"):
         prove((0, 3, 1), facts, rules)
-    with pytest.raises(ConfigError, match="one step"):
+    with pytest.raises(ConfigError, match="depth must be at least 1, got 0"):
         prove((0, 0, 1), facts, rules, depth=0)
     with pytest.raises(Mismatch, match="one vocabulary"):
         prove((0, 0, 1), facts, Rules.of([], Vocab.of("abc", ["p"])))
@@ -200,10 +200,10 @@ def test_the_command_prints_a_tree_with_rule_names(call: Any, tmp_path: Path) ->
     assert "grandparent(anna, cy)  [by gp]" in done.out
     assert "└─ parent(bo, cy)  [fact]" in done.out
 
-    told = call("prove grandparent(anna,X) --data . --format json", tmp_path).data
-    assert told["proofs"][0]["bindings"] == {"X": "cy"}
-    assert told["proofs"][0]["weight"] == 0.9
-    assert told["proofs"][0]["proof"]["rule"] == "gp"
+    found = call("prove grandparent(anna,X) --data . --format json", tmp_path).data
+    assert found["proofs"][0]["bindings"] == {"X": "cy"}
+    assert found["proofs"][0]["weight"] == 0.9
+    assert found["proofs"][0]["proof"]["rule"] == "gp"
     assert "no proof" in call("prove grandparent(bo,X) --data .", tmp_path).out
     hidden = call("prove grandparent(cy,cy) --data . --hide", tmp_path)
     assert "no proof" in hidden.out
@@ -221,7 +221,7 @@ def test_the_command_prints_a_tree_with_rule_names(call: Any, tmp_path: Path) ->
         ("prove uncle(adela,X) --rules none.txt", "no file at none.txt"),
     ],
 )
-def test_the_command_tells_what_is_wrong(call: Any, tmp_path: Path, line: str, reason: str) -> None:
+def test_the_command_says_what_is_wrong(call: Any, tmp_path: Path, line: str, reason: str) -> None:
     done = call(line, tmp_path)
     assert done.code == 1
     assert reason in done.err

@@ -214,15 +214,15 @@ def copied(step: Step) -> dict[str, Any]:
 
 def episodes(env: BatchedVecEnv, number: int) -> dict[int, list[Any]]:
     """What happens in the first episodes when actions depend on episode and step only."""
-    told: dict[int, list[Any]] = {}
+    lives: dict[int, list[Any]] = {}
     while (env.episode < number).any():
         numbers, actions = env.episode, env.random_actions()
         shown = [[env._obs[name][b].tolist() for name in OBS] for b in range(env.num_envs)]
         step = env.step(actions)
         for b in range(env.num_envs):
             end = [float(step.reward[b]), bool(step.terminated[b]), bool(step.truncated[b])]
-            told.setdefault(int(numbers[b]), []).append([shown[b], int(actions[b]), end])
-    return {n: told[n] for n in range(number)}
+            lives.setdefault(int(numbers[b]), []).append([shown[b], int(actions[b]), end])
+    return {n: lives[n] for n in range(number)}
 
 
 def test_it_is_an_env() -> None:
@@ -325,7 +325,7 @@ def test_corruptions_are_never_known_and_change_one_side_in_turn() -> None:
     assert sides == [0, 2] * 120
 
 
-def test_where_nothing_can_be_corrupted_the_truth_is_asked() -> None:
+def test_where_nothing_can_be_corrupted_the_query_stays_true() -> None:
     vocab = Vocab.of("ab", ["p"])
     full = Facts.of([(h, 0, t) for h in range(2) for t in range(2)], vocab)
     env = BatchedVecEnv(full, Rules.of([], vocab), [(0, 0, 1)], 1, negatives=1)
@@ -442,7 +442,7 @@ def test_the_teacher_is_followed_to_a_proof_and_gives_up_what_has_none() -> None
     assert lengths == expected
 
 
-def test_who_leaves_the_path_is_not_taught_until_the_next_episode() -> None:
+def test_an_episode_off_the_teachers_path_has_no_expert_action_until_the_next() -> None:
     # Two rules that say the same: the teacher knows one of them.
     rules = parse_rules("p(X,Y) :- q(X,Z), q(Z,Y).\np(X,Y) :- q(X,Z), q(Z,Y).", VOCAB)
     asked = [(0, 0, 2)]
@@ -492,23 +492,23 @@ def test_the_batch_size_can_follow_the_memory() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"depth": 0}, "depth is 0"),
-        ({"max_candidates": 2}, "max_candidates is 2"),
-        ({"negatives": -1}, "negatives is -1"),
-        ({"ask": "why"}, "ask is 'why'"),
-        ({"reward": 9}, "reward is 9"),
+        ({"depth": 0}, "depth must be at least 1, got 0"),
+        ({"max_candidates": 2}, "max_candidates must be at least 3, got 2"),
+        ({"negatives": -1}, "negatives must be at least 0, got -1"),
+        ({"ask": "why"}, "ask must be one of truth, head, tail, both, got 'why'"),
+        ({"reward": 9}, "reward must be 0 to 5 .* got 9"),
         ({"reward": "nice"}, "0 to 5 or one of proved"),
         ({"negatives": 1, "once": True}, "leave negatives at 0"),
-        ({"batch_size": 0}, "at least one environment"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
     ],
 )
-def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         small(**settings)
 
 
-def test_queries_that_make_no_sense_are_told() -> None:
-    with pytest.raises(BadProgram, match="no query"):
+def test_queries_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(BadProgram, match="no queries"):
         BatchedVecEnv(FACTS, RULES, [], 1)
     with pytest.raises(BadProgram, match=r"query 1 is \[0, 2, 0\]"):
         BatchedVecEnv(FACTS, RULES, [(0, 0, 0), (0, 2, 0)], 1)
@@ -516,6 +516,10 @@ def test_queries_that_make_no_sense_are_told() -> None:
         BatchedVecEnv(FACTS, Rules.of([], Vocab.of("ab", ["p"])), QUERIES, 1)
     with pytest.raises(Mismatch, match="labels"):
         small(labels=[True])
+    with pytest.raises(Mismatch, match="known and facts"):
+        small(known=Facts.of([], Vocab.of("abcdef", ["p"])))
+    with pytest.raises(Mismatch, match=r"inverse has shape \[3\]"):
+        small(inverse=np.full(3, -1, np.int32))
 
 
 def provable_by_env(env: BatchedVecEnv) -> set[int]:

@@ -53,10 +53,10 @@ def test_a_data_set_of_paths_is_the_graph_of_the_same_files(tmp_path: Path) -> N
     graph = load_graph(folder)
 
     assert same(load_graph(get_dataset(**paths(folder))), graph)
-    # PyKEEN makes its inverse triples while it trains; the facts are those of the file.
+    # PyKEEN creates its inverse triples in training; the facts are those of the file.
     given = {f"{key}_path": value for key, value in paths(folder).items()}
-    turned = PathDataset(**given, create_inverse_triples=True)
-    assert same(load_graph(turned), graph)
+    inverted = PathDataset(**given, create_inverse_triples=True)
+    assert same(load_graph(inverted), graph)
 
 
 def test_factories_with_numbers_of_their_own_are_joined_by_name(tmp_path: Path) -> None:
@@ -113,9 +113,9 @@ def test_what_has_no_names_or_no_facts_is_refused() -> None:
     core = CoreTriplesFactory(Nations().training.mapped_triples, num_entities=14, num_relations=55)
     refused: tuple[Any, ...] = (core, EagerDataset(core, core), {"train": []}, None)
     for source in refused:
-        with pytest.raises(BadProgram, match="is no graph with names"):
+        with pytest.raises(BadProgram, match="is not a graph with names"):
             load_graph(source)
     training = Nations().training
     empty = training.clone_and_exchange_triples(training.mapped_triples[:0])
-    with pytest.raises(BadProgram, match="holds no facts"):
+    with pytest.raises(BadProgram, match="has no facts"):
         load_graph(empty)

@@ -31,20 +31,20 @@ def facts_of(triples: Ints, entities: int, predicates: int) -> Facts:
 
 
 def oracle(table: Floats, triples: Ints, known: set[tuple[int, int, int]]) -> list[list[float]]:
-    """Above and beside the answer for each question, candidate by candidate."""
+    """Higher than and equal to the answer for each query, candidate by candidate."""
     found = []
     for side in (0, 1):
         for h, p, t in triples.tolist():
             given, answer = (h, t) if side == 0 else (t, h)
             score = [-np.inf if np.isnan(s) else s for s in table[side, p, given]]
-            above = beside = 0
+            higher = equal = 0
             for e in range(table.shape[-1]):
                 triple = (given, p, e) if side == 0 else (e, p, given)
                 if e == answer or triple in known:
                     continue
-                above += score[e] > score[answer]
-                beside += score[e] == score[answer]
-            found.append([above, beside])
+                higher += score[e] > score[answer]
+                equal += score[e] == score[answer]
+            found.append([higher, equal])
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_scorer_that_knows_nothing_ranks_in_the_middle() -> None:
     assert metrics.tied
 
 
-def test_blocks_of_any_size_ask_the_same_questions() -> None:
+def test_blocks_of_any_size_hold_the_same_queries() -> None:
     rng = np.random.default_rng(0)
     triples = rng.integers(0, 9, (23, 3)).astype(np.int32) % np.array([9, 2, 9], np.int32)
     known = facts_of(triples, 9, 2)
@@ -116,7 +116,7 @@ def test_blocks_of_any_size_ask_the_same_questions() -> None:
     assert np.array_equal(counts, np.stack(expected))
 
 
-def test_drawn_candidates_are_wrong_distinct_and_as_many_as_asked() -> None:
+def test_sampled_candidates_are_wrong_distinct_and_as_many_as_requested() -> None:
     triples = np.array([[0, 0, 1], [0, 0, 2], [0, 0, 3]], np.int32)
     known = facts_of(triples, 50, 1)
     # True answers tie with each other; every wrong candidate is above.
@@ -132,7 +132,7 @@ def test_drawn_candidates_are_wrong_distinct_and_as_many_as_asked() -> None:
     assert everything.sampled_greater.tolist() == everything.greater.tolist() == [47] * 3
 
 
-def test_drawn_ranks_are_easier_by_the_share_that_is_drawn() -> None:
+def test_sampled_ranks_are_easier_by_the_share_that_is_sampled() -> None:
     n = 1001
     triples = np.array([[e, 0, 0] for e in range(1, n)], np.int32)
     # The true tail stands in the middle of all candidates.
@@ -145,14 +145,14 @@ def test_drawn_ranks_are_easier_by_the_share_that_is_drawn() -> None:
     assert found.sampled_greater.mean() == pytest.approx(50, abs=1)
 
 
-def test_a_scorer_with_too_few_scores_is_told_so() -> None:
+def test_a_scorer_with_too_few_scores_is_refused() -> None:
     known = facts_of(np.array([[0, 0, 1]], np.int32), 3, 1)
 
-    with pytest.raises(ConfigError, match="every entity needs one"):
+    with pytest.raises(ConfigError, match="every entity needs a score"):
         rank(Table(np.zeros((2, 1, 3, 2), np.float32)), np.array([[0, 0, 1]], np.int32), known)
 
 
-def test_a_summary_has_both_sides_the_drawn_and_each_relation() -> None:
+def test_a_summary_has_both_sides_the_sample_and_each_relation() -> None:
     triples = np.array([[0, 0, 1], [1, 1, 2]], np.int32)
     table = Table(np.random.default_rng(1).random((2, 2, 3, 3)).astype(np.float32))
     ranks = rank(table, triples, facts_of(triples, 3, 2), sampled=1)
@@ -165,10 +165,10 @@ def test_a_summary_has_both_sides_the_drawn_and_each_relation() -> None:
     assert found["by_relation"]["q"]["queries"] == 2
 
 
-def test_no_questions_have_no_mean() -> None:
+def test_no_queries_have_no_mean() -> None:
     empty = np.empty(0, np.int64)
 
-    with pytest.raises(ConfigError, match="no questions"):
+    with pytest.raises(ConfigError, match="no queries"):
         Ranks(empty.astype(np.int32), empty.astype(np.bool_), empty, empty).metrics()
 
 
@@ -184,7 +184,7 @@ def test_average_precision_is_that_of_the_sorted_list() -> None:
     assert found == pytest.approx((1 / 1 + 2 / 3) / 2)
 
 
-def test_average_precision_takes_ties_together_and_chances_apart() -> None:
+def test_average_precision_takes_ties_together_and_softmax_heads_apart() -> None:
     table = np.zeros((2, 1, 4, 4), np.float32)
     triples = np.array([[0, 0, 2], [1, 0, 2]], np.int32)
     wanted = np.array([2, 3], np.int32)
@@ -195,7 +195,7 @@ def test_average_precision_takes_ties_together_and_chances_apart() -> None:
     table[0, 0, 0, [2, 3]] = [9.0, 5.0]
     table[0, 0, 1, [2, 3]] = [4.0, 0.0]
     assert average_precision(Table(table), triples, wanted) == pytest.approx((1 + 2 / 3) / 2)
-    assert average_precision(Table(table), triples, wanted, as_chances=True) == 1.0
+    assert average_precision(Table(table), triples, wanted, softmax=True) == 1.0
 
 
 def test_average_precision_of_wrong_candidates_is_refused() -> None:

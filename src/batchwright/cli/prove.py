@@ -1,4 +1,4 @@
-"""`batchwright prove`: answers to a question about a graph, with their proofs."""
+"""`batchwright prove`: answer a query over a knowledge graph, with proofs."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,21 +23,21 @@ def prove(
     ] = "family",
     rules: Annotated[
         Path | None,
-        Parameter(name=["--rules", "-r"], help="Rules; rules.txt of the folder if not."),
+        Parameter(name=["--rules", "-r"], help="Rule file; default: rules.txt of the folder."),
     ] = None,
     mine: Annotated[bool, Parameter(negative="", help="Mine the rules from the facts.")] = False,
     kge: Annotated[
         Path | None,
-        Parameter(help="A run of `batchwright train kge`, which answers p_kge(X,Y) in rules."),
+        Parameter(help="Run of `batchwright train kge`, which answers p_kge(X,Y) in rules."),
     ] = None,
     accept: Annotated[
         float | None,
-        Parameter(help="Least chance at which it does; default: chosen on valid.txt."),
+        Parameter(help="Minimum probability of its answers; default: chosen on valid.txt."),
     ] = None,
-    depth: Annotated[int, Parameter(help="Steps a proof may have.")] = 5,
-    most: Annotated[int, Parameter(help="Answers to show.")] = 10,
+    depth: Annotated[int, Parameter(help="Maximum proof depth in steps.")] = 5,
+    most: Annotated[int, Parameter(help="Maximum number of answers to show.")] = 10,
     hide: Annotated[
-        bool, Parameter(negative="", help="Do not use the fact that is asked about.")
+        bool, Parameter(negative="", help="Hide the queried fact itself from its proof.")
     ] = False,
     format: Format = "text",
 ) -> None:
@@ -53,9 +53,9 @@ def prove(
     if mine and rules is not None:
         raise ConfigError("--mine and --rules exclude each other; give one of them")
     if kge is not None and mine:
-        raise ConfigError("mined rules do not ask for p_kge; give --kge with rules that do")
+        raise ConfigError("mined rules do not use p_kge; give --kge with --rules that do")
     if accept is not None and kge is None:
-        raise ConfigError("--accept says what an embedding answers; give one with --kge")
+        raise ConfigError("--accept needs an embedding; give one with --kge")
     if mine:
         from batchwright.logic.mine.mining import mine as mined
 
@@ -75,7 +75,7 @@ def prove(
     (predicate, first, second), names = parse_atom(query, vocab)
     asked = tuple(-1 if term >= vocab.num_entities else term for term in (first, second))
     if asked == (-1, -1):
-        raise BadProgram(f"{query!r} leaves both arguments open; name one entity at least")
+        raise BadProgram(f"{query!r} leaves both arguments open; name at least one entity")
     triple = (asked[0], predicate, asked[1])
     found = search(triple, graph.facts, horn, depth, hide=[triple] if hide else ())
     answers: list[dict[str, Any]] = []
@@ -107,21 +107,21 @@ def prove(
 
 def _text(query: str, answers: list[dict[str, Any]], complete: bool, depth: int, most: int) -> str:
     if not answers:
-        end = "" if complete else "; the search was cut short, there may be one"
+        end = "" if complete else "; the search was cut off, there may be one"
         return f"no proof of {query} in {depth} steps{end}"
     parts = [
         f"{one['text']}\n{one['steps']} step{'s' * (one['steps'] > 1)}, weight {one['weight']:.3g}"
         for one in answers[:most]
     ]
     if len(answers) > most:
-        parts.append(f"and {len(answers) - most:,} more answers; --most shows more of them")
+        parts.append(f"and {len(answers) - most:,} more answers; show them with a larger --most")
     if not complete:
-        parts.append("the search was cut short: there may be more answers")
+        parts.append("the search was cut off: there may be more answers")
     return "\n\n".join(parts)
 
 
 def _plain(node: "Node", rules: "Rules", vocab: "Vocab") -> dict[str, Any]:
-    """A tree of goals for programs."""
+    """The proof tree as JSON."""
     by = None if node.rule is None else rules.names[node.rule]
     children = [_plain(child, rules, vocab) for child in node.children]
     return {"atom": vocab.atom(*node.atom), "rule": by, "children": children}

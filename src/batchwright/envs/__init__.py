@@ -1,8 +1,8 @@
 """Batched environments: thousands of episodes in one process.
 
-`api.py` is the protocol they all keep, `check.py` finds out whether they do, `cartpole.py` is the
-one to copy; `prover.py` proves queries on a knowledge graph. `torchrl.py` and `gymnasium.py` show
-any of them to other frameworks.
+`api.py` is the protocol they all implement, `check.py` checks that they do, `cartpole.py` is the
+one to copy; `prover/` proves queries on a knowledge graph. `torchrl.py` and `gymnasium.py` wrap any
+of them for other frameworks.
 """
 
 from batchwright.envs.api import ArraySpec, Env, Obs, Step

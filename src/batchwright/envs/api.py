@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ArraySpec", "Env", "Obs", "Step"]
+__all__ = ["ArraySpec", "Env", "Obs", "Step", "Symbolic"]
 
 Obs = dict[str, NDArray[Any]]
 """Arrays whose first axis is the environment; `mask` [B, K] is always among them."""
@@ -32,19 +32,19 @@ class ArraySpec:
 class Step:
     """What one step of all environments gave.
 
-    The arrays may be buffers that the next step writes over: copy what you keep.
+    The arrays may be buffers that the next step overwrites: copy what you keep.
     """
 
     obs: Obs
     reward: NDArray[np.float32]
     terminated: NDArray[np.bool_]
-    """The episode came to its end: there is no value behind it."""
+    """The episode is over: there is no value to bootstrap from."""
     truncated: NDArray[np.bool_]
-    """The episode was stopped from outside, say by a depth limit: its value goes on."""
+    """The episode was cut off, say by a time limit: bootstrap from the value of `final_obs`."""
     valid: NDArray[np.bool_]
-    """False where the step must not be learned from, say because a server failed."""
+    """False where the step must not enter the loss, say because a server failed."""
     final_obs: Obs
-    """True in the rows that terminated or were truncated; anything may stand in the others."""
+    """The last observation, in rows that terminated or were truncated; other rows are undefined."""
     info: Mapping[str, NDArray[Any]]
 
     @property
@@ -74,7 +74,7 @@ class Env(Protocol):
         ...
 
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
-        """Act in all environments. An action outside the mask never crashes; it is counted."""
+        """Act in all environments. An action outside the mask is counted and does not raise."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -82,5 +82,25 @@ class Env(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as if nothing had happened since `state_dict`."""
+        """Resume from `state_dict`, to the same bits."""
         ...
+
+
+@runtime_checkable
+class Symbolic(Protocol):
+    """What an environment adds whose observations are ids of predicates, terms and rules.
+
+    Its `spec` has `goals`, `query` and `candidates` as those of `batchwright.envs.prover`; the
+    numbers are the rows of the tables that embed them.
+    """
+
+    @property
+    def num_predicates(self) -> int: ...
+
+    @property
+    def num_terms(self) -> int:
+        """Entities and variables."""
+        ...
+
+    @property
+    def num_rules(self) -> int: ...

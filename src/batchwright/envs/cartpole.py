@@ -2,10 +2,10 @@
 
 The dynamics, the bounds and the limit of 500 steps are those of Gymnasium's CartPole-v1. Copy
 from it the five things that every environment here does: random numbers that depend on (seed,
-environment, episode) and on nothing else, so that environment 3 lives the same life whatever
-`num_envs` is; an end that resets within the step and leaves its last observation in `final_obs`;
-`truncated` for the limit and `terminated` for the fall, never both; actions outside the mask
-that count and do not crash; and a `state_dict` that is all the next step depends on. Then run
+environment, episode) and on nothing else, so that environment 3 has the same episodes whatever
+`num_envs` is; a same-step reset that leaves the last observation in `final_obs`; `truncated` for
+the time limit and `terminated` for the fall, never both; actions outside the mask that are counted
+and do not raise; and a `state_dict` that is all the next step depends on. Then run
 `batchwright.envs.check_env` on yours.
 """
 
@@ -39,7 +39,7 @@ class CartPole:
     def __init__(self, num_envs: int, *, seed: int = 0, max_steps: int = LIMIT) -> None:
         if num_envs < 1 or max_steps < 1:
             raise ConfigError(
-                f"num_envs is {num_envs} and max_steps {max_steps}; both must be at least 1"
+                f"num_envs and max_steps must be at least 1, got {num_envs} and {max_steps}"
             )
         self._key = np.uint64(rng.key(seed, "cartpole"))
         self._max_steps = max_steps

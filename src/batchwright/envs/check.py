@@ -1,4 +1,4 @@
-"""Find what is wrong with a batched environment before a learner has to."""
+"""Check that a batched environment implements the protocol."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -24,16 +24,16 @@ def check_env(
     time_limit: int | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """Act at random for `steps` steps; raise `Mismatch` with all that breaks the protocol.
+    """Act at random for `steps` steps; raise `Mismatch` with all that violates the protocol.
 
-    Looked at: shapes, types and ranges of every array; masks that allow nothing; the reset
-    within the step and its final observation; terminated beside truncated; partial resets;
-    whether `state_dict` brings everything back and stays still meanwhile; actions outside the
-    mask. With `make(num_envs)`, which must give a new environment of the same seed, also whether
-    the episodes depend on how many environments there are. With `time_limit`, also that an
-    episode stopped by it is truncated and that none is longer.
+    Checked are shapes, types and ranges of every array; masks that allow nothing; the same-step
+    reset and its final observation; that no step is both terminated and truncated; partial resets;
+    whether `state_dict` restores everything and holds copies; actions outside the mask. With
+    `make(num_envs)`, which must return a new environment of the same seed, also whether episodes
+    depend on the number of environments. With `time_limit`, also that an episode stopped by it is
+    truncated and that none is longer.
 
-    Returns remarks on what is allowed but often a mistake. The environment is left in the
+    Returns warnings about what is allowed but often a mistake. The environment is left in the
     middle of episodes: make a new one for training.
 
     >>> from batchwright.envs import CartPole
@@ -43,10 +43,10 @@ def check_env(
     found = _Findings()
     missing = [name for name in _PARTS if not hasattr(env, name)]
     if missing:
-        raise Mismatch(f"{type(env).__name__} is no Env: it lacks {', '.join(missing)}")
+        raise Mismatch(f"{type(env).__name__} is not an Env: it lacks {', '.join(missing)}")
     looks = _Looks(env, found)
     looks.spec()
-    # Someone else's code may raise anything; what it raised is the finding.
+    # The environment's code may raise anything; what it raised is the finding.
     try:
         if not found.problems:
             _run(env, looks, found, steps, time_limit, seed)
@@ -60,7 +60,7 @@ def check_env(
         found.add(f"{found.doing} raised {type(error).__name__}: {error}")
     if found.problems:
         listed = "; ".join(f"({n}) {what}" for n, what in enumerate(found.problems, start=1))
-        raise Mismatch(f"{type(env).__name__} breaks the protocol of environments: {listed}")
+        raise Mismatch(f"{type(env).__name__} violates the protocol of environments: {listed}")
     return found.remarks
 
 
@@ -68,7 +68,7 @@ _PARTS = ("num_envs", "num_actions", "spec", "reset", "step", "state_dict", "loa
 
 
 class _Findings:
-    """Problems, each told once, and what is being tried right now."""
+    """Problems, each reported once, and what is being checked right now."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -92,13 +92,13 @@ class _Looks:
         add = self.found.add
         for name, value in (("num_envs", self.B), ("num_actions", self.K)):
             if not isinstance(value, int) or value < 1:
-                add(f"{name} is {value!r}, not a whole number above 0")
+                add(f"{name} must be an integer of at least 1, got {value!r}")
         mask = self.arrays.get("mask")
         if mask is None or mask.shape != (self.K,) or mask.dtype != np.bool_:
             add(f"spec['mask'] is {mask}, not booleans of shape ({self.K},)")
 
     def obs(self, obs: Any, where: str, rows: NDArray[np.bool_] | None = None) -> None:
-        """An observation; with `rows`, a final one that is true only there."""
+        """An observation; with `rows`, a final one that is defined only there."""
         add = self.found.add
         if not isinstance(obs, Mapping) or obs.keys() != self.arrays.keys():
             names = sorted(obs) if isinstance(obs, Mapping) else type(obs).__name__
@@ -143,14 +143,14 @@ class _Looks:
         both = np.flatnonzero(step.terminated & step.truncated)
         if len(both):
             self.found.add(
-                f"environment {both[0]} terminated and was truncated in one step; an end is one or "
-                f"the other"
+                f"environment {both[0]} terminated and was truncated in one step; it must be one "
+                f"of them"
             )
         return len(self.found.problems) == before
 
     def _range(self, values: NDArray[Any], spec: ArraySpec, where: str) -> None:
         if values.dtype.kind == "f" and not np.isfinite(values).all():
-            self.found.add(f"{where} holds numbers that are not finite")
+            self.found.add(f"{where} holds non-finite numbers")
         if values.dtype.kind in "iu" and spec.high is not None and values.size:
             low, high = int(values.min()), int(values.max())
             if low < -1 or high >= spec.high:
@@ -199,13 +199,13 @@ def _run(
         _suspect_limit(ended, found)
     elif (limited := [over for n, over in ended if n == time_limit]) and all(limited):
         # One or two may have come to their end in the very last step.
-        told = found.add if len(limited) > 2 else found.remarks.append
-        told(
+        report = found.add if len(limited) > 2 else found.remarks.append
+        report(
             f"every episode of {time_limit} steps terminated; one stopped by the limit must be "
-            f"truncated, its value goes on"
+            f"truncated, so that its value is bootstrapped"
         )
     if not ended:
-        found.remarks.append(f"no episode ended within {steps} steps, so ends were not looked at")
+        found.remarks.append(f"no episode ended within {steps} steps, so ends were not checked")
 
 
 def _suspect_limit(ended: list[tuple[int, bool]], found: _Findings) -> None:
@@ -215,12 +215,12 @@ def _suspect_limit(ended: list[tuple[int, bool]], found: _Findings) -> None:
     if varied and len(at_longest) >= 5 and len(at_longest) * 5 >= len(ended) and all(at_longest):
         found.remarks.append(
             f"{len(at_longest)} of {len(ended)} episodes terminated at exactly {longest} steps, "
-            f"the longest; if that is a limit, it must truncate"
+            f"the longest; if that is a time limit, it must truncate"
         )
 
 
 def _restores(env: Env, found: _Findings, seed: int) -> None:
-    """A state brought back leads to the same steps, and does not change while others are made."""
+    """A restored state leads to the same steps, and a saved one does not change meanwhile."""
     obs = _copied(env.reset())
     for number in range(5):
         obs = _copied(env.step(_random_actions(obs["mask"], seed, 1000 + number)).obs)
@@ -230,7 +230,7 @@ def _restores(env: Env, found: _Findings, seed: int) -> None:
     found.doing = "step() after state_dict()"
     once = _follow(env, obs, seed, 30)
     if not _equal(state, kept):
-        found.add("what state_dict() gave changes with later steps; it must hold copies")
+        found.add("the result of state_dict() changes with later steps; it must hold copies")
     found.doing = "load_state_dict()"
     env.load_state_dict(kept)
     found.doing = "step() after load_state_dict()"
@@ -239,12 +239,12 @@ def _restores(env: Env, found: _Findings, seed: int) -> None:
     if differs is not None:
         found.add(
             f"step {differs + 1} after load_state_dict differs from the one after state_dict: "
-            f"something that it depends on is not in the state"
+            f"something it depends on is not in the state"
         )
 
 
 def _resets_partly(env: Env, looks: _Looks, found: _Findings, seed: int) -> None:
-    """reset(where) begins episodes there and leaves the other environments as they are."""
+    """reset(where) begins episodes there and leaves the other environments unchanged."""
     obs = _copied(env.reset())
     obs = _copied(env.step(_random_actions(obs["mask"], seed, 2000)).obs)
     where = np.arange(looks.B) % 2 == 0
@@ -261,14 +261,14 @@ def _resets_partly(env: Env, looks: _Looks, found: _Findings, seed: int) -> None
     actions = _random_actions(obs["mask"], seed, 2001)
     fresh = _random_actions(after["mask"], seed, 2001)
     step = env.step(np.where(where, fresh, actions))
-    # Who ends may rightly go on with another episode: those begun by the reset are taken.
-    going_on = np.flatnonzero(~where & ~step.done).tolist()
+    # Environments that end may get other episodes: the reset has begun some of the stream.
+    unfinished = np.flatnonzero(~where & ~step.done).tolist()
     ended, one = step.done[~where], _copied(step.obs)
     env.load_state_dict(state)
     step = env.step(actions)
     other = _copied(step.obs)
     same_ends = np.array_equal(ended, step.done[~where])
-    if not same_ends or not all(_same_row(one, other, b) for b in going_on):
+    if not same_ends or not all(_same_row(one, other, b) for b in unfinished):
         found.add("reset(where) changes the next step of environments that were not chosen")
 
 

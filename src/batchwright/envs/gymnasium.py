@@ -1,4 +1,4 @@
-"""Any batched environment as a Gymnasium `VectorEnv` that resets within the step."""
+"""Any batched environment as a Gymnasium `VectorEnv` with same-step autoreset."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from batchwright.errors import ConfigError, Mismatch, need
 
 need("gymnasium", extra="rl")
 
-from gymnasium import spaces  # noqa: E402 - only now is it known to be there
+from gymnasium import spaces  # noqa: E402 - only now is it known to be installed
 from gymnasium.vector import AutoresetMode, VectorEnv  # noqa: E402
 from gymnasium.vector.utils import batch_space  # noqa: E402
 
@@ -23,9 +23,9 @@ class GymnasiumVectorEnv(VectorEnv):  # type: ignore[misc, unused-ignore]
 
     Observations are a `Dict` space with the environment's names, `mask` among them. Where an
     episode ended, `infos["final_obs"]` holds its last observation and `infos["_final_obs"]` is
-    true; `infos["valid"]` is false after a step that must not be learned from. A `reset` with
+    true; `infos["valid"]` is false after a step that must not enter the loss. A `reset` with
     `options={"reset_mask": ...}` resets those environments only, as Gymnasium's own do. It takes
-    a seed only if `remake(seed)` gives the environment of another one.
+    a seed only with `remake(seed)`, which returns an environment of that seed.
     """
 
     def __init__(self, env: Env, *, remake: Callable[[int], Env] | None = None) -> None:
@@ -52,9 +52,9 @@ class GymnasiumVectorEnv(VectorEnv):  # type: ignore[misc, unused-ignore]
         if seed is not None:
             if self._remake is None:
                 raise ConfigError(
-                    "the environment was given its seed when it was made; to reset with another, "
-                    "wrap it as GymnasiumVectorEnv(env, remake=...) with a function from a seed "
-                    "to an environment"
+                    "the environment got its seed when it was made; to reset with another, wrap "
+                    "it as GymnasiumVectorEnv(env, remake=...) with a function from a seed to an "
+                    "environment"
                 )
             self.env = self._remake(seed)
             where = None
@@ -93,5 +93,5 @@ def _space(spec: ArraySpec) -> spaces.Space[Any]:
 
 
 def _copied(obs: Obs) -> Obs:
-    # Gymnasium's users keep what they are given; the environment may write over its own.
+    # Gymnasium's users keep what they are given; the environment may overwrite its buffers.
     return {name: np.array(array) for name, array in obs.items()}

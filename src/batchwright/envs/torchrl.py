@@ -1,8 +1,8 @@
 """Any batched environment as a TorchRL `EnvBase`, and a rollout straight into one TensorDict.
 
-TorchRL wants to see an ended episode's last observation and to ask for the reset itself; the
-environments here have already begun the next episode by then. The wrapper shows the first and
-keeps the second until it is asked for, so nothing is lost and nothing is reset twice.
+TorchRL expects an ended episode's last observation and then calls reset itself; the environments
+here have already begun the next episode by then. The wrapper returns the first and keeps the
+second until reset is called, so nothing is lost and nothing is reset twice.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ if multiprocessing.get_start_method(allow_none=True) != _start_method:
     # TorchRL decides for the whole process that children are spawned; an import must not.
     multiprocessing.set_start_method(_start_method, force=True)
 
-from tensordict import TensorDict, TensorDictBase  # noqa: E402 - only now known to be there
+from tensordict import TensorDict, TensorDictBase  # noqa: E402 - only now known to be installed
 from torchrl.data import (  # noqa: E402
     Binary,
     Bounded,
@@ -41,8 +41,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Observations keep their names; `mask` is what `ActionMask(mask_key="mask")` and
     `MaskedCategorical` take, and random actions keep to it. `valid` [B, 1] is false after a step
-    that must not be learned from. TorchRL can set a seed only if `remake(seed)` gives the
-    environment of another one.
+    that must not enter the loss. TorchRL can set a seed only with `remake(seed)`, which returns an
+    environment of that seed.
     """
 
     batch_locked = True
@@ -53,7 +53,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._remake = remake
         self._now: Obs | None = None
         self._fresh = np.zeros(env.num_envs, np.bool_)
-        """Which environments stand at the beginning of an episode that was not asked for yet."""
+        """Which environments have begun an episode for which reset was not called yet."""
         B = env.num_envs
         shown = {name: _spec(spec, B) for name, spec in env.spec.items()}
         flag = Categorical(2, shape=(B, 1), dtype=torch.bool)
@@ -106,7 +106,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             return
         if self._remake is None:
             raise ConfigError(
-                "the environment was given its seed when it was made; to set another, wrap it as "
+                "the environment got its seed when it was made; to set another, wrap it as "
                 "TorchRLEnv(env, remake=...) with a function from a seed to an environment"
             )
         self.env = self._remake(seed)
@@ -114,7 +114,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._fresh[:] = False
 
     def rand_action(self, tensordict: TensorDictBase | None = None) -> TensorDictBase:
-        """A random action that the mask allows; of any, where there is no mask yet."""
+        """A random action that the mask allows; any action where there is no mask yet."""
         if tensordict is None or (mask := tensordict.get("mask", None)) is None:
             return super().rand_action(tensordict)
         return tensordict.set("action", _random(mask))
@@ -145,7 +145,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         out: TensorDictBase,
         policy: Callable[[dict[str, torch.Tensor]], torch.Tensor] | None = None,
     ) -> TensorDictBase:
-        """Fill what `allocate` gave, going on where the environments are.
+        """Fill a rollout of `allocate`, continuing from the current state of the environments.
 
         The same data as `rollout(T, policy, break_when_any_done=False, auto_reset=...)`, without
         a TensorDict for every step: `policy` sees a plain dict of tensors [B, ...] and returns
@@ -153,8 +153,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         """
         if out.batch_size[0] != self.env.num_envs:
             raise Mismatch(
-                f"out is of {out.batch_size[0]} environments, not of {self.env.num_envs}; "
-                f"take what allocate() gives"
+                f"out is for {out.batch_size[0]} environments, not for {self.env.num_envs}; "
+                f"use what allocate() returns"
             )
         if self._now is None:
             self._now = _copied(self.env.reset())
@@ -166,7 +166,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             root[flag].zero_()
         root["valid"].fill_(True)
         now = self._now
-        self._now = None  # a step that fails leaves nothing to go on from
+        self._now = None  # if a step fails, the next rollout must reset
         writable = {name: (root[name].numpy(), after[name].numpy()) for name in names}
         ends = {name: after[name].numpy()[..., 0] for name in after if name not in writable}
         for t in range(len(actions)):
@@ -230,5 +230,5 @@ def _tensors(obs: Obs) -> dict[str, torch.Tensor]:
 
 
 def _column(array: NDArray[Any]) -> torch.Tensor:
-    # A copy: the environment may write its next step into the same memory.
+    # A copy: the next step may overwrite this memory.
     return torch.from_numpy(np.array(array)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Facts, rules and proofs over knowledge graphs, and the embeddings beside them."""
+"""Facts, rules, proofs and embeddings of knowledge graphs."""
 
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph, load_graph

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import BadProgram, ConfigError
-from batchwright.logic import lookup as kernels
+from batchwright.jit import kernel
 from batchwright.logic.vocab import Vocab
 
-__all__ = ["Facts", "as_triples"]
+__all__ = ["Facts", "as_triples", "is_fact", "lower_bound"]
 
 Ints = NDArray[np.int32]
 
@@ -27,8 +27,8 @@ class Facts:
     With `N` entities, the objects of p(s, ?) stand in `ps_obj[ps_ptr[i] : ps_ptr[i + 1]]` with
     `i = p * N + s`, and the subjects of p(?, o) in `po_sub[po_ptr[i] : po_ptr[i + 1]]` with
     `i = p * N + o`, both ascending. The facts of a whole predicate are a slice too: `ps_sub` and
-    `ps_obj` from `ps_ptr[p * N]` to `ps_ptr[(p + 1) * N]`. Self-loops p(x, x) stand apart once
-    more, in `loop_sub[loop_ptr[p] : loop_ptr[p + 1]]`.
+    `ps_obj` from `ps_ptr[p * N]` to `ps_ptr[(p + 1) * N]`. Self-loops p(x, x) are listed
+    once more, in `loop_sub[loop_ptr[p] : loop_ptr[p + 1]]`.
 
     >>> vocab = Vocab.of(["a", "b", "c"], ["p"])
     >>> facts = Facts.of([(0, 0, 1), (0, 0, 2), (2, 0, 1)], vocab)
@@ -74,12 +74,12 @@ class Facts:
         return cls(
             n,
             preds,
-            kernels.pointers(row, preds * n),
+            _pointers(row, preds * n),
             sub.astype(np.int32),
             obj.astype(np.int32),
-            kernels.pointers((pred * n + obj)[order], preds * n),
+            _pointers((pred * n + obj)[order], preds * n),
             sub[order].astype(np.int32),
-            kernels.pointers(pred[loops], preds),
+            _pointers(pred[loops], preds),
             sub[loops].astype(np.int32),
         )
 
@@ -97,7 +97,7 @@ class Facts:
         """Whether p(h, t) is a fact, for arrays that fit each other's shapes."""
         heads, preds, tails = np.broadcast_arrays(h, p, t)
         flat = np.stack([heads.ravel(), preds.ravel(), tails.ravel()], axis=1).astype(np.int32)
-        hits = kernels.contains(self.ps_ptr, self.ps_obj, self.num_entities, flat)
+        hits = _contains(self.ps_ptr, self.ps_obj, self.num_entities, flat)
         return hits.reshape(heads.shape)
 
     def tails(self, h: int, p: int) -> Ints:
@@ -126,3 +126,46 @@ def as_triples(triples: ArrayLike) -> Ints:
             f"not {list(array.shape)} of {array.dtype}"
         )
     return np.ascontiguousarray(array, np.int32)
+
+
+@kernel
+def lower_bound(values: Ints, low: int, high: int, wanted: int) -> int:
+    """The first place in the ascending `values[low:high]` that is not below `wanted`."""
+    while low < high:
+        middle = (low + high) >> 1
+        if values[middle] < wanted:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def is_fact(ps_ptr: Ints, ps_obj: Ints, n: int, h: int, p: int, t: int) -> bool:
+    """Whether p(h, t) is a fact; `n` is the number of entities."""
+    row = np.int64(p) * n + h
+    end = ps_ptr[row + 1]
+    place = lower_bound(ps_obj, ps_ptr[row], end, t)
+    return bool(place < end and ps_obj[place] == t)
+
+
+@kernel
+def _contains(ps_ptr: Ints, ps_obj: Ints, n: int, triples: Ints) -> NDArray[np.bool_]:
+    """`is_fact` for each of `triples` (head, predicate, tail); ids out of range are not facts."""
+    out = np.zeros(triples.shape[0], np.bool_)
+    for i in range(triples.shape[0]):
+        h, p, t = triples[i, 0], triples[i, 1], triples[i, 2]
+        if 0 <= h < n and p >= 0 and (p + 1) * np.int64(n) < ps_ptr.size:
+            out[i] = is_fact(ps_ptr, ps_obj, n, h, p, t)
+    return out
+
+
+@kernel
+def _pointers(rows: NDArray[np.int64], size: int) -> Ints:
+    """Where each of `size` groups begins in the ascending group numbers `rows`, [size + 1]."""
+    out = np.zeros(size + 1, np.int32)
+    for row in rows:
+        out[row + 1] += 1
+    for row in range(size):
+        out[row + 1] += out[row]
+    return out

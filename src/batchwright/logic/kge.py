@@ -1,8 +1,8 @@
 """Embeddings of a knowledge graph: TransE, DistMult, ComplEx and RotatE as one matrix product.
 
 Every model is written as two vectors whose product is the score: a `query` made of an entity and
-a step, and an `aim` made of the entity that is asked for. So all entities are scored by one matrix
-product, and training by a softmax over all of them, or over a drawn part, is the same code. The
+a step, and an `aim` made of the entity that is queried. So all entities are scored by one matrix
+product, and training by a softmax over all of them, or over a sample, is the same code. The
 two translating models use the squared distance, which ranks as the distance does:
 
     -|q - e|^2 = 2 q.e - |e|^2 - |q|^2 = (2 q, -|q|^2, 1) . (e, 1, -|e|^2)
@@ -73,11 +73,13 @@ class KgeShape:
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
-            raise ConfigError(f"no embedding is called {self.model!r}; choose of {MODELS}")
+            raise ConfigError(
+                f"unknown embedding model {self.model!r}; choose one of {', '.join(MODELS)}"
+            )
         if min(self.rank, self.num_entities, self.num_predicates) < 1:
             raise ConfigError(
-                f"rank {self.rank}, {self.num_entities} entities and {self.num_predicates} "
-                f"predicates: each must be 1 or more"
+                f"rank, entities and predicates must each be at least 1, got {self.rank}, "
+                f"{self.num_entities} and {self.num_predicates}"
             )
 
     @property
@@ -131,7 +133,7 @@ class Kge:
         return cls(shape, entities * scale, steps * scale)
 
     def query(self, entity: Tensor, step: Tensor) -> Tensor:
-        """What is asked for: rows of the tables to vectors that `aim` is multiplied with."""
+        """The query vectors of rows of the tables; their product with `aim` is the score."""
         model = self.shape.model
         if model == "distmult":
             return entity * step
@@ -149,11 +151,13 @@ class Kge:
         return torch.cat([entity, torch.ones_like(square), -square], -1)
 
     def relation_query(self, entity: Tensor, other: Tensor) -> Tensor:
-        """What the step between two entities would be: multiplied with a step, it is the score."""
+        """The vector of two entities whose product with a step is the score."""
         if self.shape.model == "distmult":
             return entity * other
         if self.shape.model != "complex":
-            raise ConfigError(f"{self.shape.model} cannot guess relations; complex or distmult can")
+            raise ConfigError(
+                f"{self.shape.model} cannot predict relations; use complex or distmult"
+            )
         (ar, ai), (br, bi) = entity.chunk(2, -1), other.chunk(2, -1)
         return torch.cat([ar * br + ai * bi, ar * bi - ai * br], -1)
 
@@ -170,7 +174,7 @@ class Kge:
 
 
 class KgeScorer:
-    """Log-probabilities of all entities, as the softmax over them sees it."""
+    """Log-probabilities of all entities, by a softmax over them."""
 
     def __init__(self, kge: Kge) -> None:
         self.kge = kge
@@ -183,8 +187,8 @@ class KgeScorer:
         with torch.no_grad():
             entity = kge.entities[torch.from_numpy(given.astype(np.int64))]
             scores = kge.query(entity, kge.steps[torch.from_numpy(step)]) @ self._aims.T
-            # The same for every candidate of a question, so it changes no rank of the embedding,
-            # but it makes questions comparable with each other and with proofs.
+            # The same for every candidate of a query, so it changes no rank of the embedding, but
+            # it makes queries comparable with each other and with proofs.
             scores -= torch.logsumexp(scores, 1, keepdim=True)
         return np.asarray(scores.numpy(), np.float32)
 
@@ -289,6 +293,6 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _far(query: Tensor) -> Tensor:
-    """The query of a squared distance; see the top of this module."""
+    """The query vector of a squared distance; see the top of this module."""
     square = query.square().sum(-1, keepdim=True)
     return torch.cat([2 * query, -square, torch.ones_like(square)], -1)

@@ -1,4 +1,4 @@
-"""Graphs from folders of triples, and from PyKEEN's data sets."""
+"""Load graphs from folders of triples and from PyKEEN datasets."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ _PROLOG = re.compile(rf"\s*({_QUOTED}|[^\s,()'\"]+)\s*\(((?:{_QUOTED}|[^()'\"])*
 class Graph:
     """A knowledge graph in three parts of int32 triples (head, predicate, tail), [n, 3].
 
-    `train` holds the facts; `valid` and `test` hold the questions.
+    `train` holds the facts; `valid` and `test` hold the queries.
     """
 
     name: str
@@ -62,21 +62,21 @@ class Graph:
     def known(self) -> Facts:
         """Everything known to be true in any part, declared inverses included.
 
-        This is for filtering: candidates that are true are not counted as wrong answers.
+        It filters rankings: candidates that are true do not count as wrong answers.
         """
         parts = np.concatenate([self.train, self.valid, self.test])
-        turned = _turned(parts, self.inverse)
-        return Facts.of(np.concatenate([parts, turned]), self.vocab)
+        both = np.concatenate([parts, _inverses(parts, self.inverse)])
+        return Facts.of(both, self.vocab)
 
     def with_inverses(self) -> "Graph":
         """The same graph with `p_inverse(t, h)` in `train` for each p(h, t) there.
 
-        `valid` and `test` stay as they are: they are asked as they were written.
+        `valid` and `test` stay as they are: queries are asked as they were written.
         """
         preds = self.vocab.num_predicates
         numbers = np.arange(preds, dtype=np.int32)
         inverse = np.concatenate([numbers + preds, numbers]).astype(np.int32)
-        train = np.concatenate([self.train, _turned(self.train, inverse)])
+        train = np.concatenate([self.train, _inverses(self.train, inverse)])
         return replace(self, vocab=self.vocab.with_inverses(), train=train, inverse=inverse)
 
     def __repr__(self) -> str:
@@ -112,9 +112,9 @@ def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
     or `#` and empty lines are skipped. Ids go by sorted name over all three parts, so entities met
     only in `test` have one as well.
 
-    A PyKEEN data set is taken as the object it is, and a `TriplesFactory` as a graph of facts
-    alone. Its `PathDataset` has left out the test triples of entities that train does not name:
-    give the folder instead, and they are asked.
+    A PyKEEN dataset is read directly, and a `TriplesFactory` as a graph of facts alone. PyKEEN's
+    `PathDataset` drops the test triples of entities that train does not name: give the folder
+    instead to keep them.
     """
     if not isinstance(source, str | Path):
         return _from_pykeen(source)
@@ -123,7 +123,7 @@ def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
         folder = shipped_graph(str(source))
     folder = existing(folder, "folder of triples")
     if not folder.is_dir():
-        raise BadProgram(f"{folder} is a file; name the folder that holds train.txt")
+        raise BadProgram(f"{folder} is a file, not a folder; give the folder that holds train.txt")
     if not (folder / "train.txt").exists():
         raise MissingFile(f"no train.txt in {folder}; a graph is a folder with train.txt")
     parts = [
@@ -131,7 +131,7 @@ def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
         for name in ("train.txt", "valid.txt", "test.txt")
     ]
     if not parts[0]:
-        raise BadProgram(f"{folder / 'train.txt'} holds no facts; give at least one")
+        raise BadProgram(f"{folder / 'train.txt'} has no facts; give at least one")
     every = [named for part in parts for named in part]
     heads, relations, tails = zip(*every, strict=True)
     return _graph(folder.name, Vocab.of({*heads, *tails}, relations), parts)
@@ -144,14 +144,14 @@ def shipped_graph(name: str = "family") -> Path:
 
 
 def read_triples(path: Path) -> Iterator[Named]:
-    """The triples of one file by name; a bad line is told with file, line and reason."""
+    """The triples of one file by name; the error for a bad line names file, line and reason."""
     for number, line in read_lines(path):
         if "\t" in line:
             fields = line.rstrip("\r\n").split("\t")
             if len(fields) != 3 or not all(field.strip() for field in fields):
                 raise BadProgram(
-                    f"{path}, line {number}: {len(fields)} fields between tabs, some perhaps "
-                    f"empty; write head<tab>relation<tab>tail"
+                    f"{path}, line {number}: expected 3 non-empty fields between tabs, got "
+                    f"{len(fields)} in {line.strip()[:60]!r}; write head<tab>relation<tab>tail"
                 )
             yield fields[0].strip(), fields[1].strip(), fields[2].strip()
         else:
@@ -159,7 +159,7 @@ def read_triples(path: Path) -> Iterator[Named]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that say something, with their numbers from 1."""
+    """The lines of a text file that are neither empty nor comments, numbered from 1."""
     try:
         text = existing(path, "file").read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -176,12 +176,12 @@ def _prolog_fact(line: str, where: str) -> Named:
     match = _PROLOG.match(line)
     if match is None:
         raise BadProgram(
-            f"{where}: {line.strip()[:60]!r} is no fact; write head<tab>relation<tab>tail or "
+            f"{where}: {line.strip()[:60]!r} is not a fact; write head<tab>relation<tab>tail or "
             f"relation(head, tail)."
         )
     arguments = re.findall(rf"{_ARGUMENT}(?:,|$)", match[2])
     if len(arguments) != 2:
-        raise BadProgram(f"{where}: {match[1]} has {len(arguments)} arguments, and facts have two")
+        raise BadProgram(f"{where}: {match[1]} has {len(arguments)} arguments; facts must have two")
     return _unquoted(arguments[0]), _unquoted(match[1]), _unquoted(arguments[1])
 
 
@@ -204,12 +204,12 @@ def _graph(name: str, vocab: Vocab, parts: list[list[Named]]) -> Graph:
 
 
 def _from_pykeen(source: Any) -> Graph:
-    # Data sets with no validation part carry None there.
+    # Datasets without a validation part have None there.
     others = [getattr(source, name, None) for name in ("validation", "testing")]
     factories = [getattr(source, "training", source), *others]
     parts = [_pykeen_triples(f) if f is not None or not i else [] for i, f in enumerate(factories)]
     if not parts[0]:
-        raise BadProgram(f"the {type(source).__name__} holds no facts; give at least one")
+        raise BadProgram(f"the {type(source).__name__} has no facts; give at least one")
     present = [factory for factory in factories if factory is not None]
     vocab = Vocab.of(
         (name for factory in present for name in factory.entity_to_id),
@@ -222,8 +222,8 @@ def _pykeen_triples(factory: Any) -> list[Named]:
     """By name: factories that were made one by one have numbers of their own each."""
     if not all(hasattr(factory, name) for name in ("mapped_triples", "entity_to_id")):
         raise BadProgram(
-            f"a {type(factory).__name__} is no graph with names; give a folder with train.txt, or "
-            f"PyKEEN's data set or TriplesFactory"
+            f"a {type(factory).__name__} is not a graph with names; give a folder with train.txt, "
+            f"or a PyKEEN dataset or TriplesFactory"
         )
     entity = {number: name for name, number in factory.entity_to_id.items()}
     relation = {number: name for name, number in factory.relation_to_id.items()}
@@ -231,7 +231,7 @@ def _pykeen_triples(factory: Any) -> list[Named]:
     return [(entity[h], relation[r], entity[t]) for h, r, t in numbers]
 
 
-def _turned(triples: Ints, inverse: Ints) -> Ints:
+def _inverses(triples: Ints, inverse: Ints) -> Ints:
     """p_inverse(t, h) for every p(h, t) whose predicate has an inverse."""
-    turned = np.stack([triples[:, 2], inverse[triples[:, 1]], triples[:, 0]], axis=1)
-    return turned[turned[:, 1] >= 0]
+    inverted = np.stack([triples[:, 2], inverse[triples[:, 1]], triples[:, 0]], axis=1)
+    return inverted[inverted[:, 1] >= 0]

@@ -5,11 +5,11 @@ Two forms are read, one clause a line; `%` and `#` begin comments.
     r0:0.75:brother(a,h), mother(b,h) -> son(a,b)       name, weight, body -> head
     0.75::son(A,B) :- brother(A,H), mother(B,H).        Prolog, with ProbLog's weight if any
 
-What is a variable? In Prolog form, a name that begins with an upper-case letter or `_`. In arrow
-form, a name that is an entity of the vocabulary is that entity; any other name is a variable if
-it begins with an upper-case letter, `_` or `?`, or is one letter with digits after it or none
-(`a`, `x1`); everything else is a mistake and is told, not guessed. Quotes force an entity in
-both. A lone `_` is a new variable wherever it stands.
+Which names are variables? In Prolog form, those that begin with an upper-case letter or `_`. In
+arrow form, a name that is an entity of the vocabulary is that entity; any other name is a variable
+if it begins with an upper-case letter, `_` or `?`, or is one letter with digits after it or none
+(`a`, `x1`); everything else is an error, not a guess. Quotes force an entity in both. Each lone
+`_` is a new variable.
 """
 
 import re
@@ -66,7 +66,9 @@ class Rules:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             twice = next(name for i, name in enumerate(self.names) if name in self.names[:i])
-            raise BadProgram(f"two rules are named {twice!r}; a proof could not tell them apart")
+            raise BadProgram(
+                f"two rules are named {twice!r}; names must be unique, since proofs refer to them"
+            )
         counts = np.zeros(len(self.names), np.int32)
         for r in range(len(self.names)):
             # -1 is padding, so the largest term is a variable of this rule or an entity.
@@ -173,7 +175,7 @@ def parse_rules(source: Path | str, vocab: Vocab) -> Rules:
             name, weight, clause = _clause(line, vocab)
             name = name or f"r{len(clauses)}"
             if name in seen:
-                raise BadProgram(f"the name {name!r} was given on {seen[name]} already")
+                raise BadProgram(f"the name {name!r} is already used on {seen[name]}")
         except BadProgram as error:
             raise BadProgram(f"{where}: {error}") from None
         seen[name] = where
@@ -187,12 +189,12 @@ def parse_atom(text: str, vocab: Vocab) -> tuple[Atom, dict[str, int]]:
     """A query such as `in(rome, X)`, and the ids of its variables by name.
 
     A name that is an entity is that entity; else it is a variable if it begins with an
-    upper-case letter, `_` or `?`, and a mistake if not.
+    upper-case letter, `_` or `?`, and an error if not.
     """
     tokens = _tokens(text.strip().removesuffix(".").removeprefix("?-"))
     atoms, rest = _atoms(tokens)
     if len(atoms) != 1 or rest:
-        raise BadProgram(f"{text!r} is no query; write one atom such as relation(head, X)")
+        raise BadProgram(f"{text!r} is not a query; write one atom such as relation(head, X)")
     ids: dict[str, int] = {}
     return _atom(atoms[0], vocab, ids, arrow=True, letters=False), ids
 
@@ -223,9 +225,9 @@ def _clause(line: str, vocab: Vocab) -> tuple[str, float, Clause]:
     else:
         heads, body = first, []
     if rest:
-        raise BadProgram(f"cannot read on from {rest[0][0]!r}; {_FORMS}")
+        raise BadProgram(f"unexpected {rest[0][0]!r}; {_FORMS}")
     if len(heads) != 1:
-        raise BadProgram(f"{len(heads)} heads, and a rule has one; {_FORMS}")
+        raise BadProgram(f"{len(heads)} heads; a rule must have one, {_FORMS}")
     ids: dict[str, int] = {}
     head = _atom(heads[0], vocab, ids, arrow)
     return name, weight, (head, [_atom(one, vocab, ids, arrow) for one in body])
@@ -240,7 +242,7 @@ def _tokens(line: str) -> list[Token]:
     while at < len(line) and line[at:].strip():
         match = _TOKEN.match(line, at)
         if match is None:
-            raise BadProgram(f"a quote is not closed at {line[at:].strip()[:30]!r}")
+            raise BadProgram(f"unclosed quote at {line[at:].strip()[:30]!r}")
         if match["quoted"] is not None:
             out.append((re.sub(r"\\(.)", r"\1", match["quoted"][1:-1]), True))
         else:
@@ -256,25 +258,25 @@ def _atoms(tokens: list[Token]) -> tuple[list[Named], list[Token]]:
     while at < len(tokens) and tokens[at] not in (("->", False), (":-", False)):
         if atoms:
             if tokens[at] != (",", False):
-                raise BadProgram(f"expected ',' between atoms, not {tokens[at][0]!r}; {_FORMS}")
+                raise BadProgram(f"expected ',' between atoms, got {tokens[at][0]!r}; {_FORMS}")
             at += 1
         if at + 1 >= len(tokens) or tokens[at + 1] != ("(", False):
             seen = tokens[at][0] if at < len(tokens) else "the end"
-            raise BadProgram(f"expected an atom like relation(x, y), not {seen!r}; {_FORMS}")
+            raise BadProgram(f"expected an atom like relation(x, y), got {seen!r}; {_FORMS}")
         name = tokens[at][0]
         arguments: list[Token] = []
         at += 2
         while at < len(tokens) and tokens[at] != (")", False):
             if arguments:
                 if tokens[at] != (",", False):
-                    raise BadProgram(f"expected ',' or ')' in {name}, not {tokens[at][0]!r}")
+                    raise BadProgram(f"expected ',' or ')' in {name}, got {tokens[at][0]!r}")
                 at += 1
             if at >= len(tokens) or tokens[at] in ((",", False), (")", False), ("(", False)):
-                raise BadProgram(f"an argument is missing in {name}")
+                raise BadProgram(f"missing argument in {name}")
             arguments.append(tokens[at])
             at += 1
         if at >= len(tokens):
-            raise BadProgram(f"the bracket of {name} is not closed")
+            raise BadProgram(f"unclosed parenthesis of {name}")
         at += 1
         atoms.append((name, arguments))
     return atoms, tokens[at:]
@@ -286,7 +288,7 @@ def _atom(
     name, arguments = named
     if len(arguments) != 2:
         raise BadProgram(
-            f"{name} has {len(arguments)} arguments; all predicates have two, relation(x, y)"
+            f"{name} has {len(arguments)} arguments; predicates must have two, relation(x, y)"
         )
     predicate = vocab.predicate(name)
     first, second = (_term(token, vocab, ids, arrow, letters) for token in arguments)

@@ -1,4 +1,4 @@
-"""Names and numbers: every entity and predicate of a graph has an id, and tables are sized here.
+"""Vocabulary: every entity and predicate of a graph has an id.
 
 Ids of terms: `0 .. num_entities - 1` are entities; `num_entities + v` is the variable number `v`.
 """
@@ -12,10 +12,10 @@ from batchwright.errors import BadProgram
 __all__ = ["INVERSE", "KGE", "Vocab"]
 
 INVERSE = "_inverse"
-"""Ends the name of the predicate that reads another one from tail to head."""
+"""Suffix of the inverse of a predicate: it reads from tail to head."""
 
 KGE = "_kge"
-"""Ends the name of the predicate that stands for an embedding's opinion of another one."""
+"""Suffix of the predicate that holds what an embedding predicts of another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ class Vocab:
             ids = {name: number for number, name in enumerate(names)}
             if len(ids) != len(names):
                 twice = next(name for number, name in enumerate(names) if ids[name] != number)
-                raise BadProgram(f"the {what} {twice!r} stands twice in the vocabulary")
+                raise BadProgram(
+                    f"duplicate {what} {twice!r} in the vocabulary; names must be unique"
+                )
             object.__setattr__(self, slot, ids)
 
     @classmethod
@@ -100,11 +102,11 @@ def _found(name: str, ids: dict[str, int], what: str) -> int:
     plural = "entities" if what == "entity" else "predicates"
     near = difflib.get_close_matches(name, ids, n=3) if len(ids) <= 100_000 else []
     if what == "predicate" and name.endswith(KGE) and name.removesuffix(KGE) in ids:
-        hint = "that is for an embedding to say: give one with --kge"
+        hint = "only an embedding answers it: give one with --kge"
     elif near:
         hint = "did you mean " + " or ".join(near) + "?"
     elif len(ids) <= 12:
-        hint = f"the {plural} are {', '.join(ids) or 'none at all'}"
+        hint = f"known {plural}: {', '.join(ids) or 'none'}"
     else:
         hint = f"it is none of the {len(ids):,} {plural}"
     raise BadProgram(f"unknown {what} {name!r}; {hint}")

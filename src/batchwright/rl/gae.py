@@ -1,4 +1,4 @@
-"""Generalised advantage estimation on [T, B], with every kind of end told apart."""
+"""Generalized advantage estimation on [T, B], with termination and truncation kept apart."""
 
 from typing import Any
 
@@ -27,18 +27,18 @@ def gae(
     """Advantages and returns [T, B] of steps whose environments reset themselves within the step.
 
     `values[t]` is the value of the observation that step t acted on, `last_value` [B] that of
-    the observation after the last step. What stands behind step t is
+    the observation after the last step. Step t is bootstrapped from
 
     * nothing, if it terminated (even if it was truncated as well);
     * `final_values[t]`, the value of its final observation, if it was truncated: `values[t + 1]`
       is already of the next episode;
-    * else `values[t + 1]`, or `last_value` behind the last step.
+    * else `values[t + 1]`, or `last_value` after the last step.
 
-    Where an episode ends, nothing of the next one enters it. A step that is not `valid` has
-    neither a trustworthy reward nor a trustworthy outcome, but the observation it acted on is
-    real: so the step before it leans on `values[t]` and on nothing later, as if the rollout had
-    been cut there, and steps after it do not notice. Its own advantage is 0 and its return
-    `values[t]`; leave it out of means and losses all the same. Returns are advantages + values.
+    Nothing of an episode enters the one before it. A step that is not `valid` has neither a usable
+    reward nor a usable outcome, but the observation it acted on is real: so the step before it is
+    bootstrapped from `values[t]` and uses nothing later, as if the rollout had been cut there, and
+    steps after it are unaffected. Its own advantage is 0 and its return `values[t]`; mask it out
+    of means and losses all the same. Returns are advantages + values.
 
     Arrays are all float32 or all float64, and stay so.
 
@@ -58,7 +58,7 @@ def gae(
         if truncated.any():
             raise ConfigError(
                 "steps are truncated and final_values is missing; give the values of their final "
-                "observations [T, B], or count them as terminated"
+                "observations [T, B], or mark them as terminated"
             )
         final_values = values
     if valid is None:
@@ -70,12 +70,12 @@ def gae(
         kind = np.bool_ if name in flags else dtype
         if array.shape != expected or array.dtype != kind:
             raise Mismatch(
-                f"{name} is {array.dtype} of shape {list(array.shape)}; beside rewards of {dtype} "
+                f"{name} is {array.dtype} of shape {list(array.shape)}; for rewards of {dtype} "
                 f"{list(shape)} it must be {np.dtype(kind)} {list(expected)}"
             )
     advantages, returns = np.empty(shape, dtype), np.empty(shape, dtype)
     if rewards.size:
-        # The kernel is compiled for arrays in order of memory; a copy is cheaper than another.
+        # Compiled for C-contiguous arrays only; a copy is cheaper than another compilation.
         kernels.advantages(
             np.ascontiguousarray(rewards),
             np.ascontiguousarray(values),

@@ -32,7 +32,7 @@ def _row(
         behind = next_values[b] if goes_on else (zero if terminated[b] else final_values[b])
         chain = next_advantages[b] if goes_on else zero
         found = rewards[b] + gamma * behind - values[b] + decay * chain
-        # Zero at an invalid step, so that the step before it leans on values[t] alone.
+        # Zero at an invalid step, so that the step before it is bootstrapped from values[t].
         found = found if valid[b] else zero
         advantages[b] = found
         returns[b] = found + values[b]

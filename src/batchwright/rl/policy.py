@@ -1,8 +1,8 @@
-"""One policy for every environment: it points at one of the candidates that the mask allows.
+"""One policy for every environment: a pointer network over the candidates that the mask allows.
 
 An encoder turns an observation into a state vector and scores candidates by their product with
-it, so the number of candidates is no part of the network, and a candidate that can be described
-can be chosen, seen before or not. Actor and critic each have an encoder of their own.
+it, so the network does not depend on the number of candidates, and a candidate that can be
+described can be chosen, seen before or not. Actor and critic each have their own encoder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from batchwright import rng
-from batchwright.envs.api import Env
-from batchwright.envs.prover.env import FACT, BatchedVecEnv
+from batchwright.envs.api import Env, Symbolic
 from batchwright.errors import BadLoss, ConfigError
+from batchwright.logic.prove.search import FACT
 from batchwright.rl import kernels
 
 __all__ = ["Encoder", "FeatureEncoder", "GoalEncoder", "Policy", "choose", "policy_for"]
@@ -28,7 +28,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class Encoder(nn.Module):
-    """What a network must do to serve as actor or critic."""
+    """The interface of a network that serves as actor or critic."""
 
     width: int
 
@@ -39,18 +39,18 @@ class Encoder(nn.Module):
     def point(self, obs: Tensors, state: Tensor) -> Tensor:
         """The product of each state with each of its candidates [N, K].
 
-        Anything may stand where `obs["mask"]` is false.
+        Undefined where `obs["mask"]` is false.
         """
         raise NotImplementedError
 
 
 class Policy(nn.Module):
-    """An actor that points and a critic beside it, with no weight in common."""
+    """An actor and a critic without shared weights."""
 
     def __init__(self, actor: Encoder, critic: Encoder, *, temperature: float = 1.0) -> None:
         super().__init__()
         if temperature <= 0:
-            raise ConfigError(f"temperature is {temperature}; it must be above 0")
+            raise ConfigError(f"temperature must be above 0, got {temperature}")
         self.actor = actor
         self.critic = critic
         self.temperature = temperature
@@ -66,7 +66,7 @@ class Policy(nn.Module):
         """[N, K]; the lowest finite number where the mask is false.
 
         Finite, so that no gradient and no entropy becomes 0 * infinity. Its probability is
-        exactly zero beside any candidate that is allowed.
+        exactly zero if any candidate is allowed.
         """
         scores = self.actor.point(obs, self.actor.state(obs))
         if self.temperature != 1.0:
@@ -98,17 +98,16 @@ class FeatureEncoder(Encoder):
 
 
 class GoalEncoder(Encoder):
-    """For a prover: `goals` [N, A, 3], `query` [N, 3] and `candidates` [N, K, 4], integers.
+    """For symbolic observations: `goals` [N, A, 3], `query` [N, 3] and `candidates` [N, K, 4].
 
     A goal is (predicate, term, term), the query (head, predicate, tail) and a candidate (kind,
     predicate or rule, term, term), as `batchwright.envs.prover` lists them; -1 is padding and
-    weighs nothing, in means as well. One table holds the vectors of all of them, so an entity is
-    the same wherever it stands. Beside the table, a candidate's term tells whether it is one of
-    the terms of the first goal or of the query: that is true of entities never seen in training
-    as well.
+    masked, in means as well. One embedding table holds all of them, so an entity has the same
+    vector everywhere. In addition a candidate's features say whether its terms are those of the
+    first goal or of the query: that generalizes to entities never seen in training.
 
     Only real goals and candidates that the mask allows are computed: most of a padded [N, K]
-    would be waste. (So it cannot stand under torch's vmap: TorchRL's GAE has `deactivate_vmap`.)
+    would be waste. (So it does not work under torch's vmap: TorchRL's GAE has `deactivate_vmap`.)
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class GoalEncoder(Encoder):
         super().__init__()
         self.width = width
         kinds = 4
-        # Where each sort begins in the table; row 0 is padding.
+        # The first row of each kind in the table; row 0 is padding.
         starts = np.cumsum([1, kinds, num_predicates, num_rules, num_terms]).tolist()
         self._kinds, self._predicates, self._rules, self._terms, size = starts
         self.table = nn.Embedding(size, width, padding_idx=0)
@@ -164,7 +163,7 @@ class GoalEncoder(Encoder):
 
 
 def policy_for(env: Env, *, width: int = 64, temperature: float = 1.0, seed: int = 0) -> Policy:
-    """The policy that fits an environment's observations, the same weights for the same seed."""
+    """A policy for the environment's observations, with the same weights for the same seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.key(seed, "policy"))
         actor, critic = (_encoder_for(env, width) for _ in range(2))
@@ -174,10 +173,10 @@ def policy_for(env: Env, *, width: int = 64, temperature: float = 1.0, seed: int
 def choose(
     logits: Tensor, mask: NDArray[np.bool_], key: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """An action for each row and the logarithm of its probability.
+    """An action for each row and its log-probability.
 
-    It is drawn with numbers that (key, row) names; without a key it is the best one. It never
-    lies outside the mask.
+    It is sampled with random numbers keyed by (key, row), or greedy without a key. It never lies
+    outside the mask.
     """
     given = logits.detach().float().cpu().numpy()
     actions, logp = np.empty(len(given), np.int64), np.empty(len(given), np.float32)
@@ -187,31 +186,31 @@ def choose(
         bad = kernels.sample(given, mask, np.uint64(key), actions, logp)
     if bad >= 0 and not mask[bad].any():
         raise ConfigError(
-            f"environment {bad} allows no action at all; a state without one must end its episode"
+            f"the mask of environment {bad} allows no action; a state without one must end its "
+            f"episode"
         )
     if bad >= 0:
         raise BadLoss(
-            f"the policy's scores for environment {bad} are not finite numbers; "
-            f"start anew with a lower learning rate"
+            f"the policy's logits for environment {bad} are not finite; train again with a lower "
+            f"learning rate"
         )
     return actions, logp
 
 
 def _encoder_for(env: Env, width: int) -> Encoder:
-    if isinstance(env, BatchedVecEnv):
-        sizes = env.facts.num_predicates, env.num_terms, len(env.rules)
-        return GoalEncoder(*sizes, width=width)
+    if isinstance(env, Symbolic):
+        return GoalEncoder(env.num_predicates, env.num_terms, env.num_rules, width=width)
     if "features" in env.spec:
         (num_features,) = env.spec["features"].shape
         return FeatureEncoder(num_features, env.num_actions, width=width)
     raise ConfigError(
-        f"no encoder is known for observations of {', '.join(sorted(env.spec))}; show features, "
-        f"or build a Policy with an Encoder of your own"
+        f"no encoder for observations of {', '.join(sorted(env.spec))}; give the environment "
+        f"`features`, or build a Policy with your own Encoder"
     )
 
 
 def _layers(sizes: Sequence[int], activation: type[nn.Module], *, last: bool = True) -> Any:
-    """Linear layers with orthogonal weights; an activation after each, after the last if asked."""
+    """Linear layers with orthogonal weights and an activation after each, but for `last`."""
     modules: list[nn.Module] = []
     for inside, outside in pairwise(sizes):
         linear = nn.Linear(inside, outside)

@@ -1,4 +1,4 @@
-"""`batchwright data kg`: knowledge graphs, rules from them, leaks between their parts."""
+"""`batchwright data kg`: inspect knowledge graphs, mine rules, check for test leakage."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt
 @kg.command
 def info(folder: GraphFolder, /, *, format: Format = "text") -> None:
     """Count facts, entities and relations; find inverse relations and unseen entities."""
-    from batchwright.logic.info import graph_info
+    from batchwright.logic.audit import graph_info
     from batchwright.logic.loaders import load_graph
     from batchwright.report.text import number, percent, table
 
@@ -26,10 +26,10 @@ def info(folder: GraphFolder, /, *, format: Format = "text") -> None:
         ["entities", number(found["entities"])],
         ["relations", number(len(found["relations"]))],
         ["train, valid, test", ", ".join(number(found[part]) for part in _PARTS)],
-        ["repeated lines in train", number(found["repeated"])],
-        ["facts an entity, mean and most", f"{found['degree']:.1f}, {number(found['most'])}"],
+        ["duplicates in train", number(found["repeated"])],
+        ["facts per entity, mean and max", f"{found['degree']:.1f}, {number(found['most'])}"],
         ["entities not in train", number(found["unseen_entities"])],
-        ["valid and test triples with one", number(found["unseen_triples"])],
+        ["valid and test triples with such", number(found["unseen_triples"])],
     ]
     rows = [
         [
@@ -44,7 +44,7 @@ def info(folder: GraphFolder, /, *, format: Format = "text") -> None:
     text += "\n\n" + table(["relation", "train", "valid", "test", "heads", "tails"], rows)
     if found["inverses"]:
         pairs = [[a, b, percent(share)] for a, b, share in found["inverses"]]
-        text += "\n\n" + table(["relation", "turned, it is", "of its facts"], pairs)
+        text += "\n\n" + table(["relation", "inverse", "share of its facts"], pairs)
     show(found, text, format)
 
 
@@ -57,14 +57,14 @@ def mine(
     /,
     *,
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="Where to write the rules.")],
-    length: Annotated[int, Parameter(help="Edges of the longest body, 1 to 3.")] = 2,
-    min_support: Annotated[int, Parameter(help="Facts a rule must foretell.")] = 2,
-    min_confidence: Annotated[float, Parameter(help="Least confidence of a rule.")] = 0.02,
-    most: Annotated[int, Parameter(help="Rules to keep for each relation, the best.")] = 300,
+    length: Annotated[int, Parameter(help="Longest rule body in edges, 1 to 3.")] = 2,
+    min_support: Annotated[int, Parameter(help="Minimum support: facts it must predict.")] = 2,
+    min_confidence: Annotated[float, Parameter(help="Minimum confidence of a rule.")] = 0.02,
+    most: Annotated[int, Parameter(help="Top rules to keep for each relation.")] = 300,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Mine chain rules from train.txt; written one a line as `name:weight:body -> head`."""
+    """Mine chain rules from train.txt; written one per line as `name:weight:body -> head`."""
     from batchwright.logic.loaders import load_graph
     from batchwright.logic.mine.mining import mine as mine_rules
     from batchwright.logic.mine.mining import write_rules
@@ -94,9 +94,9 @@ def mine(
         for r in order[:10]
     ]
     text = table(["best rules", "confidence", "support", "pairs"], best) + "\n" if best else ""
-    text += f"{number(len(rules))} rules of {number(mined.bodies)} bodies: {out}"
+    text += f"{number(len(rules))} rules from {number(mined.bodies)} bodies: {out}"
     if mined.dropped:
-        text += f"\n{number(mined.dropped)} more were good enough; keep them with a larger --most"
+        text += f"\n{number(mined.dropped)} more pass the thresholds; raise --most to keep them"
     facts = {
         "out": str(out),
         "rules": len(rules),
@@ -112,18 +112,18 @@ def mine(
 
 @kg.command
 def check(folder: GraphFolder, /, *, format: Format = "text") -> None:
-    """Look for questions of valid.txt and test.txt that train.txt gives away; exit 1 if any."""
-    from batchwright.logic.info import graph_leaks
+    """Check for test leakage: valid and test triples that train gives away; exit 1 if any."""
+    from batchwright.logic.audit import graph_leaks
     from batchwright.logic.loaders import load_graph
     from batchwright.report.text import number, table
 
     found = graph_leaks(load_graph(folder))
     leaks = found["leaks"]
     rows = [
-        [part, number(count), number(found["turned"][part])]
+        [part, number(count), number(found["inverse"][part])]
         for part, count in found["questions"].items()
     ]
-    text = table([found["name"], "questions", "known from the other end"], rows)
+    text = table([found["name"], "triples", "inverse in train"], rows)
     for leak in leaks[:10]:
         text += f"\nleak: {leak['triple']}, number {leak['row']} of {leak['part']}"
     text += f"\n{number(len(leaks))} leaks" if leaks else "\nno leaks"

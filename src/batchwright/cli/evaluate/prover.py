@@ -1,4 +1,4 @@
-"""`batchwright evaluate prover`: full filtered ranking of rules, embeddings and both."""
+"""`batchwright evaluate prover`: filtered ranking with rules, embeddings, a prover or both."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,49 +22,49 @@ Mode = Literal["rules", "kge", "hybrid", "rl"]
 def evaluate_prover(
     *,
     data: Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")],
-    mode: Annotated[Mode, Parameter(help="What ranks the entities.")] = "rules",
+    mode: Annotated[Mode, Parameter(help="What scores the entities.")] = "rules",
     rules: Annotated[
-        Path | None, Parameter(help="Rules to use; without it they are mined from train.txt.")
+        Path | None, Parameter(help="Rule file; default: mined from train.txt.")
     ] = None,
-    length: Annotated[int, Parameter(help="Edges of the longest mined body, 1 to 3.")] = 2,
-    min_confidence: Annotated[float, Parameter(help="Least confidence of a mined rule.")] = 0.01,
-    most: Annotated[int, Parameter(help="Mined rules to keep for each relation.")] = 300,
-    learn: Annotated[
-        int, Parameter(help="Passes over train in which rules learn their evidence, at most.")
-    ] = 4,
+    length: Annotated[int, Parameter(help="Longest mined rule body in edges, 1 to 3.")] = 2,
+    min_confidence: Annotated[float, Parameter(help="Minimum confidence of a mined rule.")] = 0.01,
+    most: Annotated[int, Parameter(help="Top mined rules to keep for each relation.")] = 300,
+    learn: Annotated[int, Parameter(help="Maximum epochs over train to learn rule weights.")] = 4,
     kge: Annotated[
-        Path | None, Parameter(help="The run or model folder of `batchwright train kge`.")
+        Path | None, Parameter(help="Run or model folder of `batchwright train kge`.")
     ] = None,
     accept: Annotated[
         float | None,
-        Parameter(help="Least chance at which --kge answers p_kge in rules; default: by valid."),
+        Parameter(help="Minimum probability of --kge answers in rules; default: by valid."),
     ] = None,
     prover: Annotated[
-        Path | None, Parameter(help="A run of `batchwright train prover`, for rl and hybrid.")
+        Path | None, Parameter(help="Run of `batchwright train prover`, for rl and hybrid.")
     ] = None,
     beta: Annotated[
         float | None, Parameter(help="Weight of the proofs in hybrid; default: chosen on valid.")
     ] = None,
-    part: Annotated[Literal["test", "valid"], Parameter(help="What to ask for.")] = "test",
-    limit: Annotated[int, Parameter(help="Triples to ask for, spread over all; 0: all.")] = 0,
-    sampled: Annotated[int, Parameter(help="Wrong candidates of the easy column.")] = 100,
+    part: Annotated[Literal["test", "valid"], Parameter(help="Which part to evaluate.")] = "test",
+    limit: Annotated[int, Parameter(help="Triples to evaluate, evenly spread; 0: all.")] = 0,
+    sampled: Annotated[int, Parameter(help="Sampled negatives of the easy protocol.")] = 100,
     candidates: Annotated[
-        str, Parameter(help="Tails for an area under precision and recall: africa,asia,...")
+        str, Parameter(help="Candidate tails for average precision (AUC-PR): africa,asia,...")
     ] = "",
-    seed: Annotated[int, Parameter(help="Of the drawn candidates and of learning.")] = 0,
+    seed: Annotated[int, Parameter(help="Random seed of sampled negatives and of learning.")] = 0,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Rank the answers of p(h, ?) and p(?, t) among all entities, other true answers left out."""
+    """Rank the answers of p(h, ?) and p(?, t) among all entities, filtered: MRR and hits@k."""
     from batchwright.logic.loaders import load_graph
     from batchwright.logic.rank.ranking import average_precision, rank, summary
 
     if min(limit, sampled, learn) < 0:
-        raise ConfigError("--limit, --sampled and --learn are 0 or more; give another number")
+        raise ConfigError(
+            f"--limit, --sampled and --learn must be at least 0, got {limit}, {sampled} and {learn}"
+        )
     graph = load_graph(data)
     triples = graph.test if part == "test" else graph.valid
     if not len(triples):
-        raise ConfigError(f"{data} has no {part} triples; there is nothing to ask for")
+        raise ConfigError(f"{data} has no {part} triples; there is nothing to evaluate")
     if limit and limit < len(triples):
         import numpy as np
 
@@ -72,13 +72,13 @@ def evaluate_prover(
 
     if mode == "rl" and prover is None:
         raise ConfigError(
-            "no trained prover is given; --mode rl needs --prover RUN of `batchwright train prover`"
+            "no trained prover given; --mode rl needs --prover RUN of `batchwright train prover`"
         )
     if mode in ("rules", "kge") and prover is not None:
         raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
 
     if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
-        raise ConfigError("--accept is for rules that ask for p_kge; give --rules FILE, --kge RUN")
+        raise ConfigError("--accept is for rules that use p_kge; give --rules FILE and --kge RUN")
 
     def proofs() -> "tuple[Scorer, dict[str, Any]]":
         if prover is not None:
@@ -98,9 +98,7 @@ def evaluate_prover(
 
         ids = np.array([graph.vocab.entity(name) for name in candidates.split(",")], np.int32)
         found["average_precision"] = average_precision(scorer, triples, ids)
-        found["average_precision_as_chances"] = average_precision(
-            scorer, triples, ids, as_chances=True
-        )
+        found["average_precision_softmax"] = average_precision(scorer, triples, ids, softmax=True)
     show(found, _table(found, sampled), format)
 
 
@@ -111,7 +109,7 @@ def _scorer(
     kge: Path | None,
     beta: float | None,
 ) -> "tuple[Scorer, dict[str, Any]]":
-    """What ranks, and how it came to be; everything that is chosen is chosen on valid."""
+    """The scorer and how it was made; hyperparameters are chosen on valid."""
     if mode in ("rules", "rl"):
         return make_proofs()
     if kge is None:
@@ -127,7 +125,7 @@ def _scorer(
     if beta is not None:
         return Hybrid(embedding, proofs, beta), {**how, "beta": beta}
     if not len(graph.valid):
-        raise ConfigError("there is no valid.txt to choose a weight on; give --beta")
+        raise ConfigError("there is no valid.txt to choose the weight of proofs on; give --beta")
     choice = choose_beta(embedding, proofs, graph.valid, graph.known)
     how |= {"beta": choice.beta, "beta_by_relation": choice.own, "valid_mrr": choice.mrr}
     return Hybrid(embedding, proofs, choice.table), how
@@ -161,9 +159,9 @@ def _rules(
     facts = graph.facts
     if accepted:
         facts = accepted.graph.facts
-        how |= {"accepted": accepted.atoms, "accepted_from_chance": accepted.least}
+        how |= {"accepted": accepted.atoms, "accept_probability": accepted.least}
     if len(graph.valid):
-        with progress_bar("choosing how to join rules", quiet) as progress:
+        with progress_bar("choosing rule aggregation", quiet) as progress:
             scorer, tried = choose_rules(
                 facts,
                 rules,
@@ -178,42 +176,45 @@ def _rules(
     else:
         scorer = RuleScorer(facts, rules)
         how["joined"] = "power 1, share 0"
-    return scorer, {**how, "rules_that_are_no_chains": list(scorer.skipped)}
+    return scorer, {**how, "skipped_rules": list(scorer.skipped)}
 
 
 def _table(found: dict[str, Any], sampled: int) -> str:
     from batchwright.report.text import number, table
 
-    names = {"both": "both ends", "tail": "tails", "head": "heads"}
-    names |= {"sampled": f"among {sampled} drawn (easy)"}
+    names = {"both": "both sides", "tail": "tails", "head": "heads"}
+    names |= {"sampled": f"among {sampled} sampled (easy)"}
 
     def row(name: str, metrics: dict[str, Any]) -> list[str]:
         keys = ("mrr", "expected_mrr", "hits_1", "hits_3", "hits_10")
         return [name, number(metrics["queries"]), *(f"{metrics[key]:.4f}" for key in keys)]
 
-    columns = ["", "questions", "MRR", "expected", "hits@1", "hits@3", "hits@10"]
+    columns = ["", "queries", "MRR", "expected", "hits@1", "hits@3", "hits@10"]
     rows = [row(title, found[key]) for key, title in names.items() if key in found]
     text = table([f"{found['graph']} {found['part']}, {found['mode']}", *columns[1:]], rows)
     by = sorted(found["by_relation"].items(), key=lambda item: -int(item[1]["queries"]))
     text += "\n\n" + table(["relation", *columns[1:]], [row(name, each) for name, each in by[:20]])
     if len(by) > 20:
-        text += f"\n{len(by) - 20} relations more with --format json"
+        text += f"\n{len(by) - 20} more relations with --format json"
     for key, words in (
-        ("joined", "rules joined by"),
+        ("joined", "rule aggregation"),
         ("accepted", "atoms accepted from the embedding"),
         ("beta", "weight of the proofs"),
-        ("average_precision", "area under precision and recall"),
-        ("average_precision_as_chances", "the same, scores as chances over the candidates"),
+        ("average_precision", "average precision (AUC-PR)"),
+        ("average_precision_softmax", "average precision, softmax over the candidates"),
     ):
         if key in found:
             value = found[key]
             text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
-    if skipped := found.get("rules_that_are_no_chains"):
-        text += f"\n{len(skipped)} rules are no chains of up to 3 and took no part: {skipped[0]}..."
+    if skipped := found.get("skipped_rules"):
+        many = (
+            "1 rule is not a chain" if len(skipped) == 1 else f"{len(skipped)} rules are not chains"
+        )
+        text += f"\n{many} of up to 3 edges, skipped: {', '.join(skipped[:3])}"
     if found["tied"]:
         both = found["both"]
         text += (
-            f"\nties matter here: the MRR would be from {both['pessimistic_mrr']:.4f} to "
-            f"{both['optimistic_mrr']:.4f} by their order"
+            f"\nties matter here: by their order the MRR is {both['pessimistic_mrr']:.4f} to "
+            f"{both['optimistic_mrr']:.4f}"
         )
     return text

@@ -67,7 +67,7 @@ ENDED = {
     "depth": layout.E_DEPTH,
     "steps": layout.E_STEPS,
 }
-"""What `Step.info` tells of the episode that was acted in, by its column."""
+"""The columns that `Step.info` shows of the episode that was acted in."""
 FLAGS = ("proven", "invalid", "label")
 
 STATE = ("slots", "goals", "query", "history", "counters", "lost", "phi")
@@ -78,17 +78,18 @@ class BatchedVecEnv:
     """`batch_size` proofs in one process, with masks, same-step reset and exact resume.
 
     Episode number n is a function of (seed, n) alone: which query, whether it is corrupted and
-    how. Slots take the next number when they are free, so a run sees the same episodes whatever
-    its batch size. Of `1 + negatives` episodes in a row the first asks a query, and the others
-    ask the same query with another head or tail, in turn, that is not known to be true.
+    how. Slots take the next number when they are free, so a run has the same episodes whatever
+    its batch size. Of `1 + negatives` episodes in a row the first is a query, and the others are
+    the same query with a corrupted head or tail, alternately, that is not known to be true.
 
-    `ask` makes queries open: "tail" asks p(h, X), "head" p(X, t), "both" one after the other.
-    The facts that answer them directly are not offered, and the episode is right if the answer it
-    finds is a fact. With `once`, every query is asked exactly once, in order; a slot that has
-    nothing left to do shows an empty state, and its steps are not `valid`.
+    `ask` makes queries open: "tail" asks p(h, X), "head" p(X, t), "both" alternates. The facts
+    that answer them directly are not offered, and the episode is right if the answer it finds is
+    a fact. With `once`, every query is asked exactly once, in order; a slot that has nothing left
+    to do shows an empty state, and its steps are not `valid`.
 
     The query's own fact is hidden for the whole proof, and so is its inverse where `inverse`
-    declares one. An action outside the mask ends the episode as unproved and is counted.
+    declares one. An action outside the mask ends the episode as unproved and is counted. Copies
+    and pickles are environments of their own, at the same place in the same episodes.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class BatchedVecEnv:
         )
         if teacher is not None and len(teacher.lengths) != len(self.queries):
             raise Mismatch(
-                f"the teacher knows {len(teacher.lengths):,} queries, and there are "
-                f"{len(self.queries):,}; let it prove the same ones"
+                f"the teacher has proofs for {len(teacher.lengths):,} queries, not for the "
+                f"{len(self.queries):,} of this environment; call prove_all on the same ones"
             )
         self._rewards = scheme(reward, negatives)
         self._truths = truths(facts, self.queries[self.labels], negatives, known)
@@ -144,7 +145,7 @@ class BatchedVecEnv:
         self._shape = (goals, max_candidates, depth)
         self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
         if self._num_envs < 1:
-            raise ConfigError(f"batch_size is {batch_size}; at least one environment is needed")
+            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self._task = self._packed()
         self._memory = self._allocated()
         self._open()
@@ -157,6 +158,14 @@ class BatchedVecEnv:
     @property
     def num_actions(self) -> int:
         return self._shape[1]
+
+    @property
+    def num_predicates(self) -> int:
+        return self.facts.num_predicates
+
+    @property
+    def num_rules(self) -> int:
+        return len(self.rules)
 
     @property
     def num_terms(self) -> int:
@@ -179,7 +188,7 @@ class BatchedVecEnv:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Episodes begun, proven, truncated and finished, invalid actions, successors cut."""
+        """Episodes begun, proven, truncated and finished; invalid actions; successors cut."""
         return dict(zip(COUNTERS, self._own.counters.tolist(), strict=True))
 
     @property
@@ -189,7 +198,7 @@ class BatchedVecEnv:
 
     @property
     def episode(self) -> NDArray[np.int64]:
-        """The number of the episode in each slot, -1 for none: a key for anything random in it."""
+        """The number of the episode in each slot, -1 for none."""
         return self._own.slots[:, layout.EPISODE].copy()
 
     def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
@@ -211,7 +220,7 @@ class BatchedVecEnv:
         own = self._own
         given = np.ascontiguousarray(actions, np.int64).reshape(self._num_envs)
         if self._teacher is not None:
-            # Who leaves the teacher's path is not taught until the next episode.
+            # An episode that leaves the teacher's path has no expert action until it ends.
             own.lost[:] |= given != self.expert_actions()
         prover_kernels.advance(self._task, self._memory, given, False)
         if self._teacher is not None:
@@ -236,7 +245,7 @@ class BatchedVecEnv:
         return out
 
     def expert_actions(self) -> NDArray[np.int64]:
-        """What the teacher would do; -1 where it does not know, as after an action not its own.
+        """What the teacher would do; -1 where it has none, as after an action not its own.
 
         It follows its shortest proof, and gives up corrupted queries and those without a proof.
         """
@@ -248,7 +257,7 @@ class BatchedVecEnv:
         return out
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on; an environment built alike goes on from it."""
+        """Everything the next step depends on; an environment of the same settings can resume."""
         return {
             "program": self._fingerprint(),
             **{name: getattr(self._own, name).copy() for name in STATE},
@@ -258,7 +267,7 @@ class BatchedVecEnv:
         if state["program"] != self._fingerprint():
             raise Mismatch(
                 "the saved environment had other facts, rules, queries or settings; "
-                "build it as it was built then"
+                "build this one with the same"
             )
         if len(state["slots"]) != self._num_envs:
             raise Mismatch(

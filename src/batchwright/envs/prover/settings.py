@@ -1,4 +1,4 @@
-"""What the prover environment may be asked for: reward schemes, kinds of questions, sizes."""
+"""Settings of the prover environment: reward schemes, kinds of queries, sizes."""
 
 from pathlib import Path
 from typing import Literal
@@ -35,9 +35,10 @@ REWARDS = {
     "balanced": (1.0, -1.0, -1.0, 1.0, 0.0),
     "balanced_end": (1.0, -1.0, -1.0, 1.0, 0.3),
 }
-"""Rewards of an episode's end, numbers 0 to 5 in this order: a true query proved, a true one
-given up, a false one proved, a false one given up, and more for the last if it was by END. In the
-last two, giving up a false one is worth 1 / negatives, so that a cycle of episodes is balanced."""
+"""Terminal rewards, numbers 0 to 5 in this order: for a true query proved, a true one given up, a
+false one proved, a false one given up, and a bonus on the last if it was given up by END. In the
+last two schemes giving up a false query is worth 1 / negatives, so that a cycle of episodes is
+balanced."""
 
 ASKS: dict[str, int] = {
     "truth": layout.TRUTH,
@@ -47,15 +48,15 @@ ASKS: dict[str, int] = {
 }
 
 AUTO_MOST = 16_384
-"""Environments that `batch_size="auto"` takes at most: beyond, steps only wait longer."""
+"""The largest `batch_size="auto"`: beyond it throughput does not grow."""
 
 
 def checked(queries: ArrayLike, facts: Facts, rules: Rules) -> Ints:
     asked = as_triples(queries)
     if not len(asked):
-        raise BadProgram("there is no query to prove; give at least one triple")
+        raise BadProgram("no queries; give at least one triple")
     if (facts.num_entities, facts.num_predicates) != (rules.num_entities, rules.num_predicates):
-        raise Mismatch("facts and rules have different vocabularies; make both with one")
+        raise Mismatch("facts and rules have different vocabularies; build both with one")
     high = np.array([facts.num_entities, facts.num_predicates, facts.num_entities])
     bad = np.flatnonzero(((asked < 0) | (asked >= high)).any(axis=1))
     if bad.size:
@@ -83,16 +84,16 @@ def check_settings(
         ("negatives", negatives, 0),
     ):
         if value < least:
-            raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
     if ask not in ASKS:
-        raise ConfigError(f"ask is {ask!r}; it is one of {', '.join(ASKS)}")
+        raise ConfigError(f"ask must be one of {', '.join(ASKS)}, got {ask!r}")
     if negatives and (once or ask != "truth"):
         raise ConfigError(
-            "negatives go with endless queries that ask for truth; "
-            "leave negatives at 0 with once or an open ask"
+            "negatives need ask='truth' and once=False; leave negatives at 0 with once or an "
+            "open ask"
         )
     if labels.shape != (total,):
-        raise Mismatch(f"{total:,} queries need as many labels, not {labels.size:,}")
+        raise Mismatch(f"{total:,} queries need as many labels, got {labels.size:,}")
 
 
 def scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
@@ -100,7 +101,7 @@ def scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
     if isinstance(reward, int) and 0 <= reward < len(names):
         reward = names[reward]
     if not isinstance(reward, str) or reward not in REWARDS:
-        raise ConfigError(f"reward is {reward!r}; it is 0 to 5 or one of {', '.join(names)}")
+        raise ConfigError(f"reward must be 0 to 5 or one of {', '.join(names)}, got {reward!r}")
     scheme = np.array(REWARDS[reward], np.float32)
     if reward.startswith("balanced"):
         scheme[3] /= max(negatives, 1)
@@ -114,7 +115,7 @@ def truths(facts: Facts, true_queries: Ints, negatives: int, known: Facts | None
             return facts
         return Facts.of(np.concatenate([facts.triples, true_queries]), facts)
     if (known.num_entities, known.num_predicates) != (facts.num_entities, facts.num_predicates):
-        raise Mismatch("known and facts have different vocabularies; make both with one")
+        raise Mismatch("known and facts have different vocabularies; build both with one")
     return known
 
 

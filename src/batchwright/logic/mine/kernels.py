@@ -1,7 +1,7 @@
-"""Compiled loops over chains of edges: where they lead, and what they foretell.
+"""Compiled loops over chains of edges: where they lead, and what they predict.
 
-Edges are followed both ways. With P predicates and N entities, step s < P reads predicate s from
-head to tail and step s + P reads it from tail to head; the ends of step s from x stand in
+Edges are followed in both directions. With P predicates and N entities, step s < P reads predicate
+s from head to tail and step s + P reads it from tail to head; the ends of step s from x are
 `ends[ptr[s * N + x] : ptr[s * N + x + 1]]`. A chain never goes back over the edge it just came by.
 """
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 
-__all__ = ["apply_chains", "count_chains", "learn_chains", "reach", "turned", "walk"]
+__all__ = ["apply_chains", "count_chains", "inverse", "learn_chains", "reach", "walk"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -19,8 +19,8 @@ Doubles = NDArray[np.float64]
 
 
 @kernel
-def turned(step: int, preds: int) -> int:
-    """The same step read the other way."""
+def inverse(step: int, preds: int) -> int:
+    """The same step in the other direction."""
     return step + preds if step < preds else step - preds
 
 
@@ -31,7 +31,7 @@ def _direct(u: int, step: int, v: int, x: int, y: int, preds: int, bits: Bits) -
     if u == x and v == y:
         found |= int(bits[step])
     if u == y and v == x:
-        found |= int(bits[turned(step, preds)])
+        found |= int(bits[inverse(step, preds)])
     return found
 
 
@@ -52,7 +52,7 @@ def reach(
 ) -> int:
     """The distinct ends of a chain from x: their number, and they themselves in `out`.
 
-    `uses[y]` says by which heads' own fact every way to y goes: bit `bits[s]` is set if no chain
+    `uses[y]` says which heads' own fact every chain to y uses: bit `bits[s]` is set if no chain
     reaches y without the fact of step s between x and y.
     """
     count = 0
@@ -68,7 +68,7 @@ def reach(
             else:
                 uses[z] &= used
             continue
-        back = body[1] == turned(body[0], preds)
+        back = body[1] == inverse(body[0], preds)
         for j in range(ptr[body[1] * n + z], ptr[body[1] * n + z + 1]):
             w = ends[j]
             if back and w == x:
@@ -84,7 +84,7 @@ def reach(
                 else:
                     uses[w] &= used
                 continue
-            back_again = body[2] == turned(body[1], preds)
+            back_again = body[2] == inverse(body[1], preds)
             for k in range(ptr[body[2] * n + w], ptr[body[2] * n + w + 1]):
                 y = ends[k]
                 if back_again and y == z:
@@ -144,10 +144,10 @@ def count_chains(
         support[:] = 0
         less[:] = 0
         used_slots = 0
-        # Each step of the body and its reverse is a head whose own fact may be on the way.
+        # Each step of the body and its reverse is a head whose own fact may be part of a chain.
         for i in range(length):
-            for way in range(2):
-                step = int(body[i]) if way == 0 else turned(int(body[i]), preds)
+            for direction in range(2):
+                step = int(body[i]) if direction == 0 else inverse(int(body[i]), preds)
                 if bits[step] == 0:
                     bits[step] = np.uint8(1 << used_slots)
                     slot[step] = used_slots
@@ -174,7 +174,7 @@ def count_chains(
         totals[b] = total
         mirrored = True
         for i in range(length):
-            if body[i] != turned(body[length - 1 - i], preds):
+            if body[i] != inverse(body[length - 1 - i], preds):
                 mirrored = False
         # A body that is its own mirror says the same of a head and of its reverse.
         for step in range(preds if mirrored else 2 * preds):
@@ -188,7 +188,7 @@ def count_chains(
                 found_total.append(np.int64(pairs))
         for i in range(length):
             bits[body[i]] = 0
-            bits[turned(body[i], preds)] = 0
+            bits[inverse(body[i], preds)] = 0
     return (
         np.array(found_body),
         np.array(found_head),
@@ -198,7 +198,7 @@ def count_chains(
 
 
 @kernel
-def _ways(
+def _choices(
     u: int,
     step: int,
     by: int,
@@ -207,15 +207,15 @@ def _ways(
     hidden: int,
     y: int,
     lost: bool,
-    odds: float,
+    reached: float,
     ptr: Ints,
     n: int,
     preds: int,
 ) -> tuple[int, int, int, int, float]:
-    """A step from u, to which step `by` from `before` led with chance `odds`; see `walk`.
+    """A step from u, reached by step `by` from `before` with probability `reached`; see `walk`.
 
-    Its span in `ends`; the two of them that are shut, for the hidden fact and for the fact we came
-    by (-1: none); and the chance of each of the others.
+    Returns its span in `ends`; the two of them that are excluded, as the hidden fact and as the
+    fact we came by (-1: none); and the probability of each of the others.
     """
     low, high = int(ptr[step * n + u]), int(ptr[step * n + u + 1])
     count = high - low
@@ -223,18 +223,18 @@ def _ways(
     if hidden >= 0:
         if step == hidden and u == x:
             facing = y
-        elif step == turned(hidden, preds) and u == y:
+        elif step == inverse(hidden, preds) and u == y:
             facing = x
         if facing >= 0:
             count -= 1
     if by >= 0:
-        if step == turned(by, preds):
+        if step == inverse(by, preds):
             back = before
             if not lost and back != facing:
                 count -= 1
         elif lost and step == by and u == before:
             back = u
-    return low, high, facing, back, odds / count if count > 0 else 0.0
+    return low, high, facing, back, reached / count if count > 0 else 0.0
 
 
 @kernel
@@ -251,23 +251,23 @@ def walk(
     lost: bool,
     stamp: Longs,
     now: int,
-    chance: Doubles,
+    probability: Doubles,
     out: Ints,
 ) -> int:
-    """The distinct ends of a chain from x, and the chance of each if every step goes at random.
+    """The distinct ends of a chain from x, and the probability that a random walk ends in each.
 
     The fact of step `hidden` from x to y is taken out of the graph; -1 hides nothing. No walk
-    uses the fact it just came by once more. That fact is no way at all, or, with `lost`, a way
-    whose chance is lost: so it is with a policy that draws it and has then proved nothing. (Such
-    a policy may not take a loop twice either, which is one fact in both directions.)
+    uses the fact it just came by once more. That fact is not a choice, or, with `lost`, a choice
+    whose probability is lost, as for a policy that draws it and has then proved nothing. (Such a
+    policy may not take a loop twice either, which is one fact in both directions.)
     """
     count = 0
-    # A shorter chain stands still in the outer loops, so that walks end in one place; a function
+    # A shorter chain stays put in the outer loops, so that walks end in one place; a function
     # for that place would be called too often.
-    low, high, facing, odds = 0, 1, -1, 1.0
+    low, high, facing, reached = 0, 1, -1, 1.0
     by_1 = by_2 = -1
     if length == 3:
-        low, high, facing, _, odds = _ways(
+        low, high, facing, _, reached = _choices(
             x, body[0], -1, -1, x, hidden, y, lost, 1.0, ptr, n, preds
         )
         by_1 = int(body[0])
@@ -277,17 +277,17 @@ def walk(
         z = int(ends[i]) if length == 3 else x
         if z == facing:
             continue
-        low_2, high_2, facing_2, back_2, odds_2 = 0, 1, -1, -1, odds
+        low_2, high_2, facing_2, back_2, reached_2 = 0, 1, -1, -1, reached
         if length >= 2:
-            low_2, high_2, facing_2, back_2, odds_2 = _ways(
-                z, by_2, by_1, x, x, hidden, y, lost, odds, ptr, n, preds
+            low_2, high_2, facing_2, back_2, reached_2 = _choices(
+                z, by_2, by_1, x, x, hidden, y, lost, reached, ptr, n, preds
             )
         for j in range(low_2, high_2):
             w = int(ends[j]) if length >= 2 else z
             if w in (facing_2, back_2):
                 continue
-            low_3, high_3, facing_3, back_3, odds_3 = _ways(
-                w, body[length - 1], by_2, z, x, hidden, y, lost, odds_2, ptr, n, preds
+            low_3, high_3, facing_3, back_3, each = _choices(
+                w, body[length - 1], by_2, z, x, hidden, y, lost, reached_2, ptr, n, preds
             )
             for k in range(low_3, high_3):
                 end = ends[k]
@@ -295,10 +295,10 @@ def walk(
                     continue
                 if stamp[end] != now:
                     stamp[end] = now
-                    chance[end] = 0.0
+                    probability[end] = 0.0
                     out[count] = end
                     count += 1
-                chance[end] += odds_3
+                probability[end] += each
     return count
 
 
@@ -327,14 +327,18 @@ def apply_chains(
     power: float,
     scores: NDArray[np.float32],
 ) -> None:
-    """Fill [Q, N] with the sum over rules of (evidence * share ** share_power) ** power.
+    """Fill [Q, N] with the `power`-norm over rules of evidence * share ** share_power.
 
-    The rules of head step s are those from `rule_ptr[s]` to `rule_ptr[s + 1]`; share is the chance
-    that a random walk along the rule ends at the entity. With infinite `power` it is the greatest.
+    The rules of head step s are those from `rule_ptr[s]` to `rule_ptr[s + 1]`; share is the
+    probability that a random walk along the rule ends at the entity. With infinite `power` the
+    norm is the maximum.
     """
     stamp = np.full(n, -1, np.int64)
     share = np.zeros(n)
     out = np.empty(n, np.int32)
+    # Powers are summed and their root is taken in 64 bits, one number at a time: in 32 bits, and
+    # by the processor's vector units, the last bit would differ from machine to machine.
+    total = np.zeros(n)
     now = 0
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
@@ -363,7 +367,12 @@ def apply_chains(
                 elif power == 1.0:
                     scores[q, e] += np.float32(part)
                 else:
-                    scores[q, e] += np.float32(part**power)
+                    total[e] += part**power
+        if 1.0 < power < np.inf:
+            for e in range(n):
+                if total[e] > 0.0:
+                    scores[q, e] = np.float32(total[e] ** (1.0 / power))
+                    total[e] = 0.0
 
 
 @kernel
@@ -386,7 +395,7 @@ def learn_chains(
     The score of an entity is the sum over rules of evidence * share ** share_power with the
     question's own fact hidden, 0 if no rule reaches it; the loss is the cross-entropy of the
     softmax over all entities but other true answers. A question whose answer no rule reaches
-    teaches nothing.
+    changes nothing.
     """
     stamp = np.full(n, -1, np.int64)
     share = np.zeros(n)

@@ -1,13 +1,14 @@
-"""Rules learned by counting: chains of up to three edges that foretell a fourth.
+"""Mine rules by counting: chains of up to three edges that predict another edge.
 
-A chain rule is p(X, Y) <- q1(X, Z1), q2(Z1, Z2), q3(Z2, Y), each edge read either way. Its pairs
-are all distinct (X, Y) that the body joins, its support those that are facts of the head, and
+A chain rule is p(X, Y) <- q1(X, Z1), q2(Z1, Z2), q3(Z2, Y), each edge read in either direction.
+Its pairs are all distinct (X, Y) that the body joins, its support those that are facts of the head,
+and
 
     confidence = support / (pairs + prior)
 
-so that a rule seen twice out of twice is not taken for certain. A chain never goes back over the
-edge it came by, and a pair that is joined only through the head's own fact counts for nothing:
-such a chain would not be there for a fact that is still unknown.
+so that a rule that held twice out of twice is not taken as certain. A chain never goes back over
+the edge it came by, and a pair that is joined only through the head's own fact is not counted: such
+a chain would not be there for a fact that is still unknown.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,9 +64,9 @@ class Mined:
     support: Longs
     pairs: Longs
     bodies: int
-    """How many bodies were looked at."""
+    """How many bodies were counted."""
     dropped: int
-    """Rules that were good enough but not among the best of their head."""
+    """Rules above the thresholds but not among the best of their head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,7 @@ class Chains:
     origin: Longs
     """Twice the number of the rule, plus one where it is read backwards."""
     skipped: tuple[str, ...]
-    """Names of rules that are no chains of at most `LONGEST` edges between two variables."""
+    """Names of rules that are not chains of at most `LONGEST` edges between two variables."""
 
 
 def mine(
@@ -105,11 +106,11 @@ def mine(
     ['m0:0.285714285714:parent(Y,X) -> child(X,Y)', 'm1:0.285714285714:child(Y,X) -> parent(X,Y)']
     """
     if not 1 <= length <= LONGEST:
-        raise ConfigError(f"chains of length {length} cannot be mined; give 1, 2 or {LONGEST}")
+        raise ConfigError(f"length must be 1, 2 or {LONGEST}, got {length}")
     if min_support < 1 or most < 1 or prior < 0 or not 0 <= min_confidence <= 1:
         raise ConfigError(
-            f"min_support {min_support} and most {most} are 1 or more, prior {prior} is 0 or more, "
-            f"min_confidence {min_confidence} is from 0 to 1; change the one that is not"
+            f"min_support and most must be at least 1, got {min_support} and {most}; prior must be "
+            f"at least 0, got {prior}; min_confidence must be from 0 to 1, got {min_confidence}"
         )
     steps = Steps.of(facts)
     preds = steps.num_predicates
@@ -188,7 +189,7 @@ def _edges(facts: Facts) -> tuple[Longs, Ints, Ints]:
 def _bodies(size: int, preds: int, totals: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
     """Bodies worth counting, each once for itself and its mirror image.
 
-    A body with an empty part has no pairs, and those of a mirror are the same pairs turned.
+    A body with an empty part has no pairs, and those of a mirror are the same pairs reversed.
     """
     steps = range(2 * preds)
     if size == 1:

@@ -1,7 +1,7 @@
 """Proofs of queries from facts and rules: all of them up to a depth, shortest first.
 
-This is the oracle beside the environment, the teacher of behaviour cloning, and what explains an
-answer to people.
+This is the oracle that the environment is tested against, the teacher of behaviour cloning, and the
+explanation of an answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,14 @@ __all__ = ["Node", "Proof", "Proofs", "Shortest", "hidden_facts", "prove", "prov
 Ints = NDArray[np.int32]
 
 MAX_NODES = 10_000_000
-"""Steps one search may try. It takes seconds, and a search that ends here says so."""
+"""Steps one search may try: some seconds. A search that stops here is not `complete`."""
 
 TABLE_ROWS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A goal of a proof with all that was found out about it, and how it was proved."""
+    """A goal of a proof with its variables bound, and how it was proved."""
 
     atom: Atom
     rule: int | None
@@ -40,8 +40,8 @@ class Node:
 
     def lines(self, rules: Rules, vocab: Vocab, indent: str = "") -> Iterator[str]:
         """The tree as text, a goal a line."""
-        told = "embedding" if vocab.accepts(self.atom[0]) else "fact"
-        reason = told if self.rule is None else f"by {rules.names[self.rule]}"
+        leaf = "embedding" if vocab.accepts(self.atom[0]) else "fact"
+        reason = leaf if self.rule is None else f"by {rules.names[self.rule]}"
         yield f"{vocab.atom(*self.atom)}  [{reason}]"
         for i, child in enumerate(self.children):
             last = i == len(self.children) - 1
@@ -164,9 +164,9 @@ def prove(
     n = facts.num_entities
     h, p, t = (int(part) for part in query)
     if not 0 <= p < facts.num_predicates or not (-1 <= h < n and -1 <= t < n):
-        raise BadProgram(f"the query {(h, p, t)} is not made of ids of the vocabulary")
+        raise BadProgram(f"the query {(h, p, t)} holds ids outside the vocabulary: {facts!r}")
     if h < 0 and t < 0:
-        raise BadProgram("a query with two open arguments has no answer; name one entity at least")
+        raise BadProgram("both arguments of the query are open; name at least one entity")
     goal = np.array([p, n if h < 0 else h, n if t < 0 else t], np.int32)
     is_open = h < 0 or t < 0
     mode = kernels.ALL if every else kernels.ANSWERS if is_open else kernels.FIRST
@@ -191,10 +191,10 @@ def prove(
         lengths,
         answers,
     )
-    asked = (p, int(goal[1]), int(goal[2]))
+    query_atom = (p, int(goal[1]), int(goal[2]))
     proofs = [
         Proof(
-            asked,
+            query_atom,
             int(answers[i]),
             tuple((k, a, b, c) for k, a, b, c in steps[i, : lengths[i]].tolist()),
         )
@@ -252,13 +252,13 @@ def prove_all(
 
 
 def hidden_facts(queries: Ints, inverse: Ints | None) -> Ints:
-    """What must not help in the proof of each query: its fact and its inverse, [q, 2, 3]."""
+    """The facts that each query must not be proved by: itself and its inverse, [q, 2, 3]."""
     hidden = np.full((len(queries), 2, 3), -1, np.int32)
     hidden[:, 0] = queries
     if inverse is not None:
-        turned = np.asarray(inverse, np.int32)[queries[:, 1]]
-        both = np.stack([queries[:, 2], turned, queries[:, 0]], axis=1)
-        hidden[:, 1] = np.where(turned[:, None] >= 0, both, -1)
+        predicate = np.asarray(inverse, np.int32)[queries[:, 1]]
+        inverted = np.stack([queries[:, 2], predicate, queries[:, 0]], axis=1)
+        hidden[:, 1] = np.where(predicate[:, None] >= 0, inverted, -1)
     return hidden
 
 
@@ -268,10 +268,10 @@ def _fit(facts: Facts, rules: Rules, depth: int) -> None:
     if theirs != ours:
         raise Mismatch(
             f"facts have {theirs[0]:,} entities and {theirs[1]:,} predicates, rules {ours[0]:,} "
-            f"and {ours[1]:,}; make both with one vocabulary"
+            f"and {ours[1]:,}; build both with one vocabulary"
         )
     if depth < 1:
-        raise ConfigError(f"depth is {depth}; a proof has one step at least")
+        raise ConfigError(f"depth must be at least 1, got {depth}")
 
 
 def _scratch(depth: int, rules: Rules) -> Ints:

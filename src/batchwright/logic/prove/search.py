@@ -7,7 +7,7 @@ cannot be proved, and a state that was searched with the same number of steps le
 searched again: those are kept in a table and compared exactly.
 """
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
-from batchwright.logic.facts import Facts
-from batchwright.logic.lookup import lower_bound
+from batchwright.logic.facts import Facts, lower_bound
 from batchwright.logic.rules import Rules
 
 __all__ = [

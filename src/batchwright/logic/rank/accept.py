@@ -1,11 +1,11 @@
-"""What an embedding accepts, as facts `p_kge(X, Y)` that the bodies of rules may ask for.
+"""What an embedding accepts, as facts `p_kge(X, Y)` that the bodies of rules may use.
 
-`son(x,z), wife_kge(y,z) -> son(x,y)` proves by a marriage that no fact tells, on the authority of
-an embedding. It accepts p(x, y) if it gives y at least the chance `least` among all answers to
-p(x, ?); what it accepts stands beside the facts under a name of its own, so searches, scores and
-proof trees need not know of it, and no accepted atom passes for a fact. An embedding has seen the
-train part, so what it accepts there says little of how right it is elsewhere: `least` is chosen on
-valid, and evidence that rules with `_kge` learn on train is only kept if it ranks valid better.
+`son(x,z), wife_kge(y,z) -> son(x,y)` proves by a marriage that is not a fact but predicted by an
+embedding. It accepts p(x, y) if it gives y at least the probability `least` among all answers to
+p(x, ?). What it accepts is added to the facts under a name of its own, so searches, scores and
+proof trees need not know of it, and no accepted atom passes for a fact. An embedding was fitted on
+the train part, so what it accepts there says little of its accuracy elsewhere: `least` is chosen
+on valid, and evidence that rules with `_kge` learn on train is only kept if it ranks valid better.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 LEAST = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
-"""Chances that are tried on valid as the least one that is accepted."""
+"""Probabilities that are tried on valid as the threshold of acceptance."""
 
 CELLS = 2**24
 """Scores of one block of questions."""
@@ -38,7 +38,7 @@ class Accepted:
 
     graph: Graph
     least: float
-    """The least chance that was accepted."""
+    """The probability from which on atoms were accepted."""
     atoms: int
     """How many were."""
     f1: float | None
@@ -46,13 +46,13 @@ class Accepted:
 
 
 def asks_kge(rules: Rules) -> Ints:
-    """The predicates p whose p_kge rules ask for; the rules are over `vocab.with_kge()`."""
+    """The predicates p whose p_kge rules use; the rules are over `vocab.with_kge()`."""
     half = rules.num_predicates // 2
     if (rules.head[:, 0] >= half).any():
         name = rules.names[int(np.argmax(rules.head[:, 0] >= half))]
         raise BadProgram(
-            f"the rule {name!r} concludes a predicate that ends in {KGE}, which is the embedding's "
-            f"to say; ask for it in the body, and conclude the predicate itself"
+            f"the head of rule {name!r} ends in {KGE}, which only an embedding answers; use it in "
+            f"the body, and conclude the predicate itself"
         )
     used = np.unique(rules.body[..., 0])
     return (used[used >= half] - half).astype(np.int32)
@@ -68,15 +68,17 @@ def accept(
     """The graph with `p_kge(x, y)` in train for each of the predicates, x and y that is accepted.
 
     Without `least` it is the one of `LEAST` with the best F1 on valid. All pairs of entities are
-    looked at, a predicate at a time; `embedding` gives logarithms of chances.
+    scored, a predicate at a time; `embedding` gives log-probabilities.
     """
     f1 = None
     if least is None:
         if not len(graph.valid):
-            raise ConfigError("there is no valid part to choose on; say what chance is accepted")
+            raise ConfigError(
+                "there is no valid part to choose the accepted probability on; give it"
+            )
         least, f1 = _chosen(graph, embedding)
     if not 0 < least <= 1:
-        raise ConfigError(f"the least chance that is accepted is {least}; give one from 0 to 1")
+        raise ConfigError(f"the accepted probability must be above 0 and at most 1, got {least}")
     n, preds = graph.vocab.num_entities, graph.vocab.num_predicates
     rows = max(1, CELLS // n)
     found = [graph.train]
@@ -96,7 +98,7 @@ def accept(
 
 
 def _chosen(graph: Graph, embedding: Scorer) -> tuple[float, float]:
-    """The least chance of the best F1 on valid; answers that train tells are left out."""
+    """The threshold of the best F1 on valid; answers that are facts of train are left out."""
     asked, place = np.unique(graph.valid[:, :2], axis=0, return_inverse=True)
     accepted, right = np.zeros(len(LEAST)), np.zeros(len(LEAST))
     rows = max(1, CELLS // graph.vocab.num_entities)
@@ -111,8 +113,7 @@ def _chosen(graph: Graph, embedding: Scorer) -> tuple[float, float]:
         true[place[own] - start, graph.valid[own, 2]] = True
         facts = graph.facts
         for i, (h, p) in enumerate(part.tolist()):
-            row = p * facts.num_entities + h
-            scores[i, facts.ps_obj[facts.ps_ptr[row] : facts.ps_ptr[row + 1]]] = -np.inf
+            scores[i, facts.tails(h, p)] = -np.inf
         for i, bound in enumerate(bounds):
             over = scores >= bound
             accepted[i] += over.sum()

@@ -1,15 +1,14 @@
-"""Filtered ranking: where the true answer stands among all entities, other truths left out.
+"""Filtered ranking: the rank of the true answer among all entities, other true answers excluded.
 
-For every triple p(h, t) two questions are asked, p(h, ?) and p(?, t). Every entity is a candidate;
-those that are true answers in any part of the graph, other than the one asked for, are left out.
-With `greater` candidates above the answer and `ties` beside it, its rank is
+For every triple p(h, t) there are two queries, p(h, ?) and p(?, t). Every entity is a candidate;
+true answers in any part of the graph, other than the one queried, are filtered out. With `greater`
+candidates that score higher than the answer and `ties` that score the same, its rank is
 
     1 + greater + ties / 2
 
-so that a scorer which gives everything the same score does not come first. A score that is not
-a number counts as minus infinity. Best and worst rank among the ties are kept as an alarm, and
-the expected reciprocal rank (the mean over all places that the ties could take) beside the
-reciprocal of the mean one.
+(the realistic rank), so that a constant scorer does not come first. A score that is not a number
+counts as minus infinity. Optimistic and pessimistic ranks show how much ties matter; the expected
+reciprocal rank is the mean over all orders of the ties.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,18 +44,18 @@ Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 Side = Literal["tail", "head"]
-"""Which end of the triple is asked for."""
+"""Which end of the triple is queried."""
 SIDES: tuple[Side, ...] = ("tail", "head")
 
 BLOCK_CELLS = 2**24
-"""Scores of one block of questions: 64 MiB, whatever the number of entities."""
+"""Scores of one block of queries: 64 MiB, whatever the number of entities."""
 
 TIE_ALARM = 0.002
-"""Optimistic and pessimistic MRR further apart than this say more about ties than about truth."""
+"""The gap between optimistic and pessimistic MRR from which on ties distort the result."""
 
 
 class Scorer(Protocol):
-    """Anything that can say how likely every entity is as the missing end of a triple."""
+    """Anything that scores every entity as the missing end of a triple."""
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
         """Scores [Q, N]: of p(given, e) for every entity e if `side` is tail, else of p(e, given).
@@ -68,11 +67,11 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Means over some questions."""
+    """Means over some queries."""
 
     queries: int
     mrr: float
-    """Of the rank at the middle of its ties."""
+    """Of the realistic rank: the middle of its ties."""
     expected_mrr: float
     """Over all orders of the ties."""
     hits_1: float
@@ -90,7 +89,7 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranks:
-    """Candidates above and beside the answer, question by question, [Q] each.
+    """How many candidates score higher than the answer, and how many the same, for each query, [Q].
 
     >>> ranks = Ranks(np.zeros(2, np.int32), np.array([True, True]), np.array([0, 2]),
     ...               np.array([0, 2]))
@@ -103,7 +102,7 @@ class Ranks:
     greater: Longs
     ties: Longs
     sampled_greater: Longs = field(default_factory=lambda: np.empty(0, np.int64))
-    """The same among a draw of wrong candidates; empty if none was asked for."""
+    """The same among a sample of wrong candidates; empty if none was drawn."""
     sampled_ties: Longs = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class Ranks:
         return np.asarray(1 + self.greater + self.ties / 2, np.float64)
 
     def where(self, chosen: NDArray[np.bool_]) -> "Ranks":
-        """The questions that are chosen."""
+        """Some of the queries."""
         sampled = chosen[: len(self.sampled_greater)]
         return Ranks(
             self.predicates[chosen],
@@ -126,12 +125,12 @@ class Ranks:
         )
 
     def sampled(self) -> "Ranks":
-        """The ranks among the drawn candidates in place of those among all."""
+        """The ranks among the sampled candidates instead of all."""
         return Ranks(self.predicates, self.is_tail, self.sampled_greater, self.sampled_ties)
 
     def metrics(self) -> Metrics:
         if not len(self):
-            raise ConfigError("there are no questions to average over; rank at least one triple")
+            raise ConfigError("there are no queries to average over; rank at least one triple")
         best, worst = 1.0 + self.greater, 1.0 + self.greater + self.ties
         middle = self.middle
         harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, worst.max() + 1))])
@@ -151,25 +150,25 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Some questions of one side, and how to count the ranks of their answers."""
+    """Some queries of one side, and how to count the ranks of their answers."""
 
     side: Side
     first: int
-    """The number of the first question among all of both sides."""
+    """The number of the first query among all of both sides."""
     given: Ints
     predicates: Ints
     answers: Ints
     known: Facts
 
     def count(self, scores: Floats, sampled: int = 0, seed: int = 0) -> tuple[Longs, ...]:
-        """Candidates above and beside each answer, among all and among `sampled` drawn ones.
+        """Candidates higher than and equal to each answer, among all and among a sample.
 
-        What is drawn for a question depends on `seed` and its number, not on the block.
+        What is sampled for a query depends on `seed` and its number, not on the block.
         """
         if scores.shape != (len(self.given), self.known.num_entities):
             raise ConfigError(
-                f"a scorer gave {list(scores.shape)} scores for {len(self.given)} questions over "
-                f"{self.known.num_entities:,} entities; every entity needs one"
+                f"a scorer returned scores of shape {list(scores.shape)} for {len(self.given)} "
+                f"queries over {self.known.num_entities:,} entities; every entity needs a score"
             )
         tails = self.side == "tail"
         counts = np.zeros((4, len(self.given)), np.int64)
@@ -190,7 +189,7 @@ class Block:
 def blocks(
     triples: Ints, known: Facts, sides: Sequence[Side] = SIDES, cells: int = BLOCK_CELLS
 ) -> Iterator[Block]:
-    """The questions of all triples, side after side, in blocks that fit in memory."""
+    """The queries of all triples, side after side, in blocks that fit in memory."""
     rows = max(1, cells // max(1, known.num_entities))
     for number, side in enumerate(sides):
         given, asked = (0, 2) if side == "tail" else (2, 0)
@@ -218,8 +217,8 @@ def rank(
 ) -> Ranks:
     """Rank the answers of all triples; `known` holds whatever is true in any part of the graph.
 
-    `sampled` wrong candidates are drawn besides, for comparison with results that were taken so:
-    they are far easier.
+    Ranks among `sampled` wrong candidates are counted too, to compare with published results of
+    that protocol: it is far easier.
     """
     total = len(triples) * len(sides)
     counts = np.zeros((4, total), np.int64)
@@ -242,7 +241,7 @@ def evenly_spread(triples: Ints, most: int) -> Ints:
 
 
 def summary(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
-    """Metrics over both sides, each side, drawn candidates and each relation, ready for JSON."""
+    """Metrics over both sides, each side, sampled candidates and each relation, ready for JSON."""
     found: dict[str, Any] = {"both": asdict(ranks.metrics()), "tied": ranks.metrics().tied}
     for side, chosen in (("tail", ranks.is_tail), ("head", ~ranks.is_tail)):
         if chosen.any():
@@ -257,22 +256,22 @@ def summary(ranks: Ranks, names: Sequence[str]) -> dict[str, Any]:
 
 
 def average_precision(
-    scorer: Scorer, triples: Ints, candidates: Ints, *, as_chances: bool = False
+    scorer: Scorer, triples: Ints, candidates: Ints, *, softmax: bool = False
 ) -> float:
-    """The area under precision and recall over all pairs of a head and a candidate tail.
+    """The area under the precision-recall curve over all pairs of a head and a candidate tail.
 
     The heads are those of `triples`, which also say what is true. Scores are compared over all
-    pairs at once; equal scores are taken together, so that their order cannot help. With
-    `as_chances` the scores of each head first become chances over the candidates (a softmax), for
-    questions that have one answer among them but scores that do not compare between heads.
+    pairs at once; equal scores are taken together, so that their order cannot help. With `softmax`
+    the scores of each head first become log-probabilities over the candidates, for queries that
+    have one answer among them but scores that do not compare between heads.
     """
     heads, first = np.unique(triples[:, :2], axis=0, return_index=True)
     if not len(heads) or not len(candidates):
-        raise ConfigError("an average precision needs at least one triple and one candidate")
+        raise ConfigError("average precision needs at least one triple and one candidate")
     asked = np.ascontiguousarray(triples[first].T)
     scores = scorer.scores(asked[0], asked[1], "tail")[:, candidates].astype(np.float64)
     scores[np.isnan(scores)] = -np.inf
-    if as_chances:
+    if softmax:
         top = np.maximum(scores.max(axis=1, keepdims=True), -1e300)
         scores = scores - top - np.log(np.exp(scores - top).sum(axis=1, keepdims=True))
     true = {tuple(triple) for triple in triples.tolist()}
@@ -281,7 +280,9 @@ def average_precision(
     hits = np.bincount(group, weights=label.ravel(), minlength=len(levels))
     found, seen = np.cumsum(hits), np.cumsum(np.bincount(group, minlength=len(levels)))
     if not found[-1]:
-        raise ConfigError("none of the candidates is the tail of any triple; name the right ones")
+        raise ConfigError(
+            "none of the candidates is the tail of any triple; give candidates that are"
+        )
     return float((hits * found / seen).sum() / found[-1])
 
 
@@ -297,7 +298,7 @@ def count_ranks(
     first: int,
     counts: Longs,
 ) -> None:
-    """Count into [4, Q]: above and beside among all, and above and beside among drawn ones."""
+    """Count into [4, Q]: higher and equal among all, and higher and equal among the sample."""
     n = scores.shape[1]
     marked = np.full(n, -1, np.int64)
     for q in range(scores.shape[0]):
@@ -305,14 +306,14 @@ def count_ranks(
         wanted = line[answers[q]]
         if np.isnan(wanted):
             wanted = np.float32(-np.inf)
-        above = 0
-        beside = 0
+        higher = 0
+        equal = 0
         for e in range(n):
-            # Nothing compares with NaN, so it is never above; beside it is only minus infinity.
+            # Comparisons with NaN are false, so it is never higher; it equals minus infinity.
             if line[e] > wanted:
-                above += 1
+                higher += 1
             elif line[e] == wanted or (wanted == -np.inf and np.isnan(line[e])):
-                beside += 1
+                equal += 1
         wrong = n
         seen_answer = False
         for i in range(ptr[rows[q]], ptr[rows[q] + 1]):
@@ -321,21 +322,21 @@ def count_ranks(
             wrong -= 1
             seen_answer = seen_answer or e == answers[q]
             if line[e] > wanted:
-                above -= 1
+                higher -= 1
             elif line[e] == wanted or (wanted == -np.inf and np.isnan(line[e])):
-                beside -= 1
+                equal -= 1
         if not seen_answer:
-            # A question whose own triple is not among the known ones.
+            # A query whose own triple is not among the known ones.
             marked[answers[q]] = q
             wrong -= 1
-            beside -= 1
-        counts[0, q] = above
-        counts[1, q] = beside
+            equal -= 1
+        counts[0, q] = higher
+        counts[1, q] = equal
         if sampled == 0:
             continue
         if wrong <= sampled:
-            counts[2, q] = above
-            counts[3, q] = beside
+            counts[2, q] = higher
+            counts[3, q] = equal
             continue
         draws = mix(seed, np.uint64(first + q))
         counter = 0

@@ -1,8 +1,8 @@
-"""Scores for open questions: by rules, and by rules and embeddings together.
+"""Scorers for open queries: rules, and the sum of an embedding and rules.
 
 Everything that ranks entities has one method, `scores(given, predicates, side)`; see
-`batchwright.logic.rank.ranking.Scorer`. So one evaluation serves embeddings, rules, their sum and a
-trained prover alike.
+`batchwright.logic.rank.ranking.Scorer`. So one evaluation serves embeddings, rules, their sum and
+a trained prover.
 """
 
 import copy
@@ -23,8 +23,8 @@ from batchwright.permutation import permutation
 from batchwright.rng import key
 
 __all__ = [
+    "AGGREGATIONS",
     "BETAS",
-    "WAYS",
     "Choice",
     "Hybrid",
     "RuleScorer",
@@ -40,26 +40,26 @@ Doubles = NDArray[np.float64]
 BETAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Weights of the proofs that are tried on the valid part."""
 
-WAYS = (
+AGGREGATIONS = (
     *((power, 0.0) for power in (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, math.inf)),
     *((power, 0.5) for power in (1.0, 2.0, 4.0)),
     (1.0, 1.0),
 )
-"""Ways to join rules that are tried on the valid part: power and share; see `RuleScorer`."""
+"""Aggregations of rules that are tried on valid, as (power, share); see `RuleScorer`."""
 
 CERTAIN = 1 - 1e-4
-"""Weights above this count as this, or one certain rule would outweigh all others for ever."""
+"""Weights are clipped here, or one certain rule would outweigh all others."""
 
 FEWEST = 50
-"""Questions that a predicate needs for a weight of its own."""
+"""Queries that a predicate needs for a weight of its own."""
 
 
 class RuleScorer:
     """What chain rules say of every entity: one search answers p(h, ?) for all of them.
 
     A rule of weight w is evidence e = -log(1 - w) for the entities it reaches. With `share` above
-    0 they divide it: each gets e * chance ** share, with the chance that a random walk along the
-    rule ends there. An entity's score joins what all rules give it, (sum of parts ** power) **
+    0 they divide it: each gets e * q ** share, q being the probability that a random walk along
+    the rule ends there. An entity's score joins what all rules give it, (sum of parts ** power) **
     (1 / power). With power 1 and share 0 that is the noisy-or (as a sum of logarithms, so that
     many rules do not all come to 1), with infinite power the greatest weight; what lies between
     trusts strong rules more than many weak ones.
@@ -74,8 +74,8 @@ class RuleScorer:
             )
         if not power >= 1 or not 0 <= share <= 1:
             raise ConfigError(
-                f"power {power} is 1 (noisy-or) or more (inf: the greatest), share {share} is from "
-                f"0 (whole) to 1 (divided); change the one that is not"
+                f"power must be at least 1 (1: noisy-or, inf: maximum), got {power}; share must be "
+                f"from 0 (whole) to 1 (divided), got {share}"
             )
         self.power = power
         self.share = share
@@ -84,13 +84,15 @@ class RuleScorer:
         weights = self._chains.weights
         outside = weights[(weights < 0) | (weights > 1)]
         if outside.size:
-            raise ConfigError(f"a rule has weight {outside[0]:g}; weights are chances from 0 to 1")
+            raise ConfigError(
+                f"the weight of a rule must be a probability from 0 to 1, got {outside[0]:g}"
+            )
         self.evidence: Doubles = -np.log1p(-np.minimum(weights, CERTAIN))
         self.learned_epochs = 0
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Names of rules that are no chains, and so take no part."""
+        """Names of rules that are not chains, and so are not used."""
         return self._chains.skipped
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
@@ -102,18 +104,16 @@ class RuleScorer:
             chains.lengths, self.evidence, steps.ptr, steps.ends, steps.num_entities,
             steps.num_predicates, self.share, self.power, found,
         )  # fmt: skip
-        if 1 < self.power < math.inf:
-            np.power(found, np.float32(1 / self.power), out=found)
         return found
 
     def learn(self, train: Ints, *, rate: float = 0.1, seed: int = 0) -> float:
-        """One pass over the facts that sets the evidence so that true answers come first.
+        """One epoch of Adagrad that fits the evidence of rules to the facts; the mean loss.
 
-        Each fact is asked from both ends with itself hidden, and a softmax over all entities says
-        which rules to trust more or less; evidence against an answer is learned too. The loss.
+        Each fact is queried from both ends with itself hidden, and the loss is the cross-entropy
+        of a softmax over all entities. Evidence may become negative.
         """
         if self.power != 1:
-            raise ConfigError(f"evidence is learned for power 1, not {self.power}")
+            raise ConfigError(f"evidence can only be learned for power 1, got power {self.power}")
         steps, chains = self._steps, self._chains
         if not len(chains.weights):
             return 0.0
@@ -123,7 +123,7 @@ class RuleScorer:
         )
         order = permutation(len(both), np.uint64(key(seed, "rules/order", self.learned_epochs)))
         if not self.learned_epochs:
-            # A first step of less than the rate, or the counted confidences would be forgotten.
+            # So that the first steps are smaller than the rate and confidences are not forgotten.
             self._squares: Doubles = np.full(len(self.evidence), 0.1)
             self.evidence = self.evidence.copy()
         loss, _ = learn_chains(
@@ -135,7 +135,7 @@ class RuleScorer:
         return loss
 
     def copied(self) -> "RuleScorer":
-        """The same scorer with evidence of its own, which later passes do not change."""
+        """The same scorer with its own evidence, which later epochs do not change."""
         other = copy.copy(self)
         other.evidence = self.evidence.copy()
         return other
@@ -174,9 +174,9 @@ class Choice:
     table: Doubles
     """[P, 2]: one for each predicate and side; all the same where that did better."""
     own: bool
-    """Whether weights of their own did better on the half of the questions not chosen from."""
+    """Whether a weight for each predicate did better on the held-out half of the queries."""
     mrr: float
-    """On the valid part with `table`: what the choice was made by, so not what to expect."""
+    """On valid with `table`: what the choice was made by, so an optimistic estimate."""
 
 
 def rank_each(
@@ -212,18 +212,18 @@ def choose_rules(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[RuleScorer, dict[str, float]]:
-    """The way to join rules that ranks best on `valid`, and the MRR of each that was tried.
+    """The aggregation of rules that ranks best on `valid`, and the MRR of each that was tried.
 
-    Tried are `WAYS` on confidences as they were counted, and then evidence learned on `train`
-    for up to `epochs` passes, with the share that did best.
+    Tried are `AGGREGATIONS` of the mined confidences, and then evidence learned on `train` for up
+    to `epochs` epochs, with the share that did best.
     """
     tried: dict[str, float] = {}
     best: tuple[float, RuleScorer] | None = None
     shares: dict[float, float] = {}
     learner: RuleScorer | None = None
-    for number in range(len(WAYS) + epochs):
-        if number < len(WAYS):
-            power, share = WAYS[number]
+    for number in range(len(AGGREGATIONS) + epochs):
+        if number < len(AGGREGATIONS):
+            power, share = AGGREGATIONS[number]
             scorer, name = RuleScorer(facts, rules, power, share), f"power {power:g}"
         else:
             if learner is None:
@@ -233,23 +233,23 @@ def choose_rules(
             share, name = learner.share, f"learned {learner.learned_epochs}"
         mrr = rank_each(valid, known, [scorer], list)[0].metrics().mrr
         tried[f"{name}, share {share:g}"] = mrr
-        if number < len(WAYS) and power == 1:
+        if number < len(AGGREGATIONS) and power == 1:
             shares[share] = mrr
         if best is None or mrr > best[0]:
             best = mrr, scorer
         if progress:
-            progress(number + 1, len(WAYS) + epochs)
-    assert best is not None  # there is always a first way
+            progress(number + 1, len(AGGREGATIONS) + epochs)
+    assert best is not None  # at least one aggregation is tried
     return best[1], tried
 
 
 def choose_beta(
     kge: Scorer, proofs: Scorer, valid: Ints, known: Facts, betas: Sequence[float] = BETAS
 ) -> Choice:
-    """The weights of the proofs that rank best on `valid`, which the proofs must not know.
+    """The weights of the proofs that rank best on `valid`, which must not be among their facts.
 
-    Predicates get weights of their own only if such weights, chosen on one half of the questions,
-    did better than a common one on the other half.
+    Predicates get their own weights only if such weights, chosen on one half of the queries, did
+    better than a common one on the held-out half.
     """
 
     def joined(scores: list[Floats]) -> list[Floats]:

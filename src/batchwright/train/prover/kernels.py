@@ -1,8 +1,8 @@
-"""Compiled sums over what a policy may do: the chance of every answer, and how rules change it.
+"""Compiled sums over all actions of a policy: the probability of every answer, and its gradient.
 
-A policy draws a rule for a question by its weight, and then a fact for each step of the rule's
-body, each with the same chance. Edges are followed both ways, as `batchwright.logic.mine.Steps`
-lists them: the ends of step s from x stand in `ends[ptr[s * n + x] : ptr[s * n + x + 1]]`.
+A policy draws a rule for a query by its weight, and then a fact for each step of the rule's body,
+uniformly. Edges are followed in both directions, as `batchwright.logic.mine.Steps` lists them: the
+ends of step s from x are `ends[ptr[s * n + x] : ptr[s * n + x + 1]]`.
 """
 
 import numpy as np
@@ -32,23 +32,23 @@ def answer(
     preds: int,
     mass: Doubles,
 ) -> None:
-    """Fill [Q, N] with the chance of each answer to question q: step `heads[q]` from `given[q]`.
+    """Fill [Q, N] with the probability of each answer to query q: step `heads[q]` from `given[q]`.
 
-    Rule i of step s, from `rule_ptr[s]` to `rule_ptr[s + 1]`, is drawn with chance `weights[i]`.
+    The rules of step s are `rule_ptr[s]` to `rule_ptr[s + 1]`, with probabilities `weights`.
     """
     stamp = np.full(n, -1, np.int64)
-    chance = np.zeros(n)
+    probability = np.zeros(n)
     out = np.empty(n, np.int32)
     now = 0
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
             count = walk(
                 given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, True, stamp, now,
-                chance, out,
+                probability, out,
             )  # fmt: skip
             now += 1
             for i in range(count):
-                mass[q, out[i]] += weights[r] * chance[out[i]]
+                mass[q, out[i]] += weights[r] * probability[out[i]]
 
 
 @kernel
@@ -67,13 +67,13 @@ def learn(
 ) -> tuple[float, int]:
     """One pass of Adagrad over questions (x, step, y); the mean loss and how many counted.
 
-    The loss of a question is minus the log of the chance that the policy answers y, given that it
-    answers y or what is not known to be true; the question's own fact is hidden. Its slope is that
-    of a policy gradient over all rules at once: a rule gains by its share in the right answer and
-    loses by its share in all of them. A question that no rule answers teaches nothing.
+    The loss of a query is the negative log-probability that the policy answers y, given that it
+    answers y or what is not known to be true; the query's own fact is hidden. Its gradient is the
+    policy gradient over all rules at once: a rule gains by its share in the right answer and loses
+    by its share in all of them. A query that no rule answers changes nothing.
     """
     stamp = np.full(n, -1, np.int64)
-    chance = np.zeros(n)
+    probability = np.zeros(n)
     out = np.empty(n, np.int32)
     true = np.full(n, -1, np.int64)
     most = 1
@@ -96,16 +96,16 @@ def learn(
         for r in range(rules):
             count = walk(
                 x, bodies[first + r], lengths[first + r], ptr, ends, n, preds, step, y, True, stamp,
-                now, chance, out,
+                now, probability, out,
             )  # fmt: skip
             now += 1
             right[r] = whole[r] = 0.0
             for i in range(count):
                 e = out[i]
                 if e == y:
-                    right[r] = chance[e]
+                    right[r] = probability[e]
                 if e == y or true[e] != q:
-                    whole[r] += chance[e]
+                    whole[r] += probability[e]
             weight[r] = np.exp(logits[first + r] - top)
             all_right += weight[r] * right[r]
             all_whole += weight[r] * whole[r]
@@ -115,7 +115,7 @@ def learn(
         counted += 1
         for r in range(rules):
             if whole[r] > 0.0:
-                slope = weight[r] * (whole[r] / all_whole - right[r] / all_right)
-                squares[first + r] += slope * slope
-                logits[first + r] -= rate * slope / np.sqrt(squares[first + r])
+                gradient = weight[r] * (whole[r] / all_whole - right[r] / all_right)
+                squares[first + r] += gradient * gradient
+                logits[first + r] -= rate * gradient / np.sqrt(squares[first + r])
     return loss / max(1, counted), counted

@@ -1,6 +1,6 @@
-"""The three ways in which a prover learns: imitation, PPO and exact policy gradients.
+"""The three learners of a prover: behaviour cloning, PPO and exact policy gradients.
 
-Each does one round at a time, says what it measured, and can be saved and restored to the bit.
+Each does one round at a time, returns its metrics, and resumes from a saved state to the same bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +38,14 @@ __all__ = [
 Ints = NDArray[np.int32]
 Metrics = dict[str, float]
 Potential = Callable[[Ints], NDArray[Any]]
-"""What goals are worth, as triples with -1 for variables."""
+"""The potential of goals, given as triples with -1 for variables."""
 
 SMALL_SQUARE = 1e-2
-"""What Adagrad's sums begin with, so that the first slopes do not move a rule by a whole rate."""
+"""Initial accumulator of Adagrad, so that the first gradients do not move a rule by a full step."""
 
 
 class Learner(Protocol):
-    """One part of the training."""
+    """One phase of the training."""
 
     def step(self) -> Metrics: ...
 
@@ -55,7 +55,7 @@ class Learner(Protocol):
 
 
 class Cloning:
-    """Imitate the shortest proofs that the exhaustive prover finds, and give up what has none."""
+    """Behaviour cloning of the shortest proofs that exhaustive search finds."""
 
     def __init__(self, asked: Asked, policy: Policy, questions: Ints, config: ProverConfig) -> None:
         some = _some(questions, config.clone_questions, config.seed, "prover/clone", 0)
@@ -195,8 +195,8 @@ class Passes:
             steps.ends, steps.num_entities, steps.num_predicates, config.rate, self._logits,
             self._squares,
         )  # fmt: skip
-        # Only the order among the rules of a question was learned: together they stay as likely,
-        # or giving up would come to mean something else.
+        # Only the logits among the rules of a query were learned: keep their total probability, or
+        # that of giving up would change.
         before = self._actor.rules.detach().numpy().astype(np.float64)
         for low, high in pairwise(chains.ptr.tolist()):
             if high > low:
@@ -216,18 +216,18 @@ class Passes:
 
 
 class Asking(NamedTuple):
-    """What came of asking questions once."""
+    """The outcome of asking queries once."""
 
     proved: float
-    """Questions for which a proof of any answer was found."""
+    """Share of queries for which a proof of any answer was found."""
     right: float
-    """Questions answered with the very entity that was looked for."""
+    """Share of queries answered with the entity of the triple."""
 
 
 def ask_once(
     asked: Asked, policy: Policy, triples: Ints, num_envs: int, *, seed: int = 0
 ) -> Asking:
-    """Ask both questions of every triple once, each answered by one draw of the policy."""
+    """Ask both queries of every triple once, each answered by one sample of the policy."""
     questions = asked.questions(triples)
     env = _env(asked, questions, min(num_envs, len(questions)), ask="tail", once=True)
     obs = env.reset()
@@ -249,7 +249,7 @@ def ask_once(
 
 
 def kge_potential(kge: Kge) -> Potential:
-    """How likely an embedding finds a goal, from 0 to 1; 0 for goals that are not ground."""
+    """The sigmoid of an embedding's score of a goal; 0 for goals that are not ground."""
     preds = kge.shape.num_predicates
 
     def values(goals: Ints) -> NDArray[np.float32]:
@@ -257,8 +257,8 @@ def kge_potential(kge: Kge) -> Potential:
         ground = np.flatnonzero((goals >= 0).all(axis=1))
         if len(ground):
             x, predicate, y = torch.from_numpy(goals[ground].astype(np.int64)).T
-            turned = (predicate // preds) % 2 == 1
-            head, tail = torch.where(turned, y, x), torch.where(turned, x, y)
+            inverse = (predicate // preds) % 2 == 1
+            head, tail = torch.where(inverse, y, x), torch.where(inverse, x, y)
             with torch.no_grad():
                 query = kge.query(kge.entities[head], kge.steps[predicate % preds])
                 scores = (query * kge.aim(kge.entities[tail])).sum(-1)
@@ -306,7 +306,7 @@ def _env(
 
 
 def _some(questions: Ints, most: int, seed: int, purpose: str, number: int) -> Ints:
-    """At most `most` questions in an order of their own; 0: all of them."""
+    """At most `most` queries in a random order; 0: all of them."""
     order = permutation(len(questions), np.uint64(rng.key(seed, purpose, number)))
     return np.ascontiguousarray(questions[order[: most or None]])
 

@@ -1,7 +1,7 @@
-"""The prover's policy: what to draw is learned for rules, and facts are drawn evenly.
+"""The prover's policy: learned logits for rules, a uniform distribution over facts.
 
-A rule's logit is one number, so what is learned in one question holds for every entity, seen
-before or not. A question can be given up at its beginning; a rule once begun is followed.
+A rule's logit is one number, so what is learned from one query holds for every entity, seen before
+or not. A query can be given up at its beginning; a rule once begun is followed.
 """
 
 import torch
@@ -15,11 +15,11 @@ from batchwright.train.prover.program import Asked
 __all__ = ["GIVEN_UP_LATE", "RuleActor", "RuleCritic", "rule_policy"]
 
 GIVEN_UP_LATE = -30.0
-"""The logit of giving up in the middle of a rule: next to nothing, and finite for the sums."""
+"""The logit of giving up in the middle of a rule: negligible, and finite for the sums."""
 
 
 class RuleActor(Encoder):
-    """Logits from two tables, of rules and of giving up a kind of question."""
+    """Logits from two tables, of rules and of giving up a kind of query."""
 
     width = 1
 
@@ -30,7 +30,7 @@ class RuleActor(Encoder):
         self._first = first_question
 
     def state(self, obs: Tensors) -> Tensor:
-        """The number of the question at its beginning, -1 behind it, [N, 1]."""
+        """The number of the query at its beginning, -1 later, [N, 1]."""
         question = obs["goals"][:, :1, 0].long() - self._first
         return question.clamp(min=-1)
 
@@ -43,7 +43,7 @@ class RuleActor(Encoder):
 
 
 class RuleCritic(Encoder):
-    """What is to be expected of a kind of question with so many goals left."""
+    """Values by the kind of query and the number of goals left."""
 
     def __init__(
         self, first_question: int, num_questions: int, num_goals: int, width: int = 8
@@ -65,7 +65,7 @@ class RuleCritic(Encoder):
 
 
 def rule_policy(asked: Asked, seed: int = 0) -> Policy:
-    """A policy to which all rules of a question, and giving it up, are alike."""
+    """An untrained policy: all rules of a query, and giving it up, are equally probable."""
     first, questions = asked.first_question, 2 * asked.steps.num_predicates
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.key(seed, "policy"))

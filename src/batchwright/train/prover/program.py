@@ -1,16 +1,16 @@
-"""Questions as a program of their own: a rule answers the question, and facts the rule's body.
+"""Queries as a program of their own: a rule answers the query, and facts the rule's body.
 
-Every triple p(h, t) is asked from both ends, p(h, ?) and p(?, t), and every rule that is a chain
-of edges stands once for each, its body in the order in which it is walked from the entity that is
-given. With P predicates the program has 4 P, so that bodies never ask what rules answer:
+Every triple p(h, t) is queried from both ends, p(h, ?) and p(?, t), and every rule that is a chain
+of edges is there once for each, its body in the order in which it is walked from the entity that is
+given. With P predicates the program has 4 P, so that bodies never use what rules answer:
 
-    p        p(h, t) as it stands            in bodies of questions p(?, t)
-    P + p    turned, (t, h)                  in bodies of questions p(h, ?)
-    2 P + p  the question p(h, ?)            answered by rules; hides P + p of (t, h)
-    3 P + p  the question p(?, t), (t, h)    answered by rules; hides p of (h, t)
+    p        p(h, t) as it is                in bodies of queries p(?, t)
+    P + p    its inverse, (t, h)             in bodies of queries p(h, ?)
+    2 P + p  the query p(h, ?)               answered by rules; hides P + p of (t, h)
+    3 P + p  the query p(?, t), (t, h)       answered by rules; hides p of (h, t)
 
-The two at the bottom are inverses of the two above in reverse order, which is how the environment
-learns what a question must not be proved by: the fact itself, whichever way it is read.
+The last two are declared as inverses of the first two in reverse order: so the environment hides
+the fact that a query is about, in whichever direction it is read.
 """
 
 from dataclasses import dataclass
@@ -46,13 +46,13 @@ class Asked:
         if not len(chains.weights):
             raise ConfigError(
                 f"none of the {len(rules):,} rules is a chain of 1 to 3 edges between two "
-                f"variables; give other rules, or mine some"
+                f"variables; give other rules, or mine them"
             )
         names, preds, n = graph.vocab.predicates, graph.vocab.num_predicates, len(graph.train)
-        kinds = ("{}", "{} turned", "{}?", "{} turned?")
+        kinds = ("{}", "{} inverse", "{}?", "{} inverse?")
         vocab = Vocab(graph.vocab.entities, tuple(kind.format(p) for kind in kinds for p in names))
-        forward, turned = graph.train, graph.train[:, ::-1]
-        facts = np.concatenate([forward, turned, forward, turned])
+        forward, backward = graph.train, graph.train[:, ::-1]
+        facts = np.concatenate([forward, backward, forward, backward])
         facts[:, 1] += np.repeat(np.arange(4, dtype=np.int32) * preds, n)
         clauses, called = [], []
         heads = np.repeat(np.arange(2 * preds), np.diff(chains.ptr))
@@ -110,7 +110,7 @@ def _clause(head: int, path: list[int], preds: int, n: int) -> Clause:
         x, y = nodes[i], nodes[i + 1]
         base = step % preds
         if (step < preds) == (head >= preds):
-            # Read along the predicate as it stands, or against the turned one.
+            # Read along the predicate as it is, or against its inverse.
             body.append((base, x, y) if head >= preds else (preds + base, x, y))
         else:
             body.append((base, y, x) if head >= preds else (preds + base, y, x))

@@ -1,9 +1,9 @@
-"""A trained prover as a scorer: the chance that it answers a question with each entity.
+"""A trained prover as a scorer: the probability that it answers a query with each entity.
 
-The chance is over whole proofs: the policy draws a rule, and then a fact for each step of it. What
-an episode of the environment would answer by sampling is summed here exactly and for all entities
-at once, with no sampling and no beam; proofs that use one fact twice in a row, there and back, are
-left out. Nothing of an embedding is in it.
+The probability is over whole proofs: the policy draws a rule, and then a fact for each step of it.
+What an episode of the environment would answer by sampling is summed here exactly and for all
+entities at once, without sampling or beam search; proofs that use one fact twice in a row, back and
+forth, are left out. No embedding is involved.
 """
 
 from itertools import pairwise
@@ -25,36 +25,36 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 FLOOR = 1e-6
-"""Chances far below this count as none."""
+"""Probabilities far below this count as none."""
 
 
 class PolicyScorer:
-    """Scores log(1 + chance / FLOOR): 0 for what has no proof, in the order of the chances."""
+    """Scores log(1 + probability / FLOOR): 0 without a proof, in the order of the probabilities."""
 
     def __init__(self, asked: Asked, policy: Policy) -> None:
         actor = policy.actor
         if not isinstance(actor, RuleActor) or len(actor.rules) != len(asked.rules):
-            raise Mismatch("the policy was trained for other rules; take those of its run")
+            raise Mismatch("the policy was trained with other rules; use those of its run")
         self.asked = asked
         rules = actor.rules.detach().cpu().numpy().astype(np.float64)
         end = actor.end.detach().cpu().numpy().astype(np.float64)
-        self.chances = _softmax(rules, end, asked.chains.ptr)
-        """[R]: how likely each rule is drawn for its question."""
+        self.probabilities = _softmax(rules, end, asked.chains.ptr)
+        """[R]: of drawing each rule for its query."""
 
     def mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
-        """The chance that the policy answers with each entity, [Q, N]."""
+        """The probability that the policy answers with each entity, [Q, N]."""
         steps, chains = self.asked.steps, self.asked.chains
         heads = predicates.astype(np.int64) + (0 if side == "tail" else steps.num_predicates)
         found = np.zeros((len(given), steps.num_entities))
         answer(
             np.ascontiguousarray(given, np.int32), heads, chains.ptr, chains.bodies,
-            chains.lengths, self.chances, steps.ptr, steps.ends, steps.num_entities,
+            chains.lengths, self.probabilities, steps.ptr, steps.ends, steps.num_entities,
             steps.num_predicates, found,
         )  # fmt: skip
         return found
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
-        # Several answers of one question are asked for one by one, and found together.
+        # A query with several answers is ranked once for each, and scored only once.
         pairs = predicates.astype(np.int64) * self.asked.steps.num_entities + given
         _, first, place = np.unique(pairs, return_index=True, return_inverse=True)
         mass = self.mass(given[first], predicates[first], side)
@@ -63,9 +63,9 @@ class PolicyScorer:
 
 
 def _softmax(rules: Doubles, end: Doubles, ptr: NDArray[np.int64]) -> Doubles:
-    chances = np.zeros_like(rules)
+    probabilities = np.zeros_like(rules)
     for question, (start, stop) in enumerate(pairwise(ptr)):
         logits = np.append(rules[start:stop], end[question])
         shares = np.exp(logits - logits.max())
-        chances[start:stop] = shares[:-1] / shares.sum()
-    return chances
+        probabilities[start:stop] = shares[:-1] / shares.sum()
+    return probabilities

@@ -1,6 +1,6 @@
 """The two ends of an episode: what it asks, and what its end is worth."""
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return, operator"
 
 import numpy as np
@@ -58,7 +58,7 @@ from batchwright.envs.prover.layout import (
     Words,
 )
 from batchwright.jit import kernel
-from batchwright.logic.lookup import found
+from batchwright.logic.facts import is_fact
 from batchwright.permutation import M32, ROUNDS, SMALL, below, mix, permute
 
 __all__ = ["begin", "episode_key", "finish", "permute_row"]
@@ -71,7 +71,7 @@ DRAWS = 32
 def finish(task: Block, memory: Block, total: int) -> None:
     """Reward the first `total` of the `fresh` slots if their episode is over; keep its last state.
 
-    Slots that were only told to begin anew are among them.
+    Slots that only begin anew are among them.
     """
     given, own = view(Task, task), view(Memory, memory)
     ps_ptr, ps_obj, entities = given.ps_ptr, given.ps_obj, given.config[C_ENTITIES]
@@ -186,7 +186,7 @@ def begin(task: Block, memory: Block, count: int) -> None:
                 turn = (positive * ratio + wrong - 1) & 1
                 key = episode_key(config[C_KEY], number)
                 ok, h, t = _corrupted(h, p, t, turn, entities, known_ptr, known_obj, key)
-                # Where every entity is a right answer nothing can be corrupted: the truth is asked.
+                # If every entity is a true answer, nothing can be corrupted: the query stays.
                 label = label and not ok
         side = ask
         if ask == ASK_BOTH:
@@ -228,7 +228,7 @@ def _corrupted(
                 a = other
             else:
                 c = other
-            if not found(ptr, obj, entities, a, p, c):
+            if not is_fact(ptr, obj, entities, a, p, c):
                 return True, a, c
         side = 1 - side
     return False, h, t
@@ -246,7 +246,7 @@ def _correct(slots: Longs, b: int, ps_ptr: Ints, ps_obj: Ints, entities: int) ->
         h = answer
     else:
         t = answer
-    return found(ps_ptr, ps_obj, entities, h, slots[b, PREDICATE], t)
+    return is_fact(ps_ptr, ps_obj, entities, h, slots[b, PREDICATE], t)
 
 
 @kernel
@@ -259,7 +259,7 @@ def permute_row(first: int, count: int, n: int, key: np.uint64, left: Words, rig
     """Put `permute(first + i, n, key)` into `left[i]` for every i below `count`.
 
     The same network as that of `permute`, whose rounds wait for each other. Here the processor
-    has other indices to go on with meanwhile, and a round's own key is made once for all.
+    has other indices to work on meanwhile, and a round's own key is made once for all.
     """
     if n <= SMALL:
         for i in range(count):
@@ -275,7 +275,7 @@ def permute_row(first: int, count: int, n: int, key: np.uint64, left: Words, rig
         _round(left, right, count, mix(key, np.uint64(number + 1)), b)
     for i in range(count):
         x = np.int64(left[i]) * b + np.int64(right[i])
-        # Beyond n the walk goes on, alone.
+        # A place beyond n is walked on from, alone.
         left[i] = x if x < n else permute(x, n, key)
 
 

@@ -1,6 +1,6 @@
 """Listing the successors of many slots: which facts and rules resolve the first goal of each."""
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np
@@ -51,7 +51,7 @@ from batchwright.envs.prover.layout import (
     Words,
 )
 from batchwright.jit import kernel
-from batchwright.logic.lookup import lower_bound
+from batchwright.logic.facts import lower_bound
 from batchwright.logic.prove.search import FACT, RULE
 from batchwright.logic.prove.unify import (
     GROUND,
@@ -281,7 +281,7 @@ def look(task: Block, memory: Block, listed: Words, total: int) -> None:
             erase(candidates, mask, b, k)
         slots[b, CUT], slots[b, FILLED], slots[b, MORE] = cut, filled, more
         n_valid[b] = found
-        # A first state with no way on is shown all the same: giving up is its one action.
+        # A first state without successors is shown all the same: giving up is its one action.
         option(candidates, mask, b, TURN, NEXT, more)
         option(candidates, mask, b, GIVE_UP, END, end_action or found == 0)
 

@@ -5,7 +5,7 @@ goal of one kind, up to the entities of the goal, and the variables of the goals
 their order: their numbers move by a constant.
 """
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np

@@ -7,7 +7,7 @@ to be looked at: a candidate is a row that says which fact or rule would be used
 chosen one is applied.
 """
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np

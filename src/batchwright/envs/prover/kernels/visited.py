@@ -1,6 +1,6 @@
 """Whether a step would lead back to a state that its episode has already been in, exactly."""
 
-# Kernels say int where numba has its own 64-bit integers; only numba could tell them apart.
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np
