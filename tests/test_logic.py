@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import BadProgram, ConfigError, MissingFile
+from batchwright.jit import interpreted
 from batchwright.logic.audit import find_leaks, graph_leaks, inverse_pairs
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import load_graph, shipped_graph
@@ -60,13 +61,18 @@ def test_both_indexes_hold_exactly_the_facts(data: st.DataObject) -> None:
     grid = np.indices((n, preds, n)).reshape(3, -1)
     expected = [tuple(one) in set(triples) for one in grid.T.tolist()]
     assert facts.contains(*grid).tolist() == expected
+    with interpreted():
+        assert facts.contains(*grid).tolist() == expected
 
 
 def test_ids_that_are_out_of_range_are_no_facts_and_cannot_become_some() -> None:
     vocab = Vocab.of("ab", ["p"])
     facts = Facts.of([(0, 0, 1)], vocab)
 
-    assert facts.contains([-1, 0, 9, 0], [0, 7, 0, -1], [1, 1, 1, 1]).tolist() == [False] * 4
+    strange = [-1, 0, 9, 0, 0, 0], [0, 7, 0, -1, 0, 0], [1, 1, 1, 1, 9, -1]
+    assert facts.contains(*strange).tolist() == [False] * 6
+    with interpreted():
+        assert facts.contains(*strange).tolist() == [False] * 6
     assert "triple 0 is [0, 0, 5]" in failure(Facts.of, [(0, 0, 5)], vocab)
     assert "shape [n, 3]" in failure(Facts.of, [(0, 0)], vocab)
     many = Vocab.of(map(str, range(20_000)), map(str, range(20_000)))

@@ -72,7 +72,6 @@ def _machine() -> dict[str, object]:
     import os
     import tempfile
     import time
-    from importlib.util import find_spec
 
     from batchwright.world import World
 
@@ -82,12 +81,6 @@ def _machine() -> dict[str, object]:
         can_write = True
     except OSError:
         can_write = False
-    accelerator = "not checked: torch is not installed"
-    if find_spec("torch"):
-        import torch
-
-        count = torch.cuda.device_count()
-        accelerator = f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, CPU only"
     world = World.detect()
     return {
         "python": platform.python_version(),
@@ -96,8 +89,23 @@ def _machine() -> dict[str, object]:
         "world": f"rank {world.rank} of {world.size} ({world.found})",
         "can_write": can_write,
         "clock": "monotonic" if time.get_clock_info("monotonic").monotonic else "NOT monotonic",
-        "accelerator": accelerator,
+        "accelerator": _accelerator(),
     }
+
+
+def _accelerator() -> str:
+    from importlib.util import find_spec
+    from pathlib import Path
+
+    # What the drivers of NVIDIA, AMD and WSL put there; without one there is no need for torch.
+    if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
+        return "none, CPU only"
+    if not find_spec("torch"):
+        return "not checked: torch is not installed"
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, CPU only"
 
 
 def _engine() -> dict[str, float]:

@@ -9,7 +9,7 @@ GROUPS = {
     "batchplan": "Batch plans: the order of every microbatch of every epoch.",
     "batching": "Length histograms, bucket edges and recommendations.",
     "batch": "Batches as NPZ files, for trainers that read files.",
-    "kg": "Knowledge graphs: what is in them, rules from them, leaks between parts.",
+    "kg": "Knowledge graphs: inspect, mine rules, check for test leakage.",
 }
 
 data = App(name="data")
