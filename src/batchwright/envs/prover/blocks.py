@@ -19,7 +19,7 @@ from numba.np.arrayobj import populate_array
 from numba.np.numpy_support import from_dtype
 from numpy.typing import NDArray
 
-__all__ = ["Block", "aligned", "allocate", "pack", "stamp", "view"]
+__all__ = ["Block", "aligned", "allocate", "fields", "pack", "stamp", "view"]
 
 Block = NDArray[np.int64]
 """The `stamp` of its layout; a row (first byte, three lengths) for each array; the arrays."""

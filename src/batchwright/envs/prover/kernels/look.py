@@ -64,7 +64,7 @@ from batchwright.logic.prove.unify import (
     unify,
 )
 
-__all__ = ["erase", "look", "option"]
+__all__ = ["erase", "look", "option", "write"]
 
 SORT, FOLD = 0x3FFFFF << 40, 0xFFFFF
 """The bits of a trace for `sort` and for one `fold`."""
