@@ -662,7 +662,7 @@ def test_settings_survive_the_trip_to_another_process() -> None:
         ({"latency_s": -1}, "latency_s must be finite and at least 0, got -1"),
         ({"rpm": 0}, "rpm must be at least 1, got 0"),
         ({"rules": {"a": ["shiny"]}}, "'shiny'; known traits: polite"),
-        ({"questions": [{"question": "?"}]}, "a question has no 'answer'"),
+        ({"questions": [{"question": "?"}]}, "and has no 'answer'"),
     ],
 )
 def test_impossible_settings_are_refused_in_one_sentence(
