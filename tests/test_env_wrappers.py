@@ -247,7 +247,7 @@ def test_a_seed_needs_a_way_to_make_the_environment_of_it() -> None:
 
 
 def test_a_tensordict_of_another_size_is_refused() -> None:
-    with pytest.raises(Mismatch, match="of 5 environments, not of 3"):
+    with pytest.raises(Mismatch, match="for 5 environments, not for 3"):
         TorchRLEnv(poles(num_envs=3)).rollout_into(TorchRLEnv(poles()).allocate(4))
 
 

@@ -229,6 +229,30 @@ def test_it_is_an_env() -> None:
     assert isinstance(small(), Env)
 
 
+class Wrapped:
+    """An environment of somebody else, with the same observations."""
+
+    def __init__(self, env: BatchedVecEnv) -> None:
+        self.num_envs, self.num_actions, self.spec = env.num_envs, env.num_actions, env.spec
+        self.reset, self.step = env.reset, env.step
+        self.state_dict, self.load_state_dict = env.state_dict, env.load_state_dict
+        self.num_predicates, self.num_rules = env.num_predicates, env.num_rules
+        self.num_terms = env.num_terms
+
+
+def test_a_policy_is_built_from_what_an_environment_says_of_itself() -> None:
+    from batchwright.rl import GoalEncoder, PPOConfig, policy_for
+    from batchwright.rl.ppo import PPO
+
+    env = small()
+    ours, theirs = policy_for(env, width=8), policy_for(Wrapped(small()), width=8)
+    assert isinstance(theirs.actor, GoalEncoder)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert np.array_equal(one.detach().numpy(), other.detach().numpy())
+    ppo = PPO(Wrapped(env), theirs, PPOConfig(total_steps=64, num_steps=4, minibatches=1))
+    assert np.isfinite(list(ppo.step().values())).all()
+
+
 @pytest.mark.parametrize("settings", [{"negatives": 1}, {"ask": "both"}, {"max_candidates": 4}])
 def test_it_passes_the_check_for_environments(settings: dict[str, Any]) -> None:
     def make(num_envs: int) -> BatchedVecEnv:
