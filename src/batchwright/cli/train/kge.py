@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["train_kge"]
 
 
-class KgeFlags(Given, KgeConfig):
+class _Flags(Given, KgeConfig):
     """The flags that were typed."""
 
 
 def train_kge(
     *,
-    given: Annotated[KgeFlags, Parameter(name="*")] = KgeFlags(),
+    given: Annotated[_Flags, Parameter(name="*")] = _Flags(),
     resume: Resume = None,
     quiet: Quiet = False,
     format: Format = "text",

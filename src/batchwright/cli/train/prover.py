@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["train_prover"]
 
 
-class ProverFlags(Given, ProverConfig):
+class _Flags(Given, ProverConfig):
     """The flags that were typed."""
 
 
 def train_prover(
     *,
-    given: Annotated[ProverFlags, Parameter(name="*")] = ProverFlags(),
+    given: Annotated[_Flags, Parameter(name="*")] = _Flags(),
     resume: Resume = None,
     quiet: Quiet = False,
     format: Format = "text",

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["train_query_mutator"]
 
 
-class MutatorFlags(Given, QueryMutatorConfig):
+class _Flags(Given, QueryMutatorConfig):
     """The flags that were typed."""
 
 
 def train_query_mutator(
     *,
-    given: Annotated[MutatorFlags, Parameter(name="*")] = MutatorFlags(),
+    given: Annotated[_Flags, Parameter(name="*")] = _Flags(),
     resume: Resume = None,
     replay: Annotated[
         Path | None,
@@ -55,7 +55,7 @@ def train_query_mutator(
     show(facts, _trained(result), format)
 
 
-def _replayed(run: Path, given: MutatorFlags) -> QueryMutatorConfig:
+def _replayed(run: Path, given: _Flags) -> QueryMutatorConfig:
     """The settings of the run to repeat, in a folder of its own."""
     wanted = dict(vars(given))
     place = wanted.pop("save_dir", run.with_name(run.name + "-replay"))

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 __all__ = ["sft"]
 
 
-class SftFlags(Given, SftConfig):
+class _Flags(Given, SftConfig):
     """The flags that were typed."""
 
 
 def sft(
     *,
-    given: Annotated[SftFlags, Parameter(name="*")] = SftFlags(),
+    given: Annotated[_Flags, Parameter(name="*")] = _Flags(),
     resume: Resume = None,
     dry_run: Annotated[
         bool, Parameter(negative="", help="Predict steps, tokens and memory; train nothing.")
