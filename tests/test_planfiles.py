@@ -270,7 +270,7 @@ def test_another_version_says_so(saved: dict[str, Path], tmp_path: Path) -> None
     manifest = tmp_path / "plan" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2', 1))
 
-    with pytest.raises(BadFile, match="format 2"):
+    with pytest.raises(BadFile, match="format version 2"):
         BatchPlan.load(tmp_path / "plan")
 
 

@@ -11,7 +11,17 @@ from torch.distributed.tensor import DTensor
 from batchwright.errors import ConfigError
 from batchwright.world import World
 
-__all__ = ["clip", "device_of", "gathered", "joined", "spread", "summed", "syncing", "wait"]
+__all__ = [
+    "clip",
+    "device_of",
+    "gathered",
+    "joined",
+    "reshard",
+    "spread",
+    "summed",
+    "syncing",
+    "wait",
+]
 
 
 def device_of(wanted: str, world: World) -> torch.device:
@@ -80,6 +90,16 @@ def spread(model: Any, world: World, device: torch.device, *, fsdp: bool) -> Any
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
+def reshard(model: Any, world: World) -> None:
+    """Free the weights that FSDP gathered for a forward pass without a backward pass."""
+    if world.size == 1:
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def syncing(model: Any, last: bool) -> AbstractContextManager[Any]:

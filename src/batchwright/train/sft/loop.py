@@ -160,6 +160,7 @@ def train_sft(
                 return None
             model.eval()
             value = _evaluate(model, held_out, world, device, keeps, dtype)
+            ranks.reshard(model, world)
             model.train()
             run.event("eval", step=step, loss=value)
             for tracker in trackers:
