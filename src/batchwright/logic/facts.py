@@ -168,7 +168,8 @@ def _contains_by_numpy(ps_ptr: Ints, ps_obj: Ints, n: int, triples: Ints) -> NDA
     facts = np.repeat(np.arange(len(ps_ptr) - 1) * n, np.diff(ps_ptr)) + ps_obj
     wanted = (p * n + h) * n + t
     place = np.searchsorted(facts, wanted)
-    inside = (h >= 0) & (h < n) & (t >= 0) & (t < n) & (p >= 0) & (place < len(facts))
+    inside: NDArray[np.bool_] = (h >= 0) & (h < n) & (t >= 0) & (t < n) & (p >= 0)
+    inside &= place < len(facts)
     inside[inside] = facts[place[inside]] == wanted[inside]
     return inside
 
