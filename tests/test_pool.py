@@ -92,19 +92,32 @@ def test_map_keeps_the_order_and_never_exceeds_the_limit():
 
 def test_a_slow_call_holds_nobody_up():
     """A sliding window: with chunks of the limit's size each slow call would hold a chunk."""
+    quick_done = 0
+    held_up: list[str] = []
 
     async def handler(seen: Seen) -> None:
-        await asyncio.sleep(0.3 if int(seen.text.split()[1]) % 20 == 0 else 0.001)
+        nonlocal quick_done
+        if int(seen.text.split()[1]) % 20:
+            quick_done += 1
+        else:
+            # More than there are slots: they can only come past this one.
+            wanted = min(quick_done + 15, 190)
+            for _ in range(6000):
+                if quick_done >= wanted:
+                    break
+                await asyncio.sleep(0.005)
+            else:
+                held_up.append(seen.text)
         await seen.answer()
 
-    with RawServer(handler) as server, Pool(server.url, limit=10, hedge=False) as pool:
-        start = time.monotonic()
+    with (
+        RawServer(handler) as server,
+        Pool(server.url, limit=10, hedge=False, deadline_s=120) as pool,
+    ):
         outcomes = pool.map(questions(200))
-        seconds = time.monotonic() - start
 
     assert all(outcomes)
-    # Ten slow calls in ten slots: about two in a row; chunks would take 10 x 0.3 = 3 s.
-    assert seconds < 2.4
+    assert not held_up
 
 
 def test_a_generator_is_read_as_far_as_needed_and_in_the_callers_thread():
@@ -341,7 +354,6 @@ def test_stragglers_are_sent_a_second_time_when_nothing_else_is_to_do():
 
         assert [outcome.text for outcome in outcomes] == texts(100)
         assert outcomes[30].source == "hedge"
-        assert outcomes[30].seconds < 10
         assert (counts["done"], counts["sent"]) == (100, 100 + counts["hedges"])
         assert counts["hedges"] <= 7
         # The loser was cancelled: its connection is gone and its slot is free.
