@@ -21,6 +21,8 @@ import pytest
 # Before torch is imported: sums in another number of threads are other sums, and a run in this
 # process is compared with one in a process of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The hub's client would report each use of TRL from a thread of its own, and no test needs it.
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
 COMMAND = Path(sys.executable).parent / "batchwright"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
