@@ -67,6 +67,15 @@ def test_every_step_of_the_walks_is_there() -> None:
         assert missing == [], title
 
 
+def test_every_file_that_a_contributor_is_sent_to_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    named = set(re.findall(r"`([\w/.]+/[\w*]+\.py)`", text))
+    places = (ROOT, ROOT / "src" / "batchwright")
+
+    assert len(named) >= 8
+    assert [name for name in named if not any(list(p.glob(name)) for p in places)] == []
+
+
 def defines(file: str, name: str) -> bool:
     """Whether a file of the package has a function, a class or a method of this name."""
     path = ROOT / "src" / "batchwright" / file
