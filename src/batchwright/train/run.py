@@ -256,7 +256,7 @@ class Run:
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[int], bool]]:
-        """Whether to save and stop, told how many steps this call has done.
+        """Whether to save and stop, given the number of steps that this call has done.
 
         True once Ctrl-C was pressed or `stop_after` is reached. A second Ctrl-C is not held back.
         """

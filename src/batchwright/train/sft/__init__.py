@@ -15,5 +15,5 @@ if TYPE_CHECKING:
         train_sft,
     )
 else:
-    # The loop needs torch; the settings beside it, which a command's help is made from, do not.
+    # The loop needs torch; its settings, which a command's help is made from, do not.
     __getattr__ = lazy_names(__name__, "batchwright.train.sft.loop")

@@ -134,7 +134,7 @@ class SftConfig(RunConfig):
 
     @classmethod
     def refuse_planned(cls, given: Iterable[str]) -> None:
-        """Refuse settings beside a plan that are part of the plan."""
+        """Refuse settings that a saved plan already has."""
         for name in given:
             if name in _PLANNED:
                 raise ConfigError(
