@@ -12,16 +12,16 @@
     ├── CannotWrite        (OSError)      the disk is full, read-only or otherwise refuses
     ├── Mismatch           (ValueError)   two things that must agree do not: plan and lengths, ranks
     ├── BadLoss            (ArithmeticError)  a loss is not a number, or no token carries one
-    ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is asked of it
+    ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is needed
     ├── NoServer           (ConnectionError)  no endpoint can serve: down, wrong address or model
-    ├── BudgetExceeded     (RuntimeError) too many calls failed, or they cost too much
+    ├── BudgetExceeded     (RuntimeError) too many calls failed, or the spending cap was reached
     ├── BadReward          (ValueError)   a sample has no valid reward and the policy is `raise`
     ├── BadProgram         (ValueError)   a fact, rule or query cannot be read or contradicts itself
     └── MissingExtra       (ImportError)  an optional dependency is not installed
 
 Each has a parent from the standard library as well, so callers can catch either. A message
 says what was seen, what is allowed and the way out. No class has a constructor of its own, so
-errors survive the trip between processes.
+errors can be pickled from process to process.
 """
 
 import importlib
@@ -100,11 +100,11 @@ class Mismatch(BatchwrightError, ValueError):
 
 
 class BadLoss(BatchwrightError, ArithmeticError):
-    """A loss is not a finite number, or no token of a step carries one; training cannot go on."""
+    """A loss is not finite, or no token of a step carries one; training cannot continue."""
 
 
 class NoTokenizer(BatchwrightError, LookupError):
-    """A tokenizer cannot be found, or lacks what is asked of it."""
+    """A tokenizer cannot be found, or lacks what is needed, such as a chat template."""
 
 
 class NoServer(BatchwrightError, ConnectionError):
@@ -112,11 +112,11 @@ class NoServer(BatchwrightError, ConnectionError):
 
 
 class BudgetExceeded(BatchwrightError, RuntimeError):
-    """Too many calls failed, or they cost more than allowed; what came back is kept."""
+    """Too many calls failed, or the spending cap was reached; completed responses are kept."""
 
 
 class BadReward(BatchwrightError, ValueError):
-    """A sample has no valid reward, and its caller asked for an error instead of a gap."""
+    """A sample has no valid reward, and the policy for missing rewards is `raise`."""
 
 
 class BadProgram(BatchwrightError, ValueError):

@@ -1,4 +1,4 @@
-"""The run log: typed records, appended as JSON lines, readable while they are written.
+"""The run log: typed records appended as JSON lines, readable while a run is under way.
 
 A record is `{"t": seconds since start, "kind": ..., ...}`. Readers ignore kinds they do not
 know. A process killed while writing leaves at most one torn last line, which readers skip and
@@ -103,7 +103,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether a line is the beginning of a record, in which a writer died and a later went on."""
+    """Whether a line is the start of a record whose writer was killed before it was complete."""
     head = b'{"t":'
     if not head.startswith(line[: len(head)]):
         return False
@@ -127,7 +127,7 @@ def _ends_torn(path: Path) -> bool:
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which knows no NaN and none of numpy's numbers.
+    """`value` as JSON can hold it: NaN and infinity become None, numpy's numbers plain ones.
 
     >>> finite({"loss": float("nan"), "steps": (1, 2)})
     {'loss': None, 'steps': [1, 2]}

@@ -97,11 +97,11 @@ def atomic_folder(path: Path, marker: str, says: str = "") -> Iterator[Path]:
 def check_replaceable(path: Path, marker: str, says: str = "") -> None:
     """Refuse now what `atomic_folder` would refuse, before work is done for nothing."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file, and a folder is to be written there; name another")
+        raise ConfigError(f"{path} is a file, not a folder; choose another path")
     if path.is_dir() and any(path.iterdir()) and not _says(path / marker, says):
         raise ConfigError(
-            f"{path} holds files but no {marker} of the same kind, so it is not ours to replace; "
-            f"name another folder or empty it"
+            f"{path} is not empty and has no {marker} of the same kind, so it is not overwritten; "
+            f"choose another folder or empty it"
         )
 
 
@@ -137,6 +137,6 @@ def _settle(path: Path) -> None:
 def _refused(path: Path, error: OSError) -> CannotWrite:
     reason = error.strerror or str(error)
     return CannotWrite(
-        f"cannot write {path}: {reason}; nothing was changed there, "
-        f"free space or name another place and run again"
+        f"cannot write {path}: {reason}; nothing was changed, "
+        f"free space or choose another path and run again"
     )

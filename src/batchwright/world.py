@@ -17,7 +17,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank among `size`; `found` says where the numbers came from.
+    """One rank of a world of `size`; `found` says where the numbers came from.
 
     >>> World.detect({"RANK": "1", "WORLD_SIZE": "4"})
     World(rank=1, size=4, local_rank=1, local_size=4, found='torchrun')
@@ -33,11 +33,11 @@ class World:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ConfigError(f"a world of {self.size} ranks is not possible; give 1 or more")
+            raise ConfigError(f"world size must be at least 1, got {self.size}")
         if not 0 <= self.rank < self.size:
             raise ConfigError(
-                f"rank {self.rank} is outside a world of {self.size}; "
-                f"ranks run from 0 to {self.size - 1}"
+                f"rank must be between 0 and {self.size - 1} for a world size of {self.size}, "
+                f"got {self.rank}"
             )
 
     @classmethod
@@ -46,7 +46,7 @@ class World:
         environ = os.environ if environ is None else environ
         for name, rank, size, local_rank, local_size in _LAUNCHERS:
             if name == "SLURM" and "SLURM_STEP_ID" not in environ:
-                # A batch script that srun did not start is one process, whatever it asked for.
+                # A batch script that srun did not start is one process, whatever its tasks.
                 continue
             if rank in environ and size in environ:
                 r, s = _number(environ, rank), _number(environ, size)
@@ -59,9 +59,7 @@ class World:
                 )
         half = [v for _, *names in _LAUNCHERS[:1] for v in names[:2] if v in environ]
         if half:
-            raise ConfigError(
-                f"{half[0]} is set but its partner is not; set both RANK and WORLD_SIZE, or neither"
-            )
+            raise ConfigError(f"only {half[0]} is set; set both RANK and WORLD_SIZE, or neither")
         return cls(found="single process")
 
 
@@ -69,4 +67,4 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     try:
         return int(environ[name])
     except ValueError:
-        raise ConfigError(f"{name}={environ[name]!r} is not a whole number") from None
+        raise ConfigError(f"{name}={environ[name]!r} is not an integer") from None

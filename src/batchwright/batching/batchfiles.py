@@ -1,4 +1,4 @@
-"""Batches as files: NPZ shards that need no pickle, with checksums and the plan's fingerprint."""
+"""Batches as files: NPZ shards without pickle, with checksums and the plan's fingerprint."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +43,7 @@ class BatchWriter:
         per_file: int = 64,
     ) -> None:
         if per_file < 1:
-            raise ConfigError(f"per_file={per_file} batches in a file; give 1 or more")
+            raise ConfigError(f"per_file must be at least 1, got {per_file}")
         self.plan = plan
         self.output_dir = Path(output_dir)
         self._read = samples if callable(samples) else _from_mapping(plan, samples)
@@ -108,14 +108,14 @@ class BatchReader:
 
     def num_batches(self, epoch: int = 0) -> int:
         if not 0 <= epoch < self.num_epochs:
-            raise UnknownSample(f"there are epochs 0 to {self.num_epochs - 1}, not {epoch}")
+            raise UnknownSample(f"epoch must be between 0 and {self.num_epochs - 1}, got {epoch}")
         return int(self._manifest["batches"][epoch])
 
     def get_batch(self, epoch: int, index: int) -> CollatedBatch:
         """Batch `index` of an epoch, in the order the plan gives them."""
         count = self.num_batches(epoch)
         if not 0 <= index < count:
-            raise UnknownSample(f"epoch {epoch} has the batches 0 to {count - 1}, not {index}")
+            raise UnknownSample(f"epoch {epoch} has batches 0 to {count - 1}, got {index}")
         number, inside = divmod(index, int(self._manifest["per_file"]))
         arrays = self._arrays(f"epoch_{epoch}/shard_{number:05d}.npz")
         try:

@@ -18,8 +18,8 @@ class BucketSpec:
     """Widths to pad to: one bucket for each edge, and a last one up to `overflow_max`.
 
     A sample goes to the first bucket that is wide enough. Samples shorter than `min_length` or
-    longer than `overflow_max` belong to none: `should_skip` tells, and what becomes of them is
-    the planner's `overflow` policy. With no edges there is a single bucket.
+    longer than `overflow_max` are in no bucket: `should_skip` is true for them, and the
+    planner's `overflow` policy decides. With no edges there is a single bucket.
 
     >>> spec = BucketSpec(edges=(128, 256, 512), overflow_max=1024)
     >>> spec.num_buckets, spec.get_bucket_id(256), spec.get_bucket_range(2)
@@ -38,7 +38,7 @@ class BucketSpec:
         except TypeError:
             raise ConfigError(
                 f"bucket edges {self.edges!r} with overflow_max={self.overflow_max!r} and "
-                f"min_length={self.min_length!r} are not whole numbers; "
+                f"min_length={self.min_length!r} must be integers; "
                 f"give counts of tokens such as edges=(128, 256), overflow_max=512"
             ) from None
         # Lists and numpy integers are welcome, but equal specs must compare and hash equal.
@@ -63,8 +63,7 @@ class BucketSpec:
         """
         if not 1 <= num_buckets <= max_length:
             raise ConfigError(
-                f"{num_buckets} buckets cannot divide the lengths 1 to {max_length}; "
-                f"give num_buckets from 1 to max_length"
+                f"num_buckets must be between 1 and max_length={max_length}, got {num_buckets}"
             )
         edges = tuple(max_length * k // num_buckets for k in range(1, num_buckets))
         return cls(edges=edges, overflow_max=max_length)
@@ -113,8 +112,8 @@ class BucketSpec:
     def _known(self, bucket_id: int) -> int:
         if not 0 <= bucket_id < self.num_buckets:
             raise ConfigError(
-                f"there is no bucket {bucket_id}; "
-                f"these edges make the buckets 0 to {self.num_buckets - 1}"
+                f"bucket_id must be between 0 and {self.num_buckets - 1} for these edges, "
+                f"got {bucket_id}"
             )
         return bucket_id
 
@@ -133,7 +132,7 @@ class BucketStats:
 
     @property
     def efficiency(self) -> float | None:
-        """Useful tokens over padded ones; None for an empty bucket, which has none to speak of."""
+        """Useful tokens over padded ones; None for an empty bucket."""
         return self.total_tokens / self.padded_tokens if self.padded_tokens else None
 
     @property
@@ -152,19 +151,19 @@ def _check(edges: tuple[int, ...], overflow_max: int, min_length: int) -> None:
     for before, after in zip((0, *edges), edges, strict=False):
         if after <= before:
             raise ConfigError(
-                f"bucket edge {after} follows {before or 'the start'} in {edges}; "
-                f"edges are 1 or more and strictly ascending, so sort them and drop repeats"
+                f"bucket edges must be at least 1 and strictly ascending, got edge {after} after "
+                f"{before or 'the start'} in {edges}; sort them and drop repeats"
             )
     if edges and overflow_max <= edges[-1]:
         raise ConfigError(
-            f"overflow_max={overflow_max} does not exceed the last bucket edge {edges[-1]}; "
-            f"give a larger overflow_max or drop that edge"
+            f"overflow_max must be greater than the last bucket edge {edges[-1]}, "
+            f"got {overflow_max}; raise overflow_max or drop that edge"
         )
     if not 1 <= overflow_max <= LONGEST:
-        raise ConfigError(f"overflow_max={overflow_max} is not a length; give 1 to {LONGEST}")
+        raise ConfigError(f"overflow_max must be between 1 and {LONGEST}, got {overflow_max}")
     widest_first = (*edges, overflow_max)[0]
     if not 1 <= min_length <= widest_first:
         raise ConfigError(
-            f"min_length={min_length} leaves the first bucket empty; "
-            f"give 1 to {widest_first}, the width of that bucket"
+            f"min_length must be between 1 and {widest_first}, the width of the first bucket, "
+            f"got {min_length}"
         )

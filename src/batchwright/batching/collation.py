@@ -1,4 +1,4 @@
-"""From a microbatch and its samples to arrays a model takes."""
+"""Collate the samples of a microbatch into the arrays that a model takes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

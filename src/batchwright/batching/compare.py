@@ -1,4 +1,4 @@
-"""What each layout would make of the same samples, beside what most trainers do today."""
+"""Every layout on the same samples, with batches of a fixed size as the baseline."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
@@ -23,11 +23,11 @@ class LayoutRow:
     layout: str
     microbatches: int
     bound: int
-    """Fewest microbatches any layout could need: useful tokens over the budget."""
+    """Lower bound for any layout: useful tokens over the token budget."""
     padded_tokens: int
     useful_tokens: int
     cost: int
-    """Predicted work of an epoch, in the unit ranks are balanced by."""
+    """Predicted compute of an epoch, in the unit that ranks are balanced by."""
 
     @property
     def efficiency(self) -> float:

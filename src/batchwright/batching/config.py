@@ -19,16 +19,16 @@ class PadPolicy(StrEnum):
     """How wide a padded batch is."""
 
     PAD_TO_BUCKET = "pad_to_bucket"
-    """The bucket's upper edge: few distinct shapes, which compilers like."""
+    """The bucket's upper edge: few distinct shapes, so few recompilations."""
     PAD_TO_MAX = "pad_to_max"
     """The longest sample of the batch: fewest padding tokens."""
 
 
 class BatchingMode(StrEnum):
-    """A name for a set of defaults; a field that is given always wins over its mode."""
+    """A preset of defaults; a field that is given overrides it."""
 
     PREDICTABLE = "predictable"
-    """Fixed shapes, bucket after bucket from short to long: easy to follow in a debugger."""
+    """Fixed shapes, buckets in order from short to long: easy to debug."""
     THROUGHPUT = "throughput"
     """Narrowest batches in shuffled order: what training wants."""
 
@@ -67,7 +67,7 @@ class BatchingConfig(BaseModel):
     overflow_max: int = Field(2048, gt=0, lt=2**31)
     """Longest sample of a padded layout; a longer one follows `overflow`."""
     overflow: Overflow = "error"
-    """What becomes of a sample longer than `overflow_max`, the budget or `pack_max_length`."""
+    """What happens to a sample longer than `overflow_max`, the budget or `pack_max_length`."""
     min_length: int = Field(1, gt=0)
     """Shorter samples are skipped and counted."""
     pad_policy: PadPolicy = PadPolicy.PAD_TO_MAX
@@ -98,7 +98,15 @@ class BatchingConfig(BaseModel):
             # One line instead of pydantic's paragraph.
             first = error.errors(include_url=False)[0]
             name = ".".join(str(part) for part in first["loc"] if isinstance(part, str))
-            prefix = f"{name}={first['input']!r}: " if name else ""
+            seen, bounds = first["input"], first.get("ctx", {})
+            if "gt" in bounds:
+                raise ConfigError(
+                    f"{name} must be at least {bounds['gt'] + 1}, got {seen}"
+                ) from None
+            if "lt" in bounds:
+                most = bounds["lt"] - 1
+                raise ConfigError(f"{name} must be at most {most:,}, got {seen}") from None
+            prefix = f"{name}={seen!r}: " if name else ""
             raise ConfigError(prefix + first["msg"].removeprefix("Value error, ")) from None
 
     @classmethod
@@ -130,16 +138,16 @@ class BatchingConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> "BatchingConfig":
         if isinstance(self.step_size, int) and self.step_size < 1:
-            raise ConfigError(f"step_size={self.step_size} is not 1 or more, nor 'world'")
+            raise ConfigError(f"step_size must be at least 1 or 'world', got {self.step_size}")
         if self.drop_last and self.layout != "bucketed":
             raise ConfigError(
-                f"drop_last has no meaning for layout {self.layout}: only buckets leave "
+                f"drop_last is for layout bucketed, got layout {self.layout}, which has no "
                 f"partial batches; leave it out"
             )
         if self.min_length > self.limit:
             raise ConfigError(
-                f"min_length={self.min_length:,} is over {self.limit:,}, the longest sample a "
-                f"batch can hold; lower it"
+                f"min_length must be at most {self.limit:,}, the longest sample a batch can "
+                f"hold, got {self.min_length:,}"
             )
         if self.layout == "bucketed":
             widest = self._fit(self.bucket_edges[-1]) if self.bucket_edges else 0
@@ -151,8 +159,8 @@ class BatchingConfig(BaseModel):
             _ = self.bucket_spec
         if self.layout == "packed" and self._fit(self.pack_max_length) > self.token_budget:
             raise ConfigError(
-                f"pack_max_length={self.pack_max_length:,} is wider than "
-                f"token_budget={self.token_budget:,}; raise the budget or narrow the rows"
+                f"pack_max_length must be at most token_budget={self.token_budget:,}, got "
+                f"{self.pack_max_length:,}; raise the budget or narrow the rows"
             )
         return self
 
@@ -164,8 +172,7 @@ class BatchingConfig(BaseModel):
         widest = self.token_budget // self.align * self.align
         if widest == 0:
             raise ConfigError(
-                f"token_budget={self.token_budget:,} is smaller than align={self.align:,}; "
-                f"raise the budget"
+                f"token_budget must be at least align={self.align:,}, got {self.token_budget:,}"
             )
         return min(self.overflow_max, widest)
 

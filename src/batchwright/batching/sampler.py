@@ -16,9 +16,9 @@ __all__ = ["TokenBudgetBatchSampler"]
 class TokenBudgetBatchSampler:
     """Groups samples of one bucket into batches of at most `token_budget` padded tokens.
 
-    Any epoch can be asked for, each has its own order, and the order does not depend on how
-    `lengths` was put together. A sample longer than `bucket_spec.overflow_max` or the budget
-    follows `overflow`; `num_skipped` counts what was left out.
+    Every epoch has its own order, which does not depend on the order of `lengths`. A sample
+    longer than `bucket_spec.overflow_max` or the budget follows `overflow`; `num_skipped` counts
+    what was left out.
 
     >>> sampler = TokenBudgetBatchSampler({"a": 3, "b": 4, "c": 9}, BucketSpec((4,), 10), 16)
     >>> sorted(batch.sample_ids for batch in sampler.iter_epoch(0))

@@ -1,4 +1,4 @@
-"""The command itself. Only light modules are imported here: `--help` must be quick."""
+"""The command itself; the modules of its commands are imported when they are typed."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ COMMANDS = {
 
 
 def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Refuse 2.5 where a whole number is asked for; cyclopts would round it."""
+    """Refuse 2.5 where an integer is expected; cyclopts would round it."""
     for argument in arguments:
         kinds = _types(argument.hint)
         if int in kinds and not {float, str} & kinds:
@@ -48,10 +48,10 @@ def _types(hint: object) -> set[object]:
 app = App(
     name="batchwright",
     config=_whole_numbers,
-    help="Keep the expensive things of LLM and RL training full.",
+    help="Keep accelerators, model servers and environments full during LLM and RL training.",
     help_epilogue=(
-        "Begin with: batchwright demo --out demo. Exit codes: 0 done, 1 an error in one sentence, "
-        "2 wrong usage. --debug shows the traceback."
+        "Start with: batchwright demo --out demo. Exit codes: 0 success, 1 an error in one "
+        "sentence, 2 wrong usage. --debug shows the traceback."
     ),
     help_format="plaintext",
     version=__version__,
@@ -136,7 +136,7 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
 
 
 def _mute() -> None:
-    """Give Python's own flush at exit somewhere to write, or it would complain as well."""
+    """Give Python's own flush at exit somewhere to write, or it would fail too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`batchwright demo`: the whole pipeline on a small shipped text set, command by command."""
+"""`batchwright demo`: the whole pipeline on a small text data set, command by command."""
 
 import shlex
 from pathlib import Path
@@ -36,7 +36,7 @@ def demo(
         f"data batching histogram -c {lengths} --bins 16 --width 40 --png {out}/lengths.png",
     )
     _run(
-        "Which bucket edges waste least? Exactly, by dynamic programming.",
+        "Which bucket edges waste least? The optimum, by dynamic programming.",
         f"data batching suggest -c {lengths} -n 5 --current 128,256,512,1024,2048",
     )
     edges = _suggested(lengths)
@@ -47,16 +47,16 @@ def demo(
     ):
         shared = f"-l {lengths} -e 3 -b {_BUDGET} --overflow-max {_BUDGET}"
         _run(
-            f"A plan of three epochs, {layout}; the table shows all layouts side by side.",
+            f"A plan of three epochs, {layout}; the table compares all layouts.",
             f"data batchplan build {shared} --layout {layout} {words} -o {out}/{layout}/",
         )
     plan = out / "packed"
     _run(
-        "The packed rows: one line a row, one shade a sample, blank is padding.",
+        "The packed rows: one line per row, one shade per sample, dots are padding.",
         f"data batchplan draw -p {plan} --rows 12 --png {out}/packing.png",
     )
     _run(
-        "Is the plan whole, and does it follow from these lengths?",
+        "Is the plan intact, and does it follow from these lengths?",
         f"data batchplan verify -p {plan} -l {lengths}",
     )
     _run(
@@ -77,7 +77,7 @@ def demo(
 
 
 def _train(out: Path, data: Path) -> None:
-    """A dozen steps of a small random model, on padded batches and on packed ones."""
+    """Train a small random model for a few steps, on padded batches and on packed ones."""
     import shutil
     from importlib.util import find_spec
 
@@ -93,7 +93,7 @@ def _train(out: Path, data: Path) -> None:
         if (run / "config.toml").is_file():
             shutil.rmtree(run)
         _run(
-            f"Train a small random model on {name} batches: the loss falls, ullage is the waste.",
+            f"Train a small random model on {name} batches; ullage is the share of padding.",
             f"train sft --model tiny --data {data} {words} {limits} --run-dir {run} --quiet",
         )
 
@@ -107,8 +107,8 @@ def _run(why: str, words: str) -> None:
 
 
 def _suggested(lengths: Path) -> str:
-    """The edges that `suggest` names, as the flag wants them."""
-    from batchwright.batching import suggest_bucket_edges
+    """The edges that `suggest` finds, as the flag takes them."""
+    from batchwright.batching.analyze.report import suggest_bucket_edges
     from batchwright.cli.flags import load_lengths
 
     found = suggest_bucket_edges(load_lengths(lengths), num_buckets=5)

@@ -1,4 +1,4 @@
-"""`batchwright doctor`: what is here, what is missing, and what to type about it."""
+"""`batchwright doctor`: what is installed, what is missing, and how to install it."""
 
 import platform
 import sys
@@ -27,7 +27,7 @@ _PARTS = (
 
 
 def doctor(*, format: Format = "text") -> None:
-    """Check versions, optional parts, disk, clock, ranks and a timed run of the engine."""
+    """Check versions, extras, disk, clock, ranks and a timed run of the packing kernels."""
     from batchwright.report.text import seconds, table
 
     parts = [_part(*part) for part in _PARTS]
@@ -43,15 +43,18 @@ def doctor(*, format: Format = "text") -> None:
         "",
         table(["part", "version", "for"], rows),
         "",
-        f"cache folder writable: {'yes' if machine['can_write'] else 'NO'}; "
+        f"temporary folder writable: {'yes' if machine['can_write'] else 'NO'}; "
         f"clock: {machine['clock']}",
         f"packed {engine['samples']:,} lengths in {seconds(engine['seconds'])} "
         f"({engine['efficiency']:.2%} useful)",
         f"accelerator: {machine['accelerator']}",
     ]
     if missing:
-        lines += ["", f"to add what is missing: pip install 'batchwright[{','.join(missing)}]'"]
-    lines += ["", "all well" if healthy else f"not well: {', '.join(broken) or 'cannot write'}"]
+        lines += ["", f"to install what is missing: pip install 'batchwright[{','.join(missing)}]'"]
+    lines += [
+        "",
+        "all checks passed" if healthy else f"failed: {', '.join(broken) or 'cannot write'}",
+    ]
     result = {"healthy": healthy, "machine": machine, "parts": parts, "engine": engine}
     show(result, "\n".join(lines), format)
     if not healthy:

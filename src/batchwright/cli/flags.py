@@ -1,7 +1,9 @@
-"""What several commands need: reading lengths, plans, lists of numbers."""
+"""What several commands share: flags, reading length caches, ranks, lists of numbers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from batchwright.errors import ConfigError
 
@@ -9,7 +11,26 @@ if TYPE_CHECKING:
     from batchwright.batching import BatchPlan
     from batchwright.data.lengths import Lengths
 
-__all__ = ["at_least", "edges_of", "load_lengths", "load_sources", "sharded"]
+__all__ = [
+    "CachePath",
+    "DryRun",
+    "OutFolder",
+    "PlanPath",
+    "Rank",
+    "WorldSize",
+    "at_least",
+    "edges_of",
+    "load_lengths",
+    "load_sources",
+    "sharded",
+]
+
+PlanPath = Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")]
+CachePath = Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")]
+OutFolder = Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")]
+DryRun = Annotated[bool, Parameter(negative="", help="Show the result, write nothing.")]
+Rank = Annotated[int | None, Parameter(name=["--rank", "-r"], help="Show this rank only.")]
+WorldSize = Annotated[int | None, Parameter(name=["--world-size", "-w"], help="Number of ranks.")]
 
 
 def load_lengths(path: Path) -> "Lengths":
@@ -23,7 +44,7 @@ def load_sources(paths: list[Path]) -> "dict[str, Lengths]":
     """Several length caches by the names of their files."""
     names = [path.name.partition(".")[0] for path in paths]
     if len(set(names)) != len(names):
-        raise ConfigError(f"two sources have one name among {names}; rename one of the files")
+        raise ConfigError(f"every source needs a name of its own, got {names}; rename a file")
     return {name: load_lengths(path) for name, path in zip(names, paths, strict=True)}
 
 
@@ -37,7 +58,7 @@ def edges_of(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.replace(" ", "").split(","))
     except ValueError:
         raise ConfigError(
-            f"bucket edges {text!r} are not numbers with commas between; write 128,256,512"
+            f"bucket edges must be integers separated by commas, got {text!r}; write 128,256,512"
         ) from None
 
 
@@ -46,11 +67,11 @@ def at_least(least: int, **given: int | None) -> None:
     for name, value in given.items():
         if value is not None and value < least:
             flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value} is not possible; give {least} or more")
+            raise ConfigError(f"{flag} must be at least {least}, got {value}")
 
 
 def sharded(plan: "BatchPlan", rank: int | None, world_size: int | None) -> "BatchPlan":
-    """The plan as the named rank sees it; both numbers or neither."""
+    """The shard of one rank, or the whole plan if neither flag is given."""
     if (rank is None) != (world_size is None):
         raise ConfigError("--rank and --world-size go together; give both or neither")
     if rank is None or world_size is None:

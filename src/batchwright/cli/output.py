@@ -1,4 +1,4 @@
-"""How commands speak: tables or JSON on stdout, progress on stderr."""
+"""Output of commands: text or JSON on stdout, progress on stderr."""
 
 import json
 import sys
@@ -14,13 +14,15 @@ __all__ = ["Format", "Progress", "Quiet", "progress_bar", "show"]
 
 Format = Annotated[
     Literal["text", "json"],
-    Parameter(name="--format", help="Text for people or JSON for programs."),
+    Parameter(name="--format", help="Text or JSON."),
 ]
-Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", help="No progress.")]
+Quiet = Annotated[
+    bool, Parameter(name=["--quiet", "-q"], negative="", help="Show no progress bar.")
+]
 
 
 class Progress(Protocol):
-    """Told how far the work is; `note` is shown beside it, say the loss."""
+    """Reports progress; `note` is shown next to it, such as the loss."""
 
     def __call__(self, done: int, total: int, note: str = "") -> None: ...
 
@@ -32,7 +34,7 @@ PLAIN_EVERY_S = 30.0
 def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
     """Print one of the two forms of the same result."""
     if isinstance(sys.stdout, TextIOWrapper):
-        # Sample ids may hold characters that this terminal has not.
+        # Sample ids may have characters that the encoding of this terminal lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     print(json.dumps(data, indent=2, default=_plain) if format == "json" else text)
 
@@ -48,8 +50,8 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress | None]:
         from rich.progress import Progress as Bars
         from rich.progress import TimeRemainingColumn as Remaining
 
-        beside = TextColumn("{task.fields[note]}", markup=False)
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining(), beside)
+        note = TextColumn("{task.fields[note]}", markup=False)
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), Remaining(), note)
         with Bars(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task(what, note="")
 
@@ -68,8 +70,8 @@ def _plain_lines(what: str) -> Progress:
         nonlocal last
         if time.monotonic() - last >= PLAIN_EVERY_S:
             last = time.monotonic()
-            beside = f", {note}" if note else ""
-            print(f"{what}: {done:,} of {total:,}{beside}", file=sys.stderr, flush=True)
+            extra = f", {note}" if note else ""
+            print(f"{what}: {done:,} of {total:,}{extra}", file=sys.stderr, flush=True)
 
     return line
 

@@ -1,4 +1,4 @@
-"""`batchwright pack`: prove that packed samples do not see each other."""
+"""`batchwright pack`: verify that packed samples do not attend to each other."""
 
 from typing import Annotated, Literal
 
@@ -17,14 +17,14 @@ def verify(
     model: Annotated[str, Parameter(help="tiny, smollm2, a transformers folder or a hub id.")],
     attention: Annotated[
         Literal["auto", "flash", "segments", "sdpa", "flex"],
-        Parameter(help="The backend to prove; auto takes what training would."),
+        Parameter(help="The backend to verify; auto takes the one training would."),
     ] = "auto",
     segments: Annotated[int, Parameter(help="Samples in the row.")] = 5,
-    tokens: Annotated[int, Parameter(help="Tokens of the row, at most.")] = 256,
-    seed: Annotated[int, Parameter(help="Of the tokens.")] = 0,
+    tokens: Annotated[int, Parameter(help="Maximum tokens of the row.")] = 256,
+    seed: Annotated[int, Parameter(help="Seed of the tokens.")] = 0,
     format: Format = "text",
 ) -> None:
-    """Change one sample of a packed row and show that no other sample's logits move."""
+    """Change one sample of a packed row and check that no other sample's logits change."""
     import dataclasses
 
     from batchwright.report.text import table
@@ -37,8 +37,8 @@ def verify(
     ]
     lines = [
         f"{model} with {proof.backend} attention on {proof.device}",
-        table(["changed", "its logits moved by", "all others by"], rows),
-        f"packed against alone: logits differ by at most {proof.against_alone:.3g}",
-        "samples are kept apart: no other sample moved at all",
+        table(["changed", "its logits change by", "all others by"], rows),
+        f"packed compared with unpacked: logits differ by at most {proof.against_alone:.3g}",
+        "samples are isolated: no other sample's logits changed",
     ]
     show(dataclasses.asdict(proof), "\n".join(lines), format)

@@ -15,7 +15,7 @@ from batchwright.errors import ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent
 
-__all__ = ["calibration_png", "histogram_png", "intervals_png", "packing_png"]
+__all__ = ["calibration_png", "histogram_png", "intervals_png", "levels_png", "packing_png"]
 
 INK = "#222222"
 PALE = "#d9d9d9"
@@ -31,15 +31,17 @@ def packing_png(
     *,
     max_rows: int = 48,
 ) -> None:
-    """One bar for each row, one block in it for each sample, coloured by length; white is padding.
+    """One bar per row, one block in it per sample, coloured by length; white is padding.
 
     Only the first `max_rows` rows are drawn; the line below the title counts them all.
     """
     if not rows or row_width < 1:
-        raise ConfigError(f"{len(rows)} rows of {row_width} tokens cannot be drawn; give 1 or more")
+        raise ConfigError(
+            f"rows and row_width must be at least 1, got {len(rows)} rows and {row_width} tokens"
+        )
     widest = max(sum(row) for row in rows)
     if widest > row_width:
-        raise ConfigError(f"a row holds {widest:,} tokens and is {row_width:,} wide")
+        raise ConfigError(f"a row must hold at most {row_width:,} tokens, got {widest:,}")
     shown = rows[:max_rows]
     height = 0.9 + 0.16 * max(len(shown), 6)
     figure, axes = _axes(9.0, height, title, _rows_line(rows, row_width, len(shown)))
@@ -100,7 +102,7 @@ def histogram_png(
 def calibration_png(
     path: Path | str, bins: Sequence[Mapping[str, float]], count: int, title: str = ""
 ) -> None:
-    """Share of true labels over the score, one dot a bin, as large as its samples are many."""
+    """Share of true labels over the score, one dot per bin, larger for more samples."""
     line = f"{number(count)} samples; on the line, a score of 0.7 is right 7 times in 10"
     figure, axes = _axes(5.2, 4.8, title, line)
     ticker = need("matplotlib.ticker", extra="plot")
@@ -135,7 +137,7 @@ def intervals_png(
     what: str,
     lines: str = "95 % intervals",
 ) -> None:
-    """One line a row (name, value, low, high): a dot with its interval, from top to bottom."""
+    """One line per row (name, value, low, high): a dot with its interval, from top to bottom."""
     figure, axes = _axes(7.0, 1.1 + 0.36 * len(rows), "", f"{what}; lines are {lines}")
     for place, (_, value, low, high) in enumerate(rows):
         axes.plot([low, high], [place, place], color=BAR, linewidth=2.0, solid_capstyle="butt")
@@ -146,6 +148,28 @@ def intervals_png(
     axes.set_xlabel(what)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
+    _save(figure, path)
+
+
+def levels_png(
+    path: Path | str, levels: Sequence[tuple[int, float, float, float]], knee: int
+) -> None:
+    """Throughput and latency over concurrency, one (in flight, calls/s, p50, p95) per level."""
+    at, rates, p50, p95 = zip(*levels, strict=True)
+    figure, left = _axes(7.0, 4.0, "", f"the dotted line is the knee, {knee} calls in flight")
+    left.plot(at, rates, "o-", color=BAR)
+    left.axvline(knee, color="grey", linestyle=":")
+    left.set_xscale("log")
+    left.set_xticks(at, [str(count) for count in at], minor=False)
+    left.set_xticks([], minor=True)
+    left.set_xlabel("calls in flight")
+    left.set_ylabel("calls per second (blue)")
+    left.set_ylim(0, None)
+    right = left.twinx()
+    right.plot(at, p50, "s--", color=EDGE)
+    right.plot(at, p95, "s-", color=EDGE)
+    right.set_ylabel("seconds, p50 and p95 (red)")
+    right.set_ylim(0, None)
     _save(figure, path)
 
 

@@ -1,4 +1,4 @@
-"""Pictures and tables for a terminal, as plain strings.
+"""Tables, histograms and packing strips for a terminal, as plain strings.
 
 Block characters where the terminal can show them, `#` and `.` elsewhere.
 """
@@ -140,8 +140,7 @@ def packing_strip(
     blocks = can_draw() if blocks is None else blocks
     if width_tokens < 1 or width_chars < 1:
         raise ConfigError(
-            f"a strip of {width_chars} characters for {width_tokens} tokens cannot be drawn; "
-            f"give 1 or more of each"
+            f"width_chars and width_tokens must be at least 1, got {width_chars} and {width_tokens}"
         )
     middles = (2 * np.arange(width_chars) + 1) * width_tokens // (2 * width_chars)
     lines = []
@@ -149,11 +148,11 @@ def packing_strip(
         ends = np.cumsum(np.asarray(row, np.int64))
         used = int(ends[-1]) if len(row) else 0
         if used > width_tokens:
-            raise ConfigError(f"a row holds {used:,} tokens and is {width_tokens:,} wide")
+            raise ConfigError(f"a row must hold at most {width_tokens:,} tokens, got {used:,}")
         strip = _shades(np.searchsorted(ends, middles, side="right"), len(row), blocks)
         lines.append(f"|{strip}| {percent(used / width_tokens):>6}")
     if len(rows) > max_rows:
-        lines.append(f"and {len(rows) - max_rows:,} rows more")
+        lines.append(f"and {len(rows) - max_rows:,} more rows")
     useful = sum(map(sum, rows))
     share = percent(useful / (len(rows) * width_tokens)) if rows else percent(None)
     lines.append(f"{len(rows):,} rows of {width_tokens:,} tokens, {share} useful")

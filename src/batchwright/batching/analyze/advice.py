@@ -1,4 +1,4 @@
-"""The whole report on a data set, and advice: each rule looks at it and has a say or none."""
+"""The whole report on a data set, and the rules that turn it into recommendations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from batchwright.batching.analyze.metrics import shown
 __all__ = ["EfficiencyReport"]
 
 FAR = 0.02
-"""Edges that give away more efficiency than this are worth changing."""
+"""Edges that lose more efficiency than this are worth changing."""
 
 LOOSE = 0.10
-"""Padding that even the best edges leave, from which packing pays for its segment masks."""
+"""Padding with even the best edges, above which packing pays for its segment masks."""
 
 UNEVEN = 10
-"""The largest bucket over the smallest, from which single buckets rule the epoch's end."""
+"""Largest over smallest bucket, above which single buckets dominate the end of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class EfficiencyReport:
-    """A data set under one choice of buckets, with better choices and advice."""
+    """A data set under one choice of buckets, with better choices and recommendations."""
 
     histogram: LengthHistogram
     analysis: BucketAnalysis
@@ -34,7 +34,7 @@ class EfficiencyReport:
 
     @property
     def recommendations(self) -> list[str]:
-        """Advice in plain words, the most telling first; empty when there is nothing to say."""
+        """Recommendations, the most important first; empty when there are none."""
         return [sentence for rule in _RULES for sentence in rule(self)]
 
     def to_text(self, width: int = 50) -> str:
@@ -76,8 +76,8 @@ def _over_long(report: EfficiencyReport) -> list[str]:
     share = count / report.histogram.total_samples
     return [
         f"{_samples(count)} longer than overflow_max={limit:,} ({share:.1%} of all, "
-        f"the longest of {report.histogram.max_length:,} tokens): raise overflow_max, or choose "
-        f"with overflow='truncate', 'split' or 'skip' what becomes of them"
+        f"the longest of {report.histogram.max_length:,} tokens): raise overflow_max, or set "
+        f"overflow='truncate', 'split' or 'skip'"
     ]
 
 
@@ -96,7 +96,7 @@ def _better_edges(report: EfficiencyReport) -> list[str]:
     if lost <= FAR:
         return []
     return [
-        f"the edges give away {100 * lost:.1f} points of efficiency: with as many buckets, "
+        f"the edges lose {100 * lost:.1f} percentage points of efficiency: with as many buckets, "
         f"edges {best.edges} reach {best.efficiency:.1%} instead of {now:.1%}"
     ]
 

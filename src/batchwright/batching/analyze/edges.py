@@ -1,4 +1,4 @@
-"""The best bucket edges there are, by dynamic programming over the length histogram.
+"""Optimal bucket edges, by dynamic programming over the length histogram.
 
 Padding every sample to the edge above it costs `sum over buckets of cost(edge) * samples`. For
 a cost that does not fall with the width, the best last-but-one edge only moves up as the last
@@ -36,7 +36,7 @@ def optimal_edges(
     (4, 12)
     """
     if num_buckets < 1:
-        raise ConfigError(f"num_buckets={num_buckets} is not possible; give 1 or more")
+        raise ConfigError(f"num_buckets must be at least 1, got {num_buckets}")
     widths, counts = _candidates(_checked(hist), align)
     if num_buckets >= widths.size:
         return tuple(widths.tolist())
@@ -64,7 +64,7 @@ def edges_cost(hist: ArrayLike, edges: Sequence[int], cost: ArrayLike | None = N
     counts = _checked(hist)
     widths = np.asarray(edges, np.int64)
     if widths.size == 0 or widths[0] < 1 or np.any(np.diff(widths) <= 0):
-        raise ConfigError(f"edges {tuple(edges)} are not positive and strictly ascending")
+        raise ConfigError(f"edges must be positive and strictly ascending, got {tuple(edges)}")
     longest = int(np.flatnonzero(counts)[-1])
     if widths[-1] < longest:
         raise ConfigError(
@@ -79,7 +79,7 @@ def edges_cost(hist: ArrayLike, edges: Sequence[int], cost: ArrayLike | None = N
 
 
 def regret(hist: ArrayLike, edges: Sequence[int]) -> float:
-    """The efficiency these edges give away: the best of as many edges, minus theirs.
+    """The efficiency these edges lose: the best of as many edges, minus theirs.
 
     Efficiency is useful over padded tokens, so 0.05 means five points of the hundred.
 
@@ -191,7 +191,7 @@ def _candidates(
     occur, rounded up to `align`, can be edges.
     """
     if align < 1:
-        raise ConfigError(f"align={align} is not possible; give 1 or more")
+        raise ConfigError(f"align must be at least 1, got {align}")
     lengths = np.flatnonzero(counts)
     widths, first = np.unique(-(-lengths // align) * align, return_index=True)
     return widths, np.add.reduceat(counts[lengths], first)
@@ -210,5 +210,5 @@ def _costs(cost: ArrayLike | None, widths: NDArray[np.int64]) -> NDArray[np.int6
     exact = np.issubdtype(table.dtype, np.integer)
     costs: NDArray[np.int64] = table[widths].astype(np.int64 if exact else np.float64)
     if not np.all(np.isfinite(costs)) or np.any(np.diff(costs) < 0):
-        raise ConfigError("cost falls as width grows, or is not finite; give one that never falls")
+        raise ConfigError("cost must be finite and must not fall as the width grows")
     return costs

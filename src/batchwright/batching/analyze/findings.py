@@ -1,4 +1,4 @@
-"""What looking at lengths finds: histograms, bucket by bucket efficiency, better edges."""
+"""Results of an analysis: length histograms, efficiency per bucket, suggested edges."""
 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -19,9 +19,9 @@ __all__ = [
 
 
 class OptimizationGoal(StrEnum):
-    """What suggested edges are best at.
+    """What suggested edges optimize.
 
-    The longer words name the same goals.
+    The longer names are aliases.
 
     >>> OptimizationGoal("minimize_waste")
     <OptimizationGoal.WASTE: 'waste'>
@@ -30,7 +30,7 @@ class OptimizationGoal(StrEnum):
     WASTE = "waste"
     """Fewest padding tokens."""
     BALANCE = "balance"
-    """As many samples in each bucket."""
+    """The same number of samples in each bucket."""
     MEMORY = "memory"
     """Least attention memory, which grows with the square of the width."""
     MINIMIZE_WASTE = "waste"
@@ -57,7 +57,7 @@ class HistogramBin:
 
 @dataclass(frozen=True, slots=True)
 class LengthHistogram:
-    """How the lengths are spread. A percentile is a length that occurs, never one between two."""
+    """The distribution of lengths. Percentiles are lengths that occur, not interpolated ones."""
 
     bins: tuple[HistogramBin, ...]
     total_samples: int
@@ -111,8 +111,8 @@ class BucketEfficiency:
 class BucketAnalysis:
     """Every bucket, and all together.
 
-    `over_long` and `too_short` samples are in no bucket, so they are counted apart and have no
-    part in any efficiency.
+    `over_long` and `too_short` samples are in no bucket: they are counted separately and are not
+    part of any efficiency.
     """
 
     bucket_spec: BucketSpec
@@ -152,8 +152,8 @@ class BucketSuggestion:
     """Edges for a goal; the last holds the longest sample, so each edge is a bucket.
 
     `efficiency` is useful over padded tokens whatever the goal. `current_efficiency` and
-    `regret` speak of the edges in use, when they were given: `regret` is the efficiency they
-    give away against the best of as many buckets.
+    `regret` are about the edges in use, when they were given: `regret` is the efficiency they
+    lose relative to the best edges for as many buckets.
     """
 
     edges: tuple[int, ...]

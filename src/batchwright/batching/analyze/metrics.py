@@ -1,6 +1,6 @@
-"""How full the batches are, counted batch by batch.
+"""Padding efficiency and shapes of batches.
 
-A figure with nothing to divide by is None and is shown as "-": no batches have no efficiency.
+A ratio with nothing to divide by is None and is shown as "-".
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ class BatchShapeHistogram:
         labels = [f"{rows} x {columns}" for (rows, columns), _ in shown]
         lines = ascii_bars(labels, [count for _, count in shown], width, whole=self.total)
         if self.num_shapes > n:
-            lines.append(f"and {self.num_shapes - n:,} shapes more")
+            lines.append(f"and {self.num_shapes - n:,} more shapes")
         return "\n".join(lines)
 
 
@@ -88,7 +88,7 @@ class BatchMetrics:
 
         Each has `batch_size`, `max_len` or `max_length`, `token_count` and `bucket_id`. One with
         `items` holds that many samples (packed rows hold several, a split sample counts once a
-        piece); any other holds one a row. A filler, of `weight` 0, takes room and adds nothing.
+        piece); any other holds one a row. A filler, of `weight` 0, adds padding only.
         """
         per_bucket: dict[int, tuple[int, int, int]] = {}
         shapes = BatchShapeHistogram()

@@ -1,4 +1,4 @@
-"""What the lengths of a data set say about how to batch it."""
+"""Analyze the lengths of a data set: histogram, bucket efficiency, better edges, a report."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,13 +31,13 @@ __all__ = [
 LengthSource = Mapping[str, int] | Lengths | Sequence[int] | NDArray[np.integer]
 
 WIDEST = 2**24
-"""Suggestions weigh every width up to the longest sample; beyond this the table is too large."""
+"""Suggestions consider every width up to the longest sample; above this the table is too large."""
 
 
 def compute_length_histogram(
     lengths: LengthSource, num_bins: int = 10, bin_width: int | None = None
 ) -> LengthHistogram:
-    """How the lengths are spread over at most `num_bins` bins, or over bins of `bin_width`.
+    """The distribution of lengths over at most `num_bins` bins, or over bins of `bin_width`.
 
     >>> histogram = compute_length_histogram([10, 20, 20, 30, 49], num_bins=4)
     >>> [(bin.min_length, bin.max_length, bin.count) for bin in histogram.bins]
@@ -47,7 +47,7 @@ def compute_length_histogram(
     low, high = int(values.min()), int(values.max())
     if num_bins < 1 or (bin_width is not None and bin_width < 1):
         raise ConfigError(
-            f"num_bins={num_bins} and bin_width={bin_width} make no bins; give 1 or more"
+            f"num_bins and bin_width must be at least 1, got {num_bins} and {bin_width}"
         )
     step = bin_width or -(-(high - low + 1) // num_bins)
     counts = np.bincount((values - low) // step).tolist()
@@ -133,7 +133,7 @@ def suggest_bucket_edges(
     values = _values(lengths)
     if num_buckets < 1 or align < 1:
         raise ConfigError(
-            f"num_buckets={num_buckets} and align={align} are not possible; give 1 or more"
+            f"num_buckets and align must be at least 1, got {num_buckets} and {align}"
         )
     if max_length is not None and max_length % align:
         raise ConfigError(
@@ -172,7 +172,7 @@ def suggest_bucket_edges(
 def create_efficiency_report(
     lengths: LengthSource, bucket_spec: BucketSpec | None = None, token_budget: int | None = None
 ) -> EfficiencyReport:
-    """The lengths, how `bucket_spec` (or the default one) fits them, and what would fit better.
+    """The lengths, how well `bucket_spec` (or the default one) fits them, and better edges.
 
     Suggestions have as many buckets as the spec and leave out the samples it leaves out.
     """
@@ -197,7 +197,7 @@ def _values(lengths: LengthSource) -> NDArray[np.int32]:
         lengths = np.asarray(lengths, None if len(lengths) else np.int32)
     values = Lengths.of(lengths).values
     if values.size == 0:
-        raise ConfigError("there are no lengths to look at; give at least one sample")
+        raise ConfigError("there are no lengths to analyze; give at least one sample")
     return values
 
 
@@ -207,7 +207,7 @@ def _histogram(values: NDArray[np.int32], max_length: int | None) -> NDArray[np.
     longest = int(values.max())
     if longest > WIDEST:
         raise ConfigError(
-            f"the longest sample has {longest:,} tokens, too many to weigh every width; "
+            f"the longest sample has {longest:,} tokens, too many to consider every width; "
             f"give a max_length of at most {WIDEST:,}"
         )
     return np.bincount(values).astype(np.int64)

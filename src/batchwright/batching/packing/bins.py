@@ -66,7 +66,7 @@ def pack_lengths(
 
     Raises:
         OversizedSample: lengths over `max_length`.
-        BadLength: lengths that are not whole numbers of 1 and more.
+        BadLength: lengths that are not integers of at least 1.
 
     >>> pack_lengths([5, 3, 4, 3], max_length=8)
     Packing(4 items, 2 bins of 8, 93.75% full, at least 2 bins needed, best_fit_decreasing)
@@ -186,7 +186,7 @@ class StreamingPacker:
     ) -> None:
         check_capacity(max_length, max_segments)
         if open_bins < 1:
-            raise ConfigError(f"open_bins={open_bins} leaves no place for a bin; give 1 or more")
+            raise ConfigError(f"open_bins must be at least 1, got {open_bins}")
         self.max_length = max_length
         self.open_bins = open_bins
         self.max_segments = max_segments
@@ -196,7 +196,7 @@ class StreamingPacker:
     def push(self, item: Any, length: int) -> list[list[Any]]:
         """Take one item; the bins it completed, one at most."""
         if length < 1:
-            raise BadLength(f"item {item!r} has length {length}; lengths are 1 and more")
+            raise BadLength(f"the length of item {item!r} must be at least 1, got {length}")
         if length > self.max_length:
             raise oversized(1, length, self.max_length)
         fitting = [(free, b) for b, free in enumerate(self._free) if free >= length]
@@ -254,13 +254,13 @@ def _as_lengths(lengths: ArrayLike, max_length: int) -> NDArray[np.int32]:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadLength(
-            f"lengths are {array.dtype} of shape {array.shape}; give a flat array of whole numbers"
+            f"lengths must be a flat array of integers, got {array.dtype} of shape {array.shape}"
         )
     if array.min() < 1:
         row = int(np.argmax(array < 1))
         raise BadLength(
-            f"{np.count_nonzero(array < 1):,} lengths are under 1, the first is "
-            f"{array[row]} in row {row}; lengths are 1 and more, drop empty samples"
+            f"lengths must be at least 1, got {array[row]} in row {row} "
+            f"({np.count_nonzero(array < 1):,} in all); drop empty samples"
         )
     if array.max() > max_length:
         count = int(np.count_nonzero(array > max_length))

@@ -367,7 +367,7 @@ def lower_bounds(hist: NDArray[np.int64], capacity: int) -> tuple[int, int]:
     """Two numbers of bins that no packing can beat: L1 by volume, L2 by Martello and Toth.
 
     L2 looks at every threshold a: items over capacity - a are alone in their bins, items over half
-    never share one, and what the rest (a and longer) cannot put beside them needs bins of its own.
+    never share one, and what the rest (a and longer) cannot fit next to them needs bins of its own.
     """
     count = np.zeros(capacity + 2, np.int64)
     volume = np.zeros(capacity + 2, np.int64)

@@ -1,4 +1,4 @@
-"""The names of the ways to pack."""
+"""The packing modes by name."""
 
 from enum import StrEnum
 
@@ -19,7 +19,9 @@ class PackingMode(StrEnum):
     BEST_FIT_DECREASING = "best_fit_decreasing"
     """Longest first, into the tightest bin; the default, exact on the length histogram."""
     OPTIMAL = "optimal"
-    """Best-fit-decreasing, and a linear programme where that is far from the lower bound."""
+    """Best-fit-decreasing, and column generation where that is far from the lower bound. The
+    linear program is solved in floating point, so another version of the solver may find other
+    bins; a plan stores the bins it was built with."""
 
 
 def packing_mode(mode: PackingMode | str) -> PackingMode:

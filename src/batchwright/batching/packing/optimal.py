@@ -1,6 +1,6 @@
 """Pack a histogram by column generation where best-fit-decreasing leaves bins to save.
 
-The linear programme of Gilmore and Gomory: how often to use each pattern (how many items of
+The linear program of Gilmore and Gomory: how often to use each pattern (how many items of
 which class go in one bin), with new patterns priced by a knapsack. Lengths are grouped into
 classes and counted as the longest of their class, so every pattern fits as it stands. The cost
 depends on the classes, not on the number of items.
@@ -28,7 +28,7 @@ _CELLS = 1 << 17
 class OptimalPacking:
     """The better of two packings; `note` says in one sentence why it is this one.
 
-    `gap` is how far the linear programme stopped from its own optimum (0.0 when it was not run).
+    `gap` is how far the linear program stopped from its own optimum (0.0 when it was not run).
     """
 
     patterns: Patterns
@@ -51,7 +51,7 @@ def pack_optimal(
     """Fewest bins for `hist[l]` items of each length l, within what the limits allow.
 
     Best-fit-decreasing is kept when its bins over the lower bound are at most `worth_above`, or
-    when the linear programme saves nothing. The programme stops once it is within `gap` of its
+    when the linear program saves nothing. The program stops once it is within `gap` of its
     optimum or after `max_rounds`; the note says which. The limit counts rounds and not seconds,
     so a slow machine makes the same packing as a fast one.
 
@@ -73,19 +73,19 @@ def pack_optimal(
         note = f"best fit is within {over - 1:.2%} of the lower bound"
         return OptimalPacking(plain, keep, note)
     classes = _Classes.of(hist, num_classes)
-    programme = _solve(classes, capacity, max_segments, max_rounds, gap)
+    program = _solve(classes, capacity, max_segments, max_rounds, gap)
     tried = [
-        _rounded(classes, hist, capacity, max_segments, programme.patterns, uses)
-        for uses in (np.floor(programme.uses), np.rint(programme.uses))
+        _rounded(classes, hist, capacity, max_segments, program.patterns, uses)
+        for uses in (np.floor(program.uses), np.rint(program.uses))
     ]
     best = min(tried, key=lambda patterns: patterns.num_bins)
     saved = plain.num_bins - best.num_bins
-    how = f"{programme.stopped} after {programme.rounds} rounds with a gap of {programme.gap:.3%}"
+    how = f"{program.stopped} after {program.rounds} rounds with a gap of {program.gap:.3%}"
     if saved <= 0:
-        note = f"best fit uses no more bins than the linear programme ({how})"
-        return OptimalPacking(plain, keep, note, programme.rounds, programme.gap)
+        note = f"best fit uses no more bins than the linear program ({how})"
+        return OptimalPacking(plain, keep, note, program.rounds, program.gap)
     note = f"{saved:,} bins fewer than best fit ({how})"
-    return OptimalPacking(best, "column_generation", note, programme.rounds, programme.gap)
+    return OptimalPacking(best, "column_generation", note, program.rounds, program.gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Classes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Programme:
+class _Program:
     """Patterns [P, classes], how often each is used [P], and how the search for them ended."""
 
     patterns: NDArray[np.int64]
@@ -125,7 +125,7 @@ class _Programme:
 
 def _solve(
     classes: _Classes, capacity: int, max_segments: int | None, max_rounds: int, gap: float
-) -> _Programme:
+) -> _Program:
     """Add the patterns that the current prices call for until none would save enough."""
     optimize = need("scipy.optimize", extra="lp")
     sparse = need("scipy.sparse", extra="lp")
@@ -175,7 +175,7 @@ def _solve(
             stopped = "no pattern left to add"
             break
         patterns = np.concatenate((patterns, np.stack(fresh)))
-    return _Programme(patterns, solved.x, rounds, found, stopped)
+    return _Program(patterns, solved.x, rounds, found, stopped)
 
 
 def _start(classes: _Classes, capacity: int, max_segments: int | None) -> NDArray[np.int64]:
@@ -205,7 +205,7 @@ def _rounded(
     for j in np.argsort(-uses, kind="stable"):
         members = np.flatnonzero(patterns[j])[::-1]
         each = patterns[j, members]
-        # The programme may cover a class more than once over; then fewer bins will do.
+        # The program may cover a class more than once over; then fewer bins will do.
         count = min(int(uses[j]), int(((stop - cursor)[members] // each).min()))
         if count == 0:
             continue

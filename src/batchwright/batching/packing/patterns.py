@@ -1,4 +1,4 @@
-"""Best-fit-decreasing on a histogram of lengths: bins as few patterns that repeat."""
+"""Best-fit-decreasing on a length histogram: bins as a few repeated patterns."""
 
 from dataclasses import dataclass
 
@@ -88,7 +88,7 @@ def pack_histogram(
     if over.size:
         raise oversized(int(hist[capacity + 1 :].sum()), int(capacity + 1 + over[-1]), capacity)
     if hist.size and hist[0]:
-        raise BadLength(f"{hist[0]:,} lengths are 0; lengths are 1 and more, drop empty samples")
+        raise BadLength(f"lengths must be at least 1, got {hist[0]:,} of 0; drop empty samples")
     hist = np.ascontiguousarray(hist, np.int64)
     nothing = np.empty((0, 4), np.int64)
     most = max_segments or kernels.UNLIMITED
@@ -107,13 +107,15 @@ def patterns_of(steps: NDArray[np.int64], position: NDArray[np.int64]) -> Patter
 
 
 def check_capacity(capacity: int, max_segments: int | None) -> None:
+    """Refuse a capacity or a limit on items that no bin can have."""
     if not 1 <= capacity <= MAX_CAPACITY:
-        raise ConfigError(f"max_length={capacity:,} is not possible; give 1 to {MAX_CAPACITY:,}")
+        raise ConfigError(f"max_length must be between 1 and {MAX_CAPACITY:,}, got {capacity:,}")
     if max_segments is not None and max_segments < 1:
-        raise ConfigError(f"max_segments={max_segments} leaves no room; give 1 or more, or None")
+        raise ConfigError(f"max_segments must be at least 1 or None, got {max_segments}")
 
 
 def oversized(count: int, longest: int, capacity: int) -> OversizedSample:
+    """The error for `count` lengths over the capacity."""
     are = "length is" if count == 1 else "lengths are"
     return OversizedSample(
         f"{count:,} {are} over max_length={capacity:,}, the longest {longest:,}; "

@@ -39,7 +39,7 @@ class TokenSample(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SequenceToPack:
-    """One sample's tokens; without a loss mask every token is learned from."""
+    """One sample's tokens; without a loss mask every token carries loss."""
 
     sample_id: str
     input_ids: ArrayLike
@@ -67,27 +67,28 @@ class PackingConfig:
     max_segments: int | None = None
     """Most samples in one pack; None is no limit."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
-    """What becomes of a sequence longer than a pack."""
+    """What happens to a sequence longer than a pack."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", packing_mode(self.mode))
         if self.add_separator and self.separator_token_id is None:
             raise ConfigError(
-                "add_separator is set but separator_token_id is not; give the token to put between"
+                "add_separator needs separator_token_id; give the token to put between samples"
             )
         if self.overflow not in ("error", "skip", "truncate", "split"):
             raise ConfigError(
                 f"overflow={self.overflow!r} is not known; choose error, skip, truncate or split"
             )
         if self.max_length <= self.add_separator:
-            raise ConfigError(f"max_length={self.max_length} leaves no room for tokens; raise it")
+            least = 1 + self.add_separator
+            raise ConfigError(f"max_length must be at least {least}, got {self.max_length}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PackedSequence:
     """Samples joined in one row; every array has one value for each token of the row.
 
-    Labels are -100 where nothing is learned: outside the loss mask, on separators and padding,
+    Labels are -100 where there is no loss: outside the loss mask, on separators and padding,
     and on the first token of every segment, whose predecessor belongs to another sample.
     `loss_mask` is 1 exactly where labels are not -100. Positions restart at 0 in every segment.
     Padding has segment -1. Segment s is `input_ids[cu_seqlens[s]:cu_seqlens[s + 1]]`, so
@@ -137,7 +138,7 @@ class PackedSequence:
 
 @dataclass(frozen=True, slots=True)
 class PackingMetrics:
-    """What packing made of the samples; nothing that was left out or cut goes uncounted."""
+    """What packing did with the samples: everything left out or cut is counted."""
 
     num_original_samples: int
     num_packed_sequences: int
@@ -157,7 +158,7 @@ class PackingMetrics:
         num_truncated: int = 0,
         num_split: int = 0,
     ) -> "PackingMetrics":
-        """Count `packed`; what happened to samples before that must be told."""
+        """Count `packed`; pass what happened to samples before that."""
         packs = list(packed)
         # A split sample has several segments, of which one starts at 0.
         samples = sum(start == 0 for pack in packs for start in pack.sample_starts)

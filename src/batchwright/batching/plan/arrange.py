@@ -283,7 +283,7 @@ def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> li
 def _near_lengths(
     distinct: NDArray[np.int32], offsets: NDArray[np.int64], align: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Classes of lengths that count as equal, and the width of each."""
+    """Classes of lengths that count as equal, and the width of each class."""
     firsts = [0]
     for at, length in enumerate(distinct.tolist()):
         longest = int(distinct[firsts[-1]])

@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 class Order(Protocol):
-    """What a plan asks of its order."""
+    """What a plan needs of its order."""
 
     kind: str
 
@@ -114,7 +114,7 @@ class VirtualOrder:
     )
 
     def __post_init__(self) -> None:
-        # Derived once: both are asked for on every batch.
+        # Derived once: both are read for every batch.
         buckets = np.full(len(self.class_offsets) - 1, -1, np.int32)
         widths = np.zeros(len(buckets), np.int32)
         if self.config.layout == "bucketed":
@@ -358,7 +358,7 @@ class MaterialisedOrder:
     def size(self, epoch: int) -> int:
         if not 0 <= epoch < len(self.epoch_batches) - 1:
             raise UnknownSample(
-                f"this plan lists epochs 0 to {len(self.epoch_batches) - 2}, not {epoch}; "
+                f"this plan lists epochs 0 to {len(self.epoch_batches) - 2}, got {epoch}; "
                 f"build it with more epochs"
             )
         return int(self.epoch_batches[epoch + 1] - self.epoch_batches[epoch])

@@ -107,7 +107,7 @@ def draw_bins(
         for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
             base = entry_position[entry] + inside * entry_count[entry]
             # Classes of a packed layout are the distinct lengths. An entry of an optimal packing
-            # may run on into shorter ones.
+            # may continue into shorter ones.
             which = np.searchsorted(class_offsets, base, side="right") - 1
             low = class_offsets[which]
             size = class_offsets[which + 1] - low
@@ -280,7 +280,7 @@ def pack_costs(
                 left = np.int64(entry_count[entry])
                 which = np.searchsorted(class_offsets, position, side="right") - 1
                 while left > 0:
-                    # As many as have this length; an optimal packing may go on with shorter ones.
+                    # As many as have this length; optimal packing may continue with shorter ones.
                     here = min(left, class_offsets[which + 1] - position)
                     length = np.int64(distinct[which])
                     out[index - first] += quadratic * here * length * length

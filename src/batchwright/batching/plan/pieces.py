@@ -1,4 +1,4 @@
-"""What is planned of every sample: the overflow policy applied, and counted."""
+"""The overflow policy: which tokens of every sample are planned, with counts."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ from batchwright.errors import ConfigError, OversizedSample
 __all__ = ["Counts", "Pieces", "cut_pieces"]
 
 LONGEST_PLANNED = 2**26
-"""Plans count every length up to the longest, so that one must stay within memory."""
+"""Plans have a counter for every length up to the longest, which must fit in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of the samples: planned, left out or cut, and by which rule."""
+    """How many samples were planned, skipped, truncated or split."""
 
     samples: int
     tokens: int
@@ -31,9 +31,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is to be planned: `lengths[p]` tokens of sample `items[p]` from `starts[p]` on.
+    """What is planned: `lengths[p]` tokens of sample `items[p]` from `starts[p]` on.
 
-    `items` is None-like (the numbers 0 .. n - 1) unless something was skipped or split.
+    `items` are the numbers 0 .. n - 1 unless something was skipped or split.
     """
 
     items: NDArray[np.int32]
@@ -64,8 +64,8 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
     longest = int(lengths.max())
     if min(longest, limit) > LONGEST_PLANNED:
         raise ConfigError(
-            f"pieces of {min(longest, limit):,} tokens are too long to plan; at most "
-            f"{LONGEST_PLANNED:,} are possible, lower {_what_limits(config)}"
+            f"pieces must have at most {LONGEST_PLANNED:,} tokens, got "
+            f"{min(longest, limit):,}; lower {_what_limits(config)}"
         )
     total = int(lengths.sum(dtype=np.int64))
     if over.size and config.overflow == "error":
@@ -95,8 +95,8 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
         starts = starts[kept] if starts.size else starts
     if not items.size:
         raise ConfigError(
-            f"every one of the {lengths.size:,} samples was skipped: allowed are "
-            f"{config.min_length:,} to {limit:,} tokens; raise {_what_limits(config)}"
+            f"all {lengths.size:,} samples were skipped: only {config.min_length:,} to "
+            f"{limit:,} tokens are allowed; raise {_what_limits(config)}"
         )
     kept_tokens = int(planned.sum(dtype=np.int64))
     counts = Counts(

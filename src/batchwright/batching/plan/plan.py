@@ -40,7 +40,7 @@ __all__ = ["BatchPlan", "EpochPlan", "iter_from_checkpoint", "shard_batch_plan"]
 
 COST_LINEAR = 24_576
 COST_QUADRATIC = 1
-"""Relative work of a token in the matrices and of a pair of tokens in attention (a 7B model)."""
+"""Relative compute of a token in the matrices and of a pair of tokens in attention (7B model)."""
 
 _TEXT_FACTS = (
     *("fingerprint", "dataset_hash", "tokenizer_hash", "num_epochs"),
@@ -109,7 +109,7 @@ class BatchPlan:
     """Name, size and weight of each source of a mixture."""
     difficulty: NDArray[np.float64] | None = None
     note: str = ""
-    """What is to be known of how it was made: how far `optimal` packing came."""
+    """How the plan was packed: what `optimal` packing achieved."""
     shard_of: Shard | None = None
     # Set where they are true, and not taken along by `replace`, where they might not be.
     whole: "BatchPlan | None" = field(default=None, init=False)
@@ -177,7 +177,7 @@ class BatchPlan:
         """Microbatch `index` of an epoch, whatever the shard, without making any other."""
         count = self.num_microbatches(epoch)
         if not 0 <= index < count:
-            raise UnknownSample(f"epoch {epoch} has the microbatches 0 to {count - 1}, not {index}")
+            raise UnknownSample(f"epoch {epoch} has microbatches 0 to {count - 1}, got {index}")
         rows = self.order.rows(epoch, index)
         return MicrobatchSpec(epoch, index, *rows, ids=self.ids, cut_at=self._cut_at)
 
@@ -204,19 +204,19 @@ class BatchPlan:
         """
         last = self.num_epochs if epochs is None else epoch + epochs
         if epoch > last:
-            raise UnknownSample(f"the plan has {last} epochs, so it cannot go on at {epoch}")
+            raise UnknownSample(f"the plan has {last} epochs, so it cannot resume at epoch {epoch}")
         while epoch < last:
             count = self.num_microbatches(epoch)
             if not 0 <= microbatch_idx <= count:
                 raise UnknownSample(
-                    f"epoch {epoch} has {count} microbatches, so it cannot go on at "
-                    f"{microbatch_idx}"
+                    f"epoch {epoch} has {count} microbatches, so it cannot resume at "
+                    f"microbatch {microbatch_idx}"
                 )
             fixed = self.config.step_size != "world"
             if fixed and microbatch_idx < count and microbatch_idx % self.step_microbatches:
                 raise Mismatch(
                     f"microbatch {microbatch_idx} is inside a step of {self.step_microbatches}; "
-                    f"go on at the beginning of a step"
+                    f"resume at the start of a step"
                 )
             for first in range(microbatch_idx, count, self.step_microbatches):
                 stop = min(first + self.step_microbatches, count)
@@ -244,7 +244,7 @@ class BatchPlan:
         return -(-self.num_microbatches(epoch) // self.step_microbatches)
 
     def position_after(self, step: Step, global_step: int) -> CheckpointPosition:
-        """Where to go on when `step` is done."""
+        """The position to resume from when `step` is done."""
         ended = step.stop == self.num_microbatches(step.epoch)
         epoch, at = (step.epoch + 1, 0) if ended else (step.epoch, step.stop)
         return CheckpointPosition(epoch, at, global_step, self.whole_fingerprint)
@@ -255,20 +255,20 @@ class BatchPlan:
         fewest = min(self.num_microbatches(epoch) for epoch in range(self.num_epochs))
         if world_size > fewest:
             raise ConfigError(
-                f"{world_size} ranks cannot share {fewest} microbatches: some would never get one; "
-                f"use at most {fewest} ranks or a smaller token budget"
+                f"world size must be at most {fewest}, the microbatches of an epoch, "
+                f"got {world_size}; use fewer ranks or a smaller token budget"
             )
         part = dataclasses.replace(self, shard_of=shard)
         object.__setattr__(part, "whole", self.whole or self)
         return part
 
     def costs(self, epoch: int, first: int = 0, stop: int | None = None) -> NDArray[np.int64]:
-        """Predicted work of microbatches first .. stop - 1, in the unit ranks are balanced by."""
+        """Predicted compute of microbatches first .. stop - 1, by which ranks are balanced."""
         count = self.num_microbatches(epoch)
         stop = count if stop is None else stop
         if not 0 <= first <= stop <= count:
             raise UnknownSample(
-                f"epoch {epoch} has the microbatches 0 to {count - 1}, not {first} to {stop - 1}"
+                f"epoch {epoch} has microbatches 0 to {count - 1}, got {first} to {stop - 1}"
             )
         return self.order.costs(epoch, first, stop, COST_LINEAR, COST_QUADRATIC)
 
@@ -321,7 +321,7 @@ class BatchPlan:
         """Identity of the plan: equal for equal orders of equal samples, and only then.
 
         It covers samples, config, order and, on a shard, the rank; not the order in which
-        samples were given, and not the number of epochs, because a virtual plan goes on for ever.
+        samples were given, and not the number of epochs, because a virtual plan has no last epoch.
         """
         if self.shard_of is None:
             return self.whole_fingerprint
@@ -470,7 +470,7 @@ class BatchPlan:
 
     def _checked(self, epoch: int) -> int:
         if epoch < 0:
-            raise UnknownSample(f"there is no epoch {epoch}; epochs count from 0")
+            raise UnknownSample(f"epoch must be at least 0, got {epoch}")
         return epoch
 
     @staticmethod
@@ -495,7 +495,7 @@ def shard_batch_plan(
     """The plan as one rank sees it. Every rank gets the same number of microbatches.
 
     `round_robin` gives rank i the microbatches i, i + world_size, ...; `cost` evens out the
-    predicted work inside each step.
+    predicted compute within each step.
     """
     return plan.shard(config.rank, config.world_size, balance=balance)
 

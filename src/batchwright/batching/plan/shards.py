@@ -64,12 +64,12 @@ class Shard:
     def __post_init__(self) -> None:
         World(rank=self.rank, size=self.world_size)
         if self.balance not in ("cost", "round_robin"):
-            raise ConfigError(f"balance={self.balance!r} is not cost or round_robin")
+            raise ConfigError(f"balance must be cost or round_robin, got {self.balance!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPosition:
-    """How far a run has come, counted over all ranks: it fits any number of them.
+    """The progress of a run, counted over all ranks, so that it resumes on any number of them.
 
     `microbatch_idx` is the first microbatch of `epoch` that was not trained on.
     """
@@ -111,7 +111,7 @@ B = TypeVar("B", bound=_Bucketed)
 def interleave_microbatches(microbatches: Iterable[B]) -> list[B]:
     """Spread every bucket evenly over the list, keeping its own order.
 
-    Any stretch of the result has each bucket about as often as the whole has, to the very end.
+    Any window of the result has each bucket about as often as the whole list.
     """
     listed = list(microbatches)
     sizes: dict[int, int] = {}
@@ -129,7 +129,7 @@ def interleave_microbatches(microbatches: Iterable[B]) -> list[B]:
 
 
 def balance(costs: NDArray[np.int64] | Sequence[int], world_size: int) -> NDArray[np.int32]:
-    """The rank of each cost: counts differ by at most one, the heaviest rank is kept light.
+    """The rank of each cost: counts differ by at most one, the largest load is kept small.
 
     Largest first to the lightest rank that has room, then swaps that lower the heaviest rank.
     Deterministic: ties go to the lower index.

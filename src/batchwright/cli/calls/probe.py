@@ -55,7 +55,12 @@ def probe(
     line = f"batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {endpoint} "
     line += f"--model {model} --batch-size {best.concurrency}"
     if plot is not None:
-        _plot(measured, best, plot)
+        from batchwright.report.figures import levels_png
+
+        levels = [
+            (one.concurrency, one.per_second, one.p50_s or 0, one.p95_s or 0) for one in measured
+        ]
+        levels_png(plot, levels, best.concurrency)
     data = {
         "endpoint": target.name,
         "model": model,
@@ -97,27 +102,3 @@ def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
             f"use: {line}",
         ]
     )
-
-
-def _plot(measured: "list[Level]", best: "Level", path: Path) -> None:
-    from batchwright.errors import need
-    from batchwright.files import writing
-
-    need("matplotlib", extra="plot")
-    from matplotlib.figure import Figure
-
-    at = [level.concurrency for level in measured]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    left = figure.subplots()
-    left.plot(at, [level.per_second for level in measured], "o-", color="tab:blue")
-    left.set(
-        xscale="log", xlabel="calls in flight", ylabel="calls per second (blue)", ylim=(0, None)
-    )
-    left.axvline(best.concurrency, color="grey", linestyle=":")
-    left.set_xticks(at, [str(n) for n in at])
-    right = left.twinx()
-    right.plot(at, [level.p50_s or 0 for level in measured], "s--", color="tab:orange")
-    right.plot(at, [level.p95_s or 0 for level in measured], "s-", color="tab:orange")
-    right.set(ylabel="seconds, p50 and p95 (orange)", ylim=(0, None))
-    with writing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)

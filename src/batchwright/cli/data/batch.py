@@ -1,11 +1,11 @@
 """`batchwright data batch`: write the batches of a plan as NPZ files."""
 
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
 from batchwright.cli.data.lengths import Dataset, TokenizerName
+from batchwright.cli.flags import OutFolder, PlanPath
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["batch"]
@@ -16,10 +16,10 @@ batch = App(name="batch")
 @batch.command
 def generate(
     *,
-    plan: Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")],
+    plan: PlanPath,
     dataset: Dataset,
     tokenizer: TokenizerName,
-    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    output: OutFolder,
     per_file: Annotated[int, Parameter(help="Batches in one NPZ file.")] = 64,
     dry_run: Annotated[bool, Parameter(negative="", help="Write nothing.")] = False,
     quiet: Quiet = False,

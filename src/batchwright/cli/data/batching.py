@@ -1,34 +1,33 @@
-"""`batchwright data batching`: look at lengths before planning."""
+"""`batchwright data batching`: analyze lengths before planning."""
 
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import CachePath, at_least, edges_of, load_lengths
 from batchwright.cli.output import Format, show
 
 __all__ = ["batching"]
 
 batching = App(name="batching")
 
-Cache = Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")]
 Edges = Annotated[str, Parameter(name="--bucket-edges", help="Upper lengths, as 128,256,512.")]
-Png = Annotated[Path | None, Parameter(name="--png", help="Draw it into this file as well.")]
+Png = Annotated[Path | None, Parameter(name="--png", help="Save the picture to this file too.")]
 
 
 @batching.command
 def histogram(
     *,
-    cache: Cache,
-    bins: Annotated[int, Parameter(help="Bars.")] = 15,
+    cache: CachePath,
+    bins: Annotated[int, Parameter(help="Number of bars.")] = 15,
     width: Annotated[int, Parameter(help="Characters of the longest bar.")] = 50,
     bucket_edges: Annotated[str | None, Parameter(help="Edges to mark in the PNG.")] = None,
     png: Png = None,
     format: Format = "text",
 ) -> None:
-    """Draw how long the samples are."""
+    """Draw the distribution of sample lengths."""
     from batchwright.batching.analyze.report import compute_length_histogram
-    from batchwright.cli.flags import at_least, edges_of, load_lengths
     from batchwright.report import text as pictures
 
     at_least(1, width=width)
@@ -46,26 +45,25 @@ def histogram(
         from batchwright.report.figures import histogram_png
 
         histogram_png(png, found, marks)
-        lines.append(f"drawn into {png}")
+        lines.append(f"saved {png}")
     show(found.to_dict(), "\n".join(lines), format)
 
 
 @batching.command
 def analyze(
     *,
-    cache: Cache,
+    cache: CachePath,
     bucket_edges: Edges = "128,256,512,1024",
     overflow_max: Annotated[int, Parameter(help="Longest sample of the last bucket.")] = 2048,
-    token_budget: Annotated[int | None, Parameter(help="Padded tokens of one microbatch.")] = None,
+    token_budget: Annotated[int | None, Parameter(help="Padded tokens per microbatch.")] = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="JSON file.")] = None,
     format: Format = "text",
 ) -> None:
-    """Show how full these buckets would be, and what would be better."""
+    """Show the efficiency of these buckets, and better edges."""
     import json
 
     from batchwright.batching.analyze.report import create_efficiency_report
     from batchwright.batching.buckets import BucketSpec
-    from batchwright.cli.flags import at_least, edges_of, load_lengths
     from batchwright.files import write_atomic
 
     at_least(1, token_budget=token_budget)
@@ -80,26 +78,27 @@ def analyze(
 @batching.command
 def suggest(
     *,
-    cache: Cache,
+    cache: CachePath,
     num_buckets: Annotated[
-        int, Parameter(name=["--num-buckets", "-n"], help="Buckets at most.")
+        int, Parameter(name=["--num-buckets", "-n"], help="Maximum number of buckets.")
     ] = 4,
     goal: Annotated[
         Literal["waste", "balance", "memory"],
-        Parameter(name=["--goal", "-g"], help="Fewest pads, equal counts, or least attention."),
+        Parameter(
+            name=["--goal", "-g"], help="Least padding, equal counts, or least attention memory."
+        ),
     ] = "waste",
     max_length: Annotated[
-        int | None, Parameter(help="Leave out longer samples; default: none is.")
+        int | None, Parameter(help="Leave out longer samples; default: none.")
     ] = None,
     align: Annotated[int, Parameter(help="Edges are multiples of this.")] = 1,
     current: Annotated[
-        str | None, Parameter(help="Your edges, to see what they cost you, as 128,256,512.")
+        str | None, Parameter(help="The edges in use, for comparison, as 128,256,512.")
     ] = None,
     format: Format = "text",
 ) -> None:
-    """Find the best bucket edges, exactly."""
+    """Find the optimal bucket edges."""
     from batchwright.batching.analyze.report import suggest_bucket_edges
-    from batchwright.cli.flags import edges_of, load_lengths
     from batchwright.report.text import number, percent, table
 
     found = suggest_bucket_edges(
@@ -124,7 +123,7 @@ def suggest(
         added = f" and a last bucket up to {found.edges[-1]:,}" * (given[-1] < found.edges[-1])
         lines.append(
             f"your edges{added}: {percent(found.current_efficiency)} useful, "
-            f"{100 * found.regret:.1f} points below the best edges for as many buckets"
+            f"{100 * found.regret:.1f} percentage points below the best edges for as many buckets"
         )
     spec = found.spec()
     edges = ",".join(map(str, spec.edges)) or str(spec.overflow_max)

@@ -1,11 +1,24 @@
-"""`batchwright data batchplan`: build, look at, prove and divide plans."""
+"""`batchwright data batchplan`: build, inspect, verify and shard batch plans."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import (
+    DryRun,
+    OutFolder,
+    PlanPath,
+    Rank,
+    WorldSize,
+    at_least,
+    edges_of,
+    load_lengths,
+    load_sources,
+    sharded,
+)
 from batchwright.cli.output import Format, show
+from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchwright.batching import BatchPlan, BatchPlanBuilder
@@ -14,7 +27,6 @@ __all__ = ["batchplan"]
 
 batchplan = App(name="batchplan")
 
-PlanPath = Annotated[Path, Parameter(name=["--plan", "-p"], help="A batch plan.")]
 LengthPaths = Annotated[
     list[Path],
     Parameter(
@@ -23,7 +35,6 @@ LengthPaths = Annotated[
         help="A length cache; several make a mixture, see --weight.",
     ),
 ]
-DryRun = Annotated[bool, Parameter(negative="", help="Show the result, write nothing.")]
 
 
 @batchplan.command
@@ -33,13 +44,13 @@ def build(
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Folder to write.")
     ] = None,
-    epochs: Annotated[int, Parameter(name=["--epochs", "-e"])] = 1,
+    epochs: Annotated[int, Parameter(name=["--epochs", "-e"], help="Number of epochs.")] = 1,
     token_budget: Annotated[
-        int, Parameter(name=["--token-budget", "-b"], help="Padded tokens of one microbatch.")
+        int, Parameter(name=["--token-budget", "-b"], help="Padded tokens per microbatch.")
     ] = 4096,
     layout: Annotated[
         Literal["bucketed", "sorted", "packed"],
-        Parameter(help="Group by bucket, by length, or join samples into full rows."),
+        Parameter(help="Group by bucket, sort by length, or pack samples into full rows."),
     ] = "bucketed",
     bucket_edges: Annotated[
         str | None,
@@ -48,7 +59,7 @@ def build(
     overflow_max: Annotated[int, Parameter(help="Longest sample of a padded layout.")] = 2048,
     overflow: Annotated[
         Literal["error", "skip", "truncate", "split"],
-        Parameter(help="What becomes of a longer sample."),
+        Parameter(help="What happens to a longer sample."),
     ] = "error",
     min_length: Annotated[int, Parameter(help="Shorter samples are skipped.")] = 1,
     pack_max_len: Annotated[
@@ -56,9 +67,9 @@ def build(
     ] = None,
     pack_mode: Annotated[
         Literal["best_fit_decreasing", "optimal", "first_fit", "best_fit", "greedy"],
-        Parameter(help="How rows are packed; optimal also tries column generation."),
+        Parameter(help="Packing algorithm; optimal also tries column generation."),
     ] = "best_fit_decreasing",
-    pack_max_segments: Annotated[int | None, Parameter(help="Most samples in one row.")] = None,
+    pack_max_segments: Annotated[int | None, Parameter(help="Maximum samples per row.")] = None,
     pad_policy: Annotated[
         Literal["pad_to_max", "pad_to_bucket"] | None,
         Parameter(help="Width of a padded batch; default: pad_to_bucket if predictable."),
@@ -66,25 +77,25 @@ def build(
     align: Annotated[int, Parameter(help="Widths are multiples of this.")] = 1,
     predictable: Annotated[
         bool,
-        Parameter(
-            name=["--predictable", "-p"], negative="", help="Fixed shapes, buckets in order."
-        ),
+        Parameter(name=["--predictable", "-p"], negative="", help="Fixed shapes and bucket order."),
     ] = False,
-    seed: Annotated[int, Parameter(name=["--seed", "-s"])] = 42,
+    seed: Annotated[int, Parameter(name=["--seed", "-s"], help="Seed of the shuffle.")] = 42,
     drop_last: Annotated[
-        bool, Parameter(negative="", help="Leave out the partial batch of each bucket.")
+        bool, Parameter(negative="", help="Drop the partial batch of each bucket.")
     ] = False,
     step_size: Annotated[
-        str, Parameter(help="Microbatches of an optimizer step, or world: one a rank.")
+        str, Parameter(help="Microbatches per optimizer step, or world: one per rank.")
     ] = "world",
     weight: Annotated[
         list[float] | None,
-        Parameter(negative="", help="One for each --lengths: 2 shows its samples twice an epoch."),
+        Parameter(negative="", help="One per --lengths: 2 shows its samples twice per epoch."),
     ] = None,
     curriculum: Annotated[
-        str | None, Parameter(help="Column of --dataset by which samples go from easy to hard.")
+        str | None, Parameter(help="Column of --dataset that holds the difficulty of a sample.")
     ] = None,
-    curriculum_stages: Annotated[int, Parameter(help="Stages of the curriculum.")] = 10,
+    curriculum_stages: Annotated[
+        int, Parameter(help="Stages of the curriculum, from easy to hard.")
+    ] = 10,
     dataset: Annotated[
         list[str] | None,
         Parameter(name=["--dataset", "-d"], negative="", help="The rows, for --curriculum."),
@@ -95,15 +106,14 @@ def build(
     dry_run: DryRun = False,
     format: Format = "text",
 ) -> None:
-    """Build a plan and say how full it is, beside the other layouts."""
+    """Build a plan and compare its efficiency with the other layouts."""
     from batchwright.batching.config import BatchingConfig
-    from batchwright.errors import ConfigError
 
     if output is None and not dry_run:
-        raise ConfigError("no folder to write the plan to; give --output DIR or --dry-run")
+        raise ConfigError("no output folder; give --output DIR or --dry-run")
     given = {
         "pad_policy": pad_policy,
-        "bucket_edges": _edges(bucket_edges) if bucket_edges is not None else None,
+        "bucket_edges": edges_of(bucket_edges) if bucket_edges is not None else None,
         "pack_max_length": pack_max_len,
     }
     optional = {name: value for name, value in given.items() if value is not None}
@@ -143,17 +153,16 @@ def info(
     *,
     plan: PlanPath,
     show_batches: Annotated[
-        int, Parameter(name=["--show-batches", "-n"], help="First microbatches to list.")
+        int, Parameter(name=["--show-batches", "-n"], help="Number of microbatches to list.")
     ] = 0,
-    rank: Annotated[int | None, Parameter(name=["--rank", "-r"])] = None,
-    world_size: Annotated[int | None, Parameter(name=["--world-size", "-w"])] = None,
+    rank: Rank = None,
+    world_size: WorldSize = None,
     format: Format = "text",
 ) -> None:
-    """Say what a plan holds, whole or as one rank sees it."""
+    """Show what a plan holds, whole or for one rank."""
     from itertools import islice
 
     from batchwright.batching.plan.plan import BatchPlan
-    from batchwright.cli.flags import at_least, sharded
     from batchwright.report.text import number, percent, table
 
     at_least(0, show_batches=show_batches)
@@ -192,16 +201,15 @@ def draw(
     *,
     plan: PlanPath,
     epoch: Annotated[int, Parameter(help="Epoch to draw.")] = 0,
-    rows: Annotated[int, Parameter(help="Matrix rows to draw.")] = 20,
+    rows: Annotated[int, Parameter(help="Rows to draw.")] = 20,
     width: Annotated[int, Parameter(help="Characters of a row.")] = 64,
-    png: Annotated[Path | None, Parameter(help="Draw into this file as well.")] = None,
+    png: Annotated[Path | None, Parameter(help="Save the picture to this file too.")] = None,
     format: Format = "text",
 ) -> None:
-    """Draw the first matrix rows of a plan: which sample fills what, and what is padding."""
+    """Draw the first rows of a plan: samples and padding."""
     from itertools import pairwise
 
     from batchwright.batching.plan.plan import BatchPlan
-    from batchwright.cli.flags import at_least
     from batchwright.report import text as pictures
 
     at_least(1, rows=rows, width=width)
@@ -221,16 +229,14 @@ def draw(
 
         title = f"{opened.config.layout} plan {opened.fingerprint[:8]}, epoch {epoch}"
         packing_png(png, drawn, widest, title)
-        text += f"\ndrawn into {png}"
+        text += f"\nsaved {png}"
     show({"epoch": epoch, "width": widest, "rows": drawn}, text, format)
 
 
 @batchplan.command
 def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> None:
-    """Check every byte of a plan, and that it follows from these lengths."""
+    """Check every byte of a plan, and that these lengths give the same plan."""
     from batchwright.batching.plan.plan import BatchPlan
-    from batchwright.cli.flags import load_lengths, load_sources
-    from batchwright.errors import ConfigError
     from batchwright.report.text import bytes_
 
     opened = BatchPlan.load(plan, check=True)
@@ -242,7 +248,7 @@ def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> 
         )
     opened.verify(load_sources(lengths) if opened.sources else load_lengths(lengths[0]))
     text = (
-        f"{plan} is whole ({bytes_(size)}) and follows from {', '.join(map(str, lengths))}: "
+        f"{plan} is intact ({bytes_(size)}) and follows from {', '.join(map(str, lengths))}: "
         f"plan {opened.fingerprint[:16]}"
     )
     show({"verified": True, "fingerprint": opened.fingerprint, "bytes": size}, text, format)
@@ -252,16 +258,16 @@ def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> 
 def shard(
     *,
     plan: PlanPath,
-    world_size: Annotated[int, Parameter(name=["--world-size", "-w"], help="Ranks.")],
-    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    world_size: Annotated[int, Parameter(name=["--world-size", "-w"], help="Number of ranks.")],
+    output: OutFolder,
     balance: Annotated[
         Literal["cost", "round_robin"],
-        Parameter(help="Even out predicted work in a step, or deal in turn."),
+        Parameter(help="Balance predicted compute within a step, or assign in turn."),
     ] = "cost",
     dry_run: DryRun = False,
     format: Format = "text",
 ) -> None:
-    """Write one plan for each rank, `rank_0` and so on, with equal numbers of microbatches."""
+    """Write one plan per rank, `rank_0` and so on, with equal numbers of microbatches."""
     from batchwright.batching.plan.plan import BatchPlan
     from batchwright.report.text import number, percent, table
 
@@ -290,7 +296,7 @@ def shard(
         ]
         for r in ranks
     ]
-    lines = [table(["rank", "microbatches", "fillers", "useful tokens", "off the mean"], rows)]
+    lines = [table(["rank", "microbatches", "fillers", "useful tokens", "vs mean"], rows)]
     if dry_run:
         lines.append("nothing written (--dry-run)")
     else:
@@ -302,7 +308,7 @@ def shard(
 
 @batchplan.command
 def diff(left: Path, right: Path, *, format: Format = "text") -> None:
-    """Say where two plans differ: settings, first microbatch, samples that moved."""
+    """Show where two plans differ: settings, first microbatch, samples that moved."""
     from dataclasses import asdict
 
     from batchwright.batching.plan.plan import BatchPlan
@@ -329,15 +335,14 @@ def explain(
     sample_id: str,
     *,
     plan: PlanPath,
-    rank: Annotated[int | None, Parameter(name=["--rank", "-r"])] = None,
-    world_size: Annotated[int | None, Parameter(name=["--world-size", "-w"])] = None,
+    rank: Rank = None,
+    world_size: WorldSize = None,
     format: Format = "text",
 ) -> None:
-    """Say where a sample stands in every epoch, and why, or why it was left out."""
+    """Show where a sample is in every epoch, and why; or why it was left out."""
     from dataclasses import asdict
 
     from batchwright.batching.plan.plan import BatchPlan
-    from batchwright.cli.flags import sharded
 
     opened = sharded(BatchPlan.load(plan, check=True), rank, world_size)
     places = opened.explain(sample_id)
@@ -361,11 +366,11 @@ def explain(
 def export(
     *,
     plan: PlanPath,
-    output: Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to write.")],
+    output: OutFolder,
     dry_run: DryRun = False,
     format: Format = "text",
 ) -> None:
-    """Write a plan as text: meta.json, and one JSON line for each microbatch of each epoch."""
+    """Write a plan as text: meta.json, and one JSON line per microbatch of each epoch."""
     from batchwright.batching.plan.plan import BatchPlan
 
     opened = BatchPlan.load(plan, check=True)
@@ -388,15 +393,13 @@ def _builder(
     import dataclasses
 
     from batchwright.batching.plan.builder import BatchPlanBuilder
-    from batchwright.cli.flags import load_lengths, load_sources
-    from batchwright.errors import ConfigError
 
     if len(paths) > 1 or weights:
         sources = load_sources(paths)
         shares = weights or [1.0] * len(paths)
         if len(shares) != len(paths):
             raise ConfigError(
-                f"{len(shares)} weights for {len(paths)} sources; give one --weight for each"
+                f"got {len(shares)} weights for {len(paths)} sources; give one --weight each"
             )
         parts = dict(zip(sources, shares, strict=True))
         mixture = BatchPlanBuilder(sources, config, weights=parts)
@@ -416,10 +419,10 @@ def _builder(
 def _difficulty(dataset: list[str] | None, column: str, ids: Any, names: list[str]) -> list[float]:
     from batchwright.data.reader import find_rows
     from batchwright.data.rows.source import open_source
-    from batchwright.errors import BadRow, ConfigError
+    from batchwright.errors import BadRow
 
     if not dataset:
-        raise ConfigError("--curriculum reads a column of the rows; give --dataset as well")
+        raise ConfigError("--curriculum reads a column of the rows; give --dataset too")
     sources = [open_source(spec) for spec in dataset]
     place = find_rows(sources, ids, names)
     found = []
@@ -459,12 +462,12 @@ def _comparison(builder: "BatchPlanBuilder", plan: "BatchPlan") -> str:
                 "<- this plan" if chosen else "",
             ]
         )
-    headers = ["layout", "microbatches", "at least", "padded tokens", "useful", "cost", ""]
+    headers = ["layout", "microbatches", "lower bound", "padded tokens", "useful", "cost", ""]
     return table(headers, cells)
 
 
 def _counted(plan: "BatchPlan") -> list[str]:
-    """One line for every policy that touched something."""
+    """One line per policy that skipped or cut samples."""
     counts = plan.counts
     lines = []
     if counts.skipped_long:
@@ -517,7 +520,7 @@ def _why(plan: "BatchPlan", bucket: int) -> str:
         low, high = plan.config.bucket_spec.get_bucket_range(bucket)
         return f"bucket {bucket} takes {low:,} to {high:,} tokens"
     if plan.config.layout == "sorted":
-        return "beside samples of nearly its length"
+        return "batched with samples of nearly the same length"
     return f"packed into a row of {plan.config.pack_max_length:,} tokens"
 
 
@@ -530,17 +533,10 @@ def _why_not(plan: "BatchPlan", sample_id: str) -> str:
     return "drop_last or the weight of its source left it out of these epochs"
 
 
-def _edges(text: str) -> tuple[int, ...]:
-    from batchwright.cli.flags import edges_of
-
-    return edges_of(text)
-
-
 def _step_size(text: str) -> int | str:
-    from batchwright.errors import ConfigError
 
     if text == "world":
         return text
     if not text.isdecimal():
-        raise ConfigError(f"--step-size {text!r} is neither a number nor 'world'")
+        raise ConfigError(f"--step-size must be an integer or world, got {text!r}")
     return int(text)

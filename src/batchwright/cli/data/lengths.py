@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import CachePath, load_lengths
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["lengths"]
@@ -100,12 +101,11 @@ def build(
 @lengths.command
 def stats(
     *,
-    cache: Annotated[Path, Parameter(name=["--cache", "-c"], help="A length cache.")],
+    cache: CachePath,
     format: Format = "text",
 ) -> None:
     """Summarise a length cache: samples, tokens, quantiles."""
     from batchwright.batching.analyze.report import compute_length_histogram
-    from batchwright.cli.flags import load_lengths
     from batchwright.report.text import number, table
 
     loaded = load_lengths(cache)
