@@ -257,18 +257,22 @@ CHECKS = {
 }
 
 
+@pytest.mark.process
 def test_a_copy_plays_what_the_original_would_and_does_not_move_it() -> None:
     ran("same_trajectory_apart")
 
 
+@pytest.mark.process
 def test_a_copy_outlives_its_original() -> None:
     ran("original_gone")
 
 
+@pytest.mark.process
 def test_forked_and_spawned_processes_play_the_same_and_do_not_move_the_original() -> None:
     ran("other_processes")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("check", ["bounds_hold", "hostile_states", "too_small"])
 def test_bounds_are_checked_in_kernels_compiled_for_debugging(check: str) -> None:
     ran(check, BATCHWRIGHT_DEBUG_KERNELS="1")
