@@ -245,7 +245,7 @@ def test_a_folder_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "step_00000002").mkdir()
     (tmp_path / "step_00000002" / "notes.txt").write_text("mine")
 
-    with pytest.raises(ConfigError, match="not ours"):
+    with pytest.raises(ConfigError, match="not overwritten"):
         save(tmp_path, 2)
     assert names(tmp_path / "step_00000002") == ["notes.txt"]
 

@@ -433,7 +433,7 @@ def test_doctor_finds_this_machine_well(run, tmp_path) -> None:
     outcome = run("doctor", tmp_path)
 
     assert outcome.code == 0
-    assert outcome.out.rstrip().endswith("all well")
+    assert outcome.out.rstrip().endswith("all checks passed")
     for part in ("numpy", "numba", "tokenizers"):
         assert version(part) in outcome.out
 

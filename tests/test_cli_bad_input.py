@@ -307,68 +307,68 @@ BUILD = "data batchplan build -l lengths.jsonl -o new"
 WRONG_NUMBERS = {
     f"{BUILD} --bucket-edges 256,128": "strictly ascending",
     f"{BUILD} --bucket-edges 128,128": "strictly ascending",
-    f"{BUILD} --bucket-edges few,many": "are not numbers",
-    f"{BUILD} --bucket-edges 1.5,3": "are not numbers",
+    f"{BUILD} --bucket-edges few,many": "must be integers",
+    f"{BUILD} --bucket-edges 1.5,3": "must be integers",
     f"{BUILD} --bucket-edges=-5,10": "edge -5",
     f"{BUILD} --bucket-edges 0,10": "edge 0",
-    f"{BUILD} --bucket-edges 128 --overflow-max 100": "overflow_max=100",
-    f"{BUILD} -b 0": "token_budget=0",
-    f"{BUILD} -b -5": "token_budget=-5",
-    f"{BUILD} -b 99999999999": "token_budget=99999999999",
+    f"{BUILD} --bucket-edges 128 --overflow-max 100": "edge 128, got 100",
+    f"{BUILD} -b 0": "token_budget must be at least 1, got 0",
+    f"{BUILD} -b -5": "token_budget must be at least 1, got -5",
+    f"{BUILD} -b 99999999999": "token_budget must be at most 2,147,483,647, got 99999999999",
     f"{BUILD} -b 100 --bucket-edges 128": "edge 128 .*token_budget=100",
     f"{BUILD} -b 2 --bucket-edges 1": "60 of 60 samples are longer than 2",
     f"{BUILD} -b 2 --layout sorted": "60 of 60 samples are longer than 2",
-    f"{BUILD} -b 2 --layout sorted --overflow skip": "every one of the 60 samples was skipped",
+    f"{BUILD} -b 2 --layout sorted --overflow skip": "all 60 samples were skipped",
     f"{BUILD} -b 2 --layout packed --pack-max-len 2": "60 of 60 samples are longer than 2",
     f"{BUILD} -b 100 --layout packed": "samples are longer than 100",
-    f"{BUILD} -b 100 --layout packed --pack-max-len 101": "pack_max_length=101 .*token_budget=100",
-    f"{BUILD} --layout packed --pack-max-len 0": "pack_max_length=0",
-    f"{BUILD} --pack-max-segments 0": "pack_max_segments=0",
-    f"{BUILD} --overflow-max 0": "overflow_max=0",
-    f"{BUILD} --min-length 0": "min_length=0",
-    f"{BUILD} --min-length 9999": "min_length=9,999",
-    f"{BUILD} --align 0": "align=0",
-    f"{BUILD} -e 0": "0 epochs",
-    f"{BUILD} -e -1": "-1 epochs",
-    f"{BUILD} --step-size 0": "step_size=0",
-    f"{BUILD} --step-size few": "'few'",
-    f"{BUILD} --curriculum-stages 0": "curriculum_stages=0",
+    f"{BUILD} -b 100 --layout packed --pack-max-len 101": "token_budget=100, got 101",
+    f"{BUILD} --layout packed --pack-max-len 0": "pack_max_length must be at least 1, got 0",
+    f"{BUILD} --pack-max-segments 0": "pack_max_segments must be at least 1, got 0",
+    f"{BUILD} --overflow-max 0": "overflow_max must be at least 1, got 0",
+    f"{BUILD} --min-length 0": "min_length must be at least 1, got 0",
+    f"{BUILD} --min-length 9999": "min_length must be at most .*, got 9,999",
+    f"{BUILD} --align 0": "align must be at least 1, got 0",
+    f"{BUILD} -e 0": "num_epochs must be at least 1, got 0",
+    f"{BUILD} -e -1": "num_epochs must be at least 1, got -1",
+    f"{BUILD} --step-size 0": "step_size must be at least 1 or 'world', got 0",
+    f"{BUILD} --step-size few": "must be an integer or world, got 'few'",
+    f"{BUILD} --curriculum-stages 0": "curriculum_stages must be at least 1, got 0",
     f"{BUILD} --weight 0": "weight 0",
     f"{BUILD} --weight nan": "weight nan",
     f"{BUILD} --weight 1 --weight 2": "2 weights for 1 sources",
     f"{BUILD} --curriculum difficulty": "--dataset",
     f"{BUILD} --curriculum difficulty -d train.jsonl": "train.jsonl:1: difficulty is None",
     f"{BUILD} --layout sorted --drop-last": "drop_last",
-    f"{BUILD} -l lengths.jsonl": "one name",
+    f"{BUILD} -l lengths.jsonl": "a name of its own",
     "data batchplan build -l lengths.jsonl": "--output",
-    "data batchplan shard -p batch_plan -o new -w 0": "world of 0",
-    "data batchplan shard -p batch_plan -o new -w -1": "world of -1",
-    "data batchplan shard -p batch_plan -o new -w 99": "99 ranks cannot share",
-    "data batchplan shard -p batch_plan -o new -w 99999999999": "ranks cannot share",
+    "data batchplan shard -p batch_plan -o new -w 0": "world size must be at least 1, got 0",
+    "data batchplan shard -p batch_plan -o new -w -1": "world size must be at least 1, got -1",
+    "data batchplan shard -p batch_plan -o new -w 99": "world size must be at most .*, got 99",
+    "data batchplan shard -p batch_plan -o new -w 99999999999": "world size must be at most",
     "data batchplan info -p batch_plan -r 0": "--rank and --world-size go together",
     "data batchplan info -p batch_plan -w 2": "--rank and --world-size go together",
-    "data batchplan info -p batch_plan -r 2 -w 2": "rank 2 is outside",
-    "data batchplan info -p batch_plan -r -1 -w 2": "rank -1 is outside",
-    "data batchplan info -p batch_plan -r 0 -w 0": "world of 0",
-    "data batchplan info -p batch_plan -n -1": "--show-batches -1",
+    "data batchplan info -p batch_plan -r 2 -w 2": "rank must be between 0 and 1 .*, got 2",
+    "data batchplan info -p batch_plan -r -1 -w 2": "rank must be between 0 and 1 .*, got -1",
+    "data batchplan info -p batch_plan -r 0 -w 0": "world size must be at least 1, got 0",
+    "data batchplan info -p batch_plan -n -1": "--show-batches must be at least 0, got -1",
     "data batchplan explain row-07 -p batch_plan -r 0": "--rank and --world-size go together",
     "data batchplan explain nobody -p batch_plan": "'nobody'",
-    "data batchplan draw -p batch_plan --epoch -1": "no epoch -1",
-    "data batchplan draw -p batch_plan --rows 0": "--rows 0",
-    "data batchplan draw -p batch_plan --width 0": "--width 0",
+    "data batchplan draw -p batch_plan --epoch -1": "epoch must be at least 0, got -1",
+    "data batchplan draw -p batch_plan --rows 0": "--rows must be at least 1, got 0",
+    "data batchplan draw -p batch_plan --width 0": "--width must be at least 1, got 0",
     "data batchplan verify -p batch_plan -l lengths.jsonl -l lengths.jsonl": "2 are given",
-    "data batching histogram -c lengths.jsonl --bins 0": "num_bins=0",
-    "data batching histogram -c lengths.jsonl --width -4": "--width -4",
-    "data batching histogram -c lengths.jsonl --bucket-edges few": "are not numbers",
+    "data batching histogram -c lengths.jsonl --bins 0": "num_bins .*at least 1, got 0",
+    "data batching histogram -c lengths.jsonl --width -4": "--width must be at least 1, got -4",
+    "data batching histogram -c lengths.jsonl --bucket-edges few": "must be integers",
     "data batching analyze -c lengths.jsonl --bucket-edges 3,2": "strictly ascending",
-    "data batching analyze -c lengths.jsonl --overflow-max 5": "overflow_max=5",
-    "data batching analyze -c lengths.jsonl --token-budget 0": "--token-budget 0",
-    "data batching suggest -c lengths.jsonl -n 0": "num_buckets=0",
-    "data batching suggest -c lengths.jsonl --align 0": "align=0",
+    "data batching analyze -c lengths.jsonl --overflow-max 5": "last bucket edge 1024, got 5",
+    "data batching analyze -c lengths.jsonl --token-budget 0": "--token-budget .*at least 1, got 0",
+    "data batching suggest -c lengths.jsonl -n 0": "num_buckets .*at least 1, got 0 and 1",
+    "data batching suggest -c lengths.jsonl --align 0": "align must be at least 1, got 4 and 0",
     "data batching suggest -c lengths.jsonl --max-length 2": "max_length=2",
     "data batching suggest -c lengths.jsonl --current 5,4": "5, 4",
     "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "at least 1, got 0",
-    "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "per_file=0",
+    "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "per_file",
 }  # fmt: skip
 WRONG_USAGE = {
     "nonsense": '"nonsense"',
@@ -652,15 +652,18 @@ def test_a_read_only_disk_is_said(refused, copy, small_disk) -> None:
         assert "Read-only" in refused(line.format("disk/new"), copy)
 
 
+ROWS_OF_MANY = 2560
+
+
 @pytest.fixture(scope="module")
 def many_rows(tmp_path_factory) -> Path:
-    """Rows that take two processes a few seconds to measure."""
+    """Ten chunks of rows, which take two processes about a second to measure."""
     draw = random.Random(5)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(999)]
     path = tmp_path_factory.mktemp("many") / "rows.jsonl"
     with path.open("w") as file:
-        for _ in range(4000):
-            file.write(json.dumps({"text": " ".join(draw.choices(words, k=120))}) + "\n")
+        for _ in range(ROWS_OF_MANY):
+            file.write(json.dumps({"text": " ".join(draw.choices(words, k=80))}) + "\n")
     return path
 
 
@@ -755,7 +758,7 @@ def test_a_killed_and_a_stopped_build_go_on_where_they_were(
     assert (code, err) == (0, "")
     report = json.loads(out)
     assert report["reused"] >= 3 * 256
-    assert report["reused"] + report["measured"] == report["samples"] == 4000
+    assert report["reused"] + report["measured"] == report["samples"] == ROWS_OF_MANY
     call(f"data lengths build -d {many_rows} -t gpt2 -o whole.jsonl --workers 1", tmp_path)
     assert (tmp_path / "lengths.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.jsonl", "whole.jsonl"]
@@ -799,7 +802,7 @@ def test_two_builds_of_one_output_do_not_spoil_it(start, call, tmp_path) -> None
             assert err.startswith("error: another process is writing")
             assert err.count("\n") == 1
     stats = call("data lengths stats -c lengths.jsonl --format json", tmp_path).data
-    assert stats["samples"] == 4000
+    assert stats["samples"] == ROWS_OF_MANY
     assert [path.name for path in tmp_path.iterdir()] == ["lengths.jsonl"]
 
 

@@ -158,11 +158,11 @@ def test_a_histogram_that_makes_no_sense_is_refused(hist, words: str) -> None:
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     hist = [0, 1, 1, 1]
-    with pytest.raises(ConfigError, match="num_buckets=0"):
+    with pytest.raises(ConfigError, match="num_buckets must be at least 1, got 0"):
         optimal_edges(hist, 0)
-    with pytest.raises(ConfigError, match="align=0"):
+    with pytest.raises(ConfigError, match="align must be at least 1, got 0"):
         optimal_edges(hist, 2, align=0)
-    with pytest.raises(ConfigError, match="never falls"):
+    with pytest.raises(ConfigError, match="must not fall"):
         optimal_edges(hist, 2, cost=[0, 3, 2, 1])
     with pytest.raises(ConfigError, match="from 0 to 4"):
         optimal_edges(hist, 1, cost=[0, 1, 2, 3], align=2)

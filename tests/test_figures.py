@@ -46,7 +46,7 @@ def test_many_rows_draw_no_taller_than_the_most_shown(tmp_path) -> None:
 
 
 def test_rows_that_cannot_be_drawn_are_refused(tmp_path) -> None:
-    with pytest.raises(ConfigError, match="holds 9 tokens and is 8 wide"):
+    with pytest.raises(ConfigError, match="at most 8 tokens, got 9"):
         packing_png(tmp_path / "x.png", [[4, 5]], 8)
     with pytest.raises(ConfigError, match="0 rows"):
         packing_png(tmp_path / "x.png", [], 8)

@@ -243,7 +243,7 @@ def test_folders_replace_their_own_kind_and_refuse_others(tmp_path: Path) -> Non
     foreign = tmp_path / "photos"
     foreign.mkdir()
     (foreign / "1.jpg").write_bytes(b"precious")
-    with pytest.raises(ConfigError, match="not ours"), atomic_folder(foreign, "marker"):
+    with pytest.raises(ConfigError, match="not overwritten"), atomic_folder(foreign, "marker"):
         raise AssertionError("must not begin")
     assert (foreign / "1.jpg").read_bytes() == b"precious"
 
@@ -440,7 +440,7 @@ def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "web").mkdir()
     (tmp_path / "web" / "manifest.json").write_text('{"format": "somebody.elses"}')
 
-    with pytest.raises(ConfigError, match="not ours to replace"), mine.replacing(tmp_path / "web"):
+    with pytest.raises(ConfigError, match="not overwritten"), mine.replacing(tmp_path / "web"):
         pass
     for _ in range(2):
         with mine.replacing(tmp_path / "own") as folder:

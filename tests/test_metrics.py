@@ -126,7 +126,7 @@ def test_shapes_come_commonest_first_and_ties_in_order() -> None:
     assert shapes.most_common() == [((4, 128), 2), ((2, 256), 1), ((8, 64), 1)]
     assert shapes.most_common(1) == [((4, 128), 2)]
     assert (shapes.num_shapes, shapes.total) == (3, 4)
-    assert shapes.to_ascii(n=1).endswith("and 2 shapes more")
+    assert shapes.to_ascii(n=1).endswith("and 2 more shapes")
     assert shapes.to_ascii().isascii()
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import batchwright
 from batchwright import batching, errors
+from batchwright.cli import app, data
 
 DOCUMENT_NAMES = """
 BucketSpec BucketStats TokenBudgetBatchSampler BatchSpec BatchMetrics BatchShapeHistogram
@@ -174,3 +175,80 @@ def test_errors_survive_the_trip_between_processes(error) -> None:
     assert type(received) is error
     assert str(received) == str(sent) == "the disk is full; free some space"
     assert received.args == sent.args
+
+
+PROJECT = Path(__file__).parents[1]
+PAGES = [
+    path.read_text("utf-8")
+    for path in (
+        *PROJECT.glob("*.md"),
+        *PROJECT.glob("docs/**/*.md"),
+        *PROJECT.glob("examples/**/*.md"),
+        *PROJECT.glob("examples/**/*.py"),
+    )
+]
+TREES = {module: source(module) for module in MODULES}
+
+
+def reached_from(module: str) -> set[str]:
+    """The modules that one imports, anywhere in it, or names in a string to import them later."""
+    found = set()
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    # To import a module is to import the packages around it.
+    found |= {name.rpartition(".")[0] for name in found | {module}}
+    return found & TREES.keys()
+
+
+def test_no_module_is_reached_only_by_tests() -> None:
+    commands = [f"batchwright.cli.{name}" for name in app.COMMANDS]
+    commands += [f"batchwright.cli.data.{name}" for name in data.GROUPS]
+    packages = [name for name in MODULES if ROOT.joinpath(*name.split(".")[1:]).is_dir()]
+    # A page names a module, or something in it.
+    named = {name for page in PAGES for name in re.findall(r"batchwright(?:\.\w+)+", page)}
+    named |= {name.rpartition(".")[0] for name in named}
+    entries = ["batchwright.__main__", "batchwright.cli.app", *commands, *packages, *named]
+
+    seen: set[str] = set()
+    waiting = set(entries) & TREES.keys()
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        waiting |= reached_from(module) - seen
+
+    assert sorted(set(MODULES) - seen) == []
+
+
+def test_no_function_or_class_is_used_only_by_tests() -> None:
+    used = {
+        name
+        for tree in TREES.values()
+        for node in ast.walk(tree)
+        for name in (
+            [node.id]
+            if isinstance(node, ast.Name)
+            else [node.attr]
+            if isinstance(node, ast.Attribute)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.ImportFrom)
+            else re.findall(r"`(\w+)(?:\(\))?`", node.value)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            else []
+        )
+    }
+    used |= {word for page in PAGES for word in re.findall(r"\w+", page)}
+    # What the reference shows whole is public, whoever uses it.
+    shown = {name for page in PAGES for name in re.findall(r"^::: ([\w.]+)$", page, re.M)}
+
+    unused = [
+        f"{module}.{name}"
+        for module, tree in TREES.items()
+        if module not in shown
+        for name in sorted(defined(tree) - used)
+    ]
+    assert unused == []

@@ -201,13 +201,13 @@ def test_what_cannot_be_packed_is_refused_by_name():
         pack_sequences([SequenceToPack("a", [])], small)
     with pytest.raises(Mismatch, match="2 tokens but 3 loss mask values"):
         pack_sequences([SequenceToPack("a", [1, 2], [1, 1, 1])], small)
-    with pytest.raises(ConfigError, match="separator_token_id is not"):
+    with pytest.raises(ConfigError, match="needs separator_token_id"):
         PackingConfig(add_separator=True)
     with pytest.raises(ConfigError, match="overflow='drop' is not known"):
         PackingConfig(overflow="drop")
     with pytest.raises(ConfigError, match="'tetris' is not known"):
         PackingConfig(mode="tetris")
-    with pytest.raises(ConfigError, match="leaves no room"):
+    with pytest.raises(ConfigError, match="max_length must be at least"):
         PackingConfig(max_length=1, add_separator=True, separator_token_id=1)
 
 

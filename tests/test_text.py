@@ -38,15 +38,15 @@ def test_a_strip_stops_at_max_rows_and_counts_the_rest() -> None:
     assert lines == [
         "|████| 100.0%",
         "|████| 100.0%",
-        "and 3 rows more",
+        "and 3 more rows",
         "5 rows of 8 tokens, 100.0% useful",
     ]
 
 
 def test_a_strip_refuses_rows_that_are_too_full() -> None:
-    with pytest.raises(ConfigError, match="holds 9 tokens and is 8 wide"):
+    with pytest.raises(ConfigError, match="at most 8 tokens, got 9"):
         text.packing_strip([[4, 5]], 8)
-    with pytest.raises(ConfigError, match="1 or more"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         text.packing_strip([[1]], 8, width_chars=0)
 
 

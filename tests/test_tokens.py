@@ -374,13 +374,18 @@ def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_pat
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "pack_max_length=2,048 is wider than token_budget=1,024": {"pack": True, "token_budget": 1024},
+    "pack_max_length must be at most token_budget=1,024, got 2,048": {
+        "pack": True,
+        "token_budget": 1024,
+    },
     "bucket edge 8,192 makes rows wider": {"bucket_edges": "128,8192"},
     "are not numbers": {"bucket_edges": "few"},
     "no data at": {"eval_data": "nowhere.jsonl"},
     "no batch plan at": {"batchplan": Path("nowhere")},
     "built for tokenizer": {"batchplan": Path("of_gpt2")},
-    "9 ranks cannot share 1 microbatches": {"batchplan": Path("of_bytes")},
+    "world size must be at most 1, the microbatches of an epoch, got 9": {
+        "batchplan": Path("of_bytes")
+    },
 }
 
 
@@ -503,7 +508,7 @@ def test_a_store_is_not_written_over_somebody_elses_folder(tmp_path: Path) -> No
     (tmp_path / "tokens" / "thesis.tex").write_text("years of work")
     counting = CountingTokenizer()
 
-    with pytest.raises(BatchwrightError, match="not ours"):
+    with pytest.raises(BatchwrightError, match="not overwritten"):
         TokenStore.build(source, counting, tmp_path / "tokens")
     assert counting.texts == 0
     assert (tmp_path / "tokens" / "thesis.tex").read_text() == "years of work"
