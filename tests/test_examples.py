@@ -98,7 +98,7 @@ def test_every_example_of_the_folder_is_tested_here_and_named_in_its_readme():
     tested = Path(__file__).read_text()
     readme = (EXAMPLES / "README.md").read_text()
 
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     assert [name for name in scripts if name not in tested or name not in readme] == []
 
 
@@ -197,3 +197,22 @@ def test_optimised_edges_beat_the_original_ones(run):
     fuller = [float(n) for n in re.findall(r"^ +\d+ buckets: ([\d.]+)% useful", text, re.MULTILINE)]
     assert len(fuller) == 4
     assert fuller == sorted(fuller)
+
+
+def test_streams_resume_and_a_replay_buffer_draws_what_failed_more_often(run):
+    text = run(EXAMPLES / "07_streaming.py")
+
+    given, filtered, longest = numbers(r"given (\d+), filtered (\d+), longest (\d+)", text)
+    assert given + filtered == 400
+    assert longest == 64
+    assert "resumed at sample 123, same samples as uninterrupted: True" in text
+    assert "async: 400 samples" in text
+    merged = numbers(r"of 150 merged samples: {'offline': (\d+), 'synthetic': (\d+)}", text)
+    assert sum(merged) == 150
+    held, drawn = numbers(r"failures: (\d+)% of the buffer, (\d+)% of a batch", text)
+    assert drawn > held
+    rates = [float(rate) for rate in re.findall(r": (\d+)% of \d+$", text, re.MULTILINE)]
+    assert rates == sorted(rates, reverse=True)
+    assert len(rates) == 4
+    assert "source replay, replay_count 1" in text
+    assert "it draws the same: True" in text
