@@ -330,6 +330,42 @@ def test_a_killed_writer_leaves_the_last_state_it_saved(seed, tmp_path):
     assert same(ReplayBuffer.load(folder), grown(steps + 1, size=40))
 
 
+FULL_DISK = """
+    import resource, sys
+    sys.path.insert(0, {tests!r})
+    from test_replay_files import *
+    from batchwright.errors import CannotWrite
+    buffer = grown(20, size=50)
+    for form in FORMS:
+        buffer.save({folder!r} + "/" + form)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    for number in range(20, 40):
+        grow(buffer, number)
+    for form in FORMS:
+        try:
+            buffer.save({folder!r} + "/" + form)
+        except CannotWrite as error:
+            print(error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    buffer.save({folder!r} + "/buffer")
+"""
+
+
+def test_a_save_that_the_disk_refuses_changes_nothing_and_can_be_repeated(tmp_path):
+    tests = os.path.dirname(__file__)
+    code = textwrap.dedent(FULL_DISK).format(tests=tests, folder=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+
+    assert len(done.stdout.splitlines()) == 3
+    assert all("cannot write" in line for line in done.stdout.splitlines())
+    for form in FORMS[:2]:
+        assert same(ReplayBuffer.load(tmp_path / form), grown(20, size=50))
+    assert same(ReplayBuffer.load(tmp_path / "buffer"), grown(40, size=50))
+    assert not [path for path in tmp_path.rglob(".*") if path.name != ".lock"]
+
+
 READER = """
     import sys
     sys.path.insert(0, {tests!r})
