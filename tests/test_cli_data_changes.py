@@ -1,8 +1,7 @@
 """Data that moves, grows, mixes or changes between measuring and generating."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,23 @@ import pytest
 from batchwright.batching import BatchReader
 from batchwright.data import load_tokenizer
 
-COMMAND = Path(sys.executable).parent / "batchwright"
 NAMED = [{"id": f"r{i}", "text": f"{i} " + "word " * (1 + i % 40)} for i in range(120)]
 PLAIN = [{"text": f"{i} " + "other " * (1 + i % 30)} for i in range(80)]
 
 
-def run(folder: Path, words: str, code: int = 0) -> str:
-    done = subprocess.run([COMMAND, *words.split()], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done.stdout if code == 0 else done.stderr
+Typed = Callable[..., str]
+
+
+@pytest.fixture
+def typed(call) -> Typed:
+    """Types a command in a folder; what it printed, or its error if that is expected."""
+
+    def typed(folder: Path, words: str, code: int = 0) -> str:
+        outcome = call(words, folder)
+        assert outcome.code == code, outcome.err
+        return str(outcome.out if code == 0 else outcome.err)
+
+    return typed
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -40,49 +47,49 @@ def texts(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, typed: Typed) -> Path:
     write(tmp_path / "named.jsonl", NAMED)
     write(tmp_path / "plain.jsonl", PLAIN)
     for name in ("named", "plain"):
-        run(
+        typed(
             tmp_path,
             f"data lengths build -d {name}.jsonl -t bytes -o {name}.lengths.jsonl",
         )
     return tmp_path
 
 
-def test_rows_may_move_and_grow_but_not_change(folder: Path) -> None:
-    run(folder, "data batchplan build -l named.lengths.jsonl --layout packed -o plan")
+def test_rows_may_move_and_grow_but_not_change(folder: Path, typed: Typed) -> None:
+    typed(folder, "data batchplan build -l named.lengths.jsonl --layout packed -o plan")
     generate = "data batch generate -p plan -d named.jsonl -t bytes -o"
     write(folder / "named.jsonl", [*reversed(NAMED), {"id": "new", "text": "x"}])
-    run(folder, f"{generate} moved")
+    typed(folder, f"{generate} moved")
     changed = [{**NAMED[0], "text": NAMED[0]["text"].replace("word", "wood")}, *NAMED[1:]]
     write(folder / "named.jsonl", changed)
-    error = run(folder, f"{generate} changed", code=1)
+    error = typed(folder, f"{generate} changed", code=1)
 
     assert texts(folder / "moved") == sorted(row["text"] for row in NAMED)
     assert error.startswith("error: the plan was built for data")
     assert not (folder / "changed").exists()
 
 
-def test_the_same_rows_in_another_order_give_the_same_plan(folder: Path) -> None:
+def test_the_same_rows_in_another_order_give_the_same_plan(folder: Path, typed: Typed) -> None:
     write(folder / "turned.jsonl", NAMED[::-1])
-    run(folder, "data lengths build -d turned.jsonl -t bytes -o turned.jsonl.lengths.jsonl")
+    typed(folder, "data lengths build -d turned.jsonl -t bytes -o turned.jsonl.lengths.jsonl")
     fingerprints = []
     for lengths in ("named.lengths.jsonl", "turned.jsonl.lengths.jsonl"):
         words = f"data batchplan build -l {lengths} --format json -o {lengths}.plan"
-        fingerprints.append(json.loads(run(folder, words))["fingerprint"])
+        fingerprints.append(json.loads(typed(folder, words))["fingerprint"])
 
     assert fingerprints[0] == fingerprints[1]
 
 
-def test_a_mixture_shows_each_source_by_its_weight(folder: Path) -> None:
+def test_a_mixture_shows_each_source_by_its_weight(folder: Path, typed: Typed) -> None:
     lengths = "-l named.lengths.jsonl -l plain.lengths.jsonl"
     build = f"data batchplan build {lengths} --weight 2 --weight 0.5 -e 2 --layout packed -o mixed"
-    run(folder, build)
-    run(folder, f"data batchplan verify -p mixed {lengths}")
+    typed(folder, build)
+    typed(folder, f"data batchplan verify -p mixed {lengths}")
     generate = "data batch generate -p mixed -d named.jsonl -d plain.jsonl -t bytes -o batches"
-    run(folder, generate)
+    typed(folder, generate)
     seen = texts(folder / "batches")
 
     assert [text for text in seen if "word" in text] == sorted(
@@ -91,24 +98,24 @@ def test_a_mixture_shows_each_source_by_its_weight(folder: Path) -> None:
     assert len([text for text in seen if "other" in text]) == len(PLAIN) // 2
 
 
-def test_several_data_sets_are_one_when_measured_as_one(folder: Path) -> None:
+def test_several_data_sets_are_one_when_measured_as_one(folder: Path, typed: Typed) -> None:
     both = "-d named.jsonl -d plain.jsonl"
-    run(folder, f"data lengths build {both} -t bytes -o both.lengths.safetensors")
-    run(folder, "data batchplan build -l both.lengths.safetensors -o plan")
-    run(folder, f"data batch generate -p plan {both} -t bytes -o batches")
+    typed(folder, f"data lengths build {both} -t bytes -o both.lengths.safetensors")
+    typed(folder, "data batchplan build -l both.lengths.safetensors -o plan")
+    typed(folder, f"data batch generate -p plan {both} -t bytes -o batches")
 
     assert texts(folder / "batches") == sorted(row["text"] for row in [*NAMED, *PLAIN])
 
 
-def test_a_curriculum_goes_from_easy_to_hard(folder: Path) -> None:
+def test_a_curriculum_goes_from_easy_to_hard(folder: Path, typed: Typed) -> None:
     write(folder / "graded.jsonl", [{**row, "hard": -n} for n, row in enumerate(NAMED)])
-    run(folder, "data lengths build -d graded.jsonl -t bytes -o graded.lengths.jsonl")
+    typed(folder, "data lengths build -d graded.jsonl -t bytes -o graded.lengths.jsonl")
     build = (
         "data batchplan build -l graded.lengths.jsonl -d graded.jsonl --curriculum hard "
         "--curriculum-stages 4 -b 2048 -o plan"
     )
-    run(folder, build)
-    info = run(folder, "data batchplan info -p plan -n 1000 --format json")
+    typed(folder, build)
+    info = typed(folder, "data batchplan info -p plan -n 1000 --format json")
     order = [int(name[1:]) for batch in json.loads(info)["batches"] for name in batch["samples"]]
     stages = [sorted(order[start : start + 30]) for start in range(0, 120, 30)]
 
@@ -118,5 +125,5 @@ def test_a_curriculum_goes_from_easy_to_hard(folder: Path) -> None:
         list(range(30, 60)),
         list(range(30)),
     ]
-    error = run(folder, build.replace("hard", "soft"), code=1)
+    error = typed(folder, build.replace("hard", "soft"), code=1)
     assert "soft is None" in error

@@ -244,7 +244,7 @@ def test_iterations_follow_the_epochs_and_a_broken_one_begins_again():
     sampler.set_epoch(3)
     sampler.set_epoch(3)
     assert places(loader) == epoch[3]
-    with pytest.raises(UnknownSample, match="epochs count from 0"):
+    with pytest.raises(UnknownSample, match="epoch must be at least 0"):
         sampler.set_epoch(-1)
 
 
