@@ -61,10 +61,23 @@ Run = Callable[..., Outcome]
 PROCESSES = {"run", "workshop", "copy", "server"}
 """Fixtures that start the command or a server; `make quick` leaves out the tests that use them."""
 
+LONG = """
+test_attention test_call_cache test_env_wrappers test_install test_kge test_limit test_local_models
+test_mine test_models test_optimal test_pool test_pool_faults test_ppo test_prover_memory
+test_pykeen test_simulator test_tokenizers test_tokens test_train_models test_lengths test_replay
+test_integration_hf test_integration_torch test_integration_trl test_integration_verl test_examples
+"""
+"""Modules that start programs, load torch or compile much; not in `make quick` either."""
+
+TRAINING = "test_sft test_sft_ranks test_cli_train test_cli_resume test_train_prover"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if PROCESSES & set(getattr(item, "fixturenames", ())):
+        module = item.path.stem
+        if module in TRAINING.split():
+            item.add_marker(pytest.mark.training)
+        if module in LONG.split() or PROCESSES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.process)
 
 

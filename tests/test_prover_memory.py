@@ -272,7 +272,7 @@ def test_forked_and_spawned_processes_play_the_same_and_do_not_move_the_original
     ran("other_processes")
 
 
-@pytest.mark.process
+@pytest.mark.training
 @pytest.mark.parametrize("check", ["bounds_hold", "hostile_states", "too_small"])
 def test_bounds_are_checked_in_kernels_compiled_for_debugging(check: str) -> None:
     ran(check, BATCHWRIGHT_DEBUG_KERNELS="1")
