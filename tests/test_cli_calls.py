@@ -245,3 +245,11 @@ def test_the_example_of_the_document_runs_without_a_server_of_ones_own(tmp_path)
     assert "8 queries" in done.stdout
     assert done.stdout.count("0 of 8 invalid") == 6
     assert [path.name for path in tmp_path.iterdir()] in ([], ["home"])
+
+
+def test_a_folder_is_no_file_of_prompts(tmp_path, call):
+    line = "calls run -i . -o answers.jsonl --endpoint http://127.0.0.1:9/v1 --model m"
+    outcome = call(line, tmp_path)
+
+    assert outcome.code == 1
+    assert outcome.err == "error: . is a folder; name a JSONL file of prompts\n"

@@ -266,6 +266,22 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "missing plan": ("--model tiny --data train.jsonl --batchplan none", ("none",)),
     "too long": ("--model tiny --data train.jsonl --token-budget 8", ("8",)),
     "fsdp alone": ("--model tiny --data train.jsonl --fsdp", ("torchrun",)),
+    "packed edges": (
+        "--model tiny --data train.jsonl --pack --bucket-edges 128",
+        ("--bucket-edges is for the bucketed layout, got packed",),
+    ),
+    "sorted edges": (
+        "--model tiny --data train.jsonl --layout sorted --bucket-edges 128",
+        ("--bucket-edges is for the bucketed layout, got sorted",),
+    ),
+    "packed and not": (
+        "--model tiny --data train.jsonl --no-pack --layout packed",
+        ("--no-pack contradicts --layout packed",),
+    ),
+    "two sizes of a step": (
+        "--model tiny --data train.jsonl --step-size 4 --grad-accum 2",
+        ("--step-size 4", "--grad-accum 2", "give one"),
+    ),
     "no run": ("--resume nowhere", ("nowhere",)),
     "tracker": ("--model tiny --data train.jsonl --track nobody", ("nobody", "tensorboard")),
     "rate": (
@@ -295,6 +311,31 @@ def test_bad_input_is_one_sentence_and_starts_no_run(
     refused(call(f"train sft {arguments}", folder), *words)
 
     assert not (folder / "runs/sft/config.toml").exists()
+
+
+@pytest.mark.parametrize("trainer", ["sft", "kge", "prover", "query-mutator"])
+def test_a_folder_that_is_no_run_of_this_trainer_says_what_to_do(
+    folder: Path, call: Callable[..., Any], trainer: str
+) -> None:
+    (folder / "begun").mkdir()
+    (folder / "foreign").mkdir()
+    (folder / "foreign" / "config.toml").write_text("wings = 2\nfeathers = 90\n")
+
+    begun = call(f"train {trainer} --resume begun", folder)
+    foreign = call(f"train {trainer} --resume foreign", folder)
+
+    refused(begun, "no training began there", "original command")
+    refused(foreign, "unknown settings feathers, wings", "another trainer")
+
+
+def test_one_rank_of_fsdp_is_refused_before_a_row_is_tokenised(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    refused(
+        call("train sft --model tiny --data train.jsonl --fsdp --run-dir one", folder), "--fsdp"
+    )
+
+    assert not (folder / "one").exists()
 
 
 def test_wrong_usage_has_another_exit_code(folder: Path, call: Callable[..., Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -25,7 +26,7 @@ from batchwright.envs import BatchedVecEnv
 from batchwright.envs.prover.blocks import LINE, ROW, allocate, fields, pack, stamp, view
 from batchwright.envs.prover.kernels import step as kernels
 from batchwright.envs.prover.layout import Memory, Task
-from batchwright.errors import Mismatch
+from batchwright.errors import ConfigError, Mismatch
 from batchwright.jit import DEBUG
 from batchwright.logic import Facts, Vocab, load_graph, parse_rules, prove_all
 from batchwright.logic.loaders import shipped_graph
@@ -200,6 +201,58 @@ def graphs() -> list[BatchedVecEnv]:
     return envs
 
 
+def other_threads() -> None:
+    """Several threads on one environment: each call plays, or is refused; none ends the process."""
+    env, copied = family(256), []
+    env.reset()
+    refused: list[str] = []
+
+    def play() -> None:
+        for _ in range(300):
+            try:
+                env.step(env.random_actions())
+                copied.append(copy.deepcopy(env))
+                copied.clear()
+            except ConfigError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=play) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("in use by another thread" in sentence for sentence in refused)
+    # Alone again, it goes on, and so does a copy.
+    for one in (env, copy.deepcopy(env)):
+        one.step(one.random_actions())
+
+
+def inside_a_step() -> None:
+    """A second thread that comes while a step is under way is refused, for certain."""
+    refused: list[str] = []
+
+    def shaped(triples: NDArray[np.int32]) -> NDArray[np.float64]:
+        def other() -> None:
+            try:
+                env.step(np.zeros(5, np.int64))
+            except ConfigError as error:
+                refused.append(str(error))
+
+        if playing:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return triples[:, 2] * 0.1
+
+    playing = False
+    env = family(potential=shaped)
+    env.reset()
+    playing = True
+    env.step(env.random_actions())
+    assert refused
+    assert "give each thread a copy" in refused[0]
+
+
 def bounds_hold() -> None:
     assert DEBUG
     for env in graphs():
@@ -251,7 +304,7 @@ def too_small() -> None:
 CHECKS = {
     check.__name__: check
     for check in (
-        *(same_trajectory_apart, original_gone, other_processes),
+        *(same_trajectory_apart, original_gone, other_processes, other_threads, inside_a_step),
         *(bounds_hold, hostile_states, too_small),
     )
 }
@@ -270,6 +323,12 @@ def test_a_copy_outlives_its_original() -> None:
 @pytest.mark.process
 def test_forked_and_spawned_processes_play_the_same_and_do_not_move_the_original() -> None:
     ran("other_processes")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("check", ["other_threads", "inside_a_step"])
+def test_a_second_thread_is_refused_and_crashes_nothing(check: str) -> None:
+    ran(check)
 
 
 @pytest.mark.training

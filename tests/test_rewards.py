@@ -122,6 +122,19 @@ def test_no_text_of_any_plane_breaks_a_rule(text: str, truth: str) -> None:
     assert math.isfinite(reward.value) == reward.valid
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_no_finite_number_is_an_invalid_reward(value: float) -> None:
+    class Odd(Numeric):
+        def part_of(self, response: Response, outcomes: object) -> Part:
+            return Part(value)
+
+    (reward,) = score_all([Response("4", truth="4")], [Odd()])
+
+    assert not reward.valid
+    assert math.isnan(reward.value)
+    assert reward.why == "not_finite"
+
+
 def test_words_are_found_whole() -> None:
     for text, value in (("It is New  Delhi.", 1.0), ("new delhi", 1.0), ("Newdelhi", 0.0)):
         assert Contains().part_of(Response(text, "New Delhi"), ()).value == value

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome
 from batchwright.calls.request import Request, chat
-from batchwright.errors import BadRow, CannotWrite, Mismatch
+from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
 from batchwright.files import existing, fsync_folder
 
 __all__ = ["Answers", "Prompt", "read_prompts"]
@@ -40,6 +40,8 @@ def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[
     """
     prompts: list[Prompt] = []
     seen: set[str | int] = set()
+    if path.is_dir():
+        raise BadFile(f"{path} is a folder; name a JSONL file of prompts")
     with existing(path, "file of prompts").open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

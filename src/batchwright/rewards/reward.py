@@ -27,10 +27,17 @@ class Part:
 
     value: float
     why: str = ""
-    """Empty, a failure kind of calls (`timeout`, ...), `parse`, `bad_truth` or `missing_field`."""
+    """Empty, a failure kind of calls (`timeout`, ...), `parse`, `bad_truth`, `missing_field`, or
+    `not_finite` for a value that is no finite number."""
     error: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Further measurements, one column each."""
+
+    def __post_init__(self) -> None:
+        if not self.why and not math.isfinite(self.value):
+            object.__setattr__(self, "why", "not_finite")
+            object.__setattr__(self, "error", f"the value is {self.value}")
+            object.__setattr__(self, "value", math.nan)
 
     @property
     def valid(self) -> bool:

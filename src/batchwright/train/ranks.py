@@ -74,10 +74,6 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 def spread(model: Any, world: World, device: torch.device, *, fsdp: bool) -> Any:
     """The model over the ranks: sharded by FSDP2, or replicated by DDP."""
     if fsdp:
-        if world.size == 1:
-            raise ConfigError(
-                "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
-            )
         from torch.distributed.fsdp import fully_shard
 
         # The layers are the longest list of modules, whatever an architecture calls it.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
 from typing import get_type_hints as type_hints
 
-from batchwright.errors import BadFile, ConfigError
+from batchwright.errors import BadFile, ConfigError, MissingFile
 from batchwright.events import EventLog
 from batchwright.files import existing, write_atomic
 from batchwright.world import World
@@ -115,7 +115,11 @@ class RunConfig:
         known = {field.name for field in fields(cls)}
         unknown = sorted(found.keys() - known)
         if unknown:
-            raise BadFile(f"{path} has unknown settings {unknown}; known are {sorted(known)}")
+            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+            raise BadFile(
+                f"{path} has unknown settings {', '.join(unknown[:3])}{more}; if it is of another "
+                f"trainer, use that one, else correct them: known are {', '.join(sorted(known))}"
+            )
         hints = type_hints(cls)
         for name, value in found.items():
             if isinstance(value, str) and hints[name] in (Path, Path | None):
@@ -133,6 +137,11 @@ class RunConfig:
 
         To stop after some steps was meant for the call that said so, and is left out.
         """
+        if run.is_dir() and not (run / "config.toml").exists():
+            raise MissingFile(
+                f"no run configuration in {run}, so no training began there; start it with its "
+                f"original command"
+            )
         saved = cls.load(run / "config.toml")
         try:
             stamp = json.loads(existing(run / "stamp.json", "stamp of a run").read_bytes())

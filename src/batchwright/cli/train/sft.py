@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
 from batchwright.cli.train.flags import Given, Resume, ending, settings
+from batchwright.errors import ConfigError
 from batchwright.train.sft.config import SftConfig
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def sft(
     if given.batchplan and resume is None:
         SftConfig.refuse_planned(vars(given))
     config = settings(SftConfig, given, resume)
+    if vars(given).get("pack") is False and config.layout == "packed":
+        raise ConfigError("--no-pack contradicts --layout packed; give one of them")
     if dry_run:
         _predict(config, format)
         return

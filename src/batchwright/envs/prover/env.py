@@ -15,9 +15,10 @@ whose body has no room (counted in `cut`), and `depth`, which truncates. Success
 to a state of the same episode are left out as well, compared exactly.
 """
 
+import functools
+import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -50,6 +51,8 @@ from batchwright.rng import key
 
 __all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "BatchedVecEnv"]
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
@@ -72,6 +75,23 @@ FLAGS = ("proven", "invalid", "label")
 
 STATE = ("slots", "goals", "query", "history", "counters", "lost", "phi")
 """The arrays of `Memory` that the next step depends on."""
+
+
+def _alone(method: F) -> F:
+    """Refuse a second thread: kernels run without the interpreter's lock, on the same arrays."""
+
+    @functools.wraps(method)
+    def guarded(self: "BatchedVecEnv", *args: Any, **kwargs: Any) -> Any:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(
+                "this environment is in use by another thread; give each thread a copy of its own"
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._busy.release()
+
+    return cast(F, guarded)
 
 
 class BatchedVecEnv:
@@ -146,6 +166,7 @@ class BatchedVecEnv:
         self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
         if self._num_envs < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self._busy = threading.RLock()
         self._task = self._packed()
         self._memory = self._allocated()
         self._open()
@@ -201,6 +222,7 @@ class BatchedVecEnv:
         """The number of the episode in each slot, -1 for none."""
         return self._own.slots[:, layout.EPISODE].copy()
 
+    @_alone
     def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
         """Begin new episodes in the chosen slots, or start the whole stream from its beginning."""
         own = self._own
@@ -215,6 +237,7 @@ class BatchedVecEnv:
             own.phi[chosen] = self._values(own.goals)[chosen]
         return self._obs
 
+    @_alone
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
         """Resolve the first goal of every slot as its action says."""
         own = self._own
@@ -238,12 +261,14 @@ class BatchedVecEnv:
             info,
         )
 
+    @_alone
     def random_actions(self, seed: int = 0) -> NDArray[np.int64]:
         """Uniform choices inside the mask, keyed by episode and step, not by slot."""
         out = np.empty(self._num_envs, np.int64)
         prover_kernels.random_actions(self._memory, _random_key(seed), out)
         return out
 
+    @_alone
     def expert_actions(self) -> NDArray[np.int64]:
         """What the teacher would do; -1 where it has none, as after an action not its own.
 
@@ -256,6 +281,7 @@ class BatchedVecEnv:
         prover_kernels.expert_actions(self._memory, teacher.lengths, teacher.steps, out)
         return out
 
+    @_alone
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on; an environment of the same settings can resume."""
         return {
@@ -263,6 +289,7 @@ class BatchedVecEnv:
             **{name: getattr(self._own, name).copy() for name in STATE},
         }
 
+    @_alone
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["program"] != self._fingerprint():
             raise Mismatch(
@@ -284,15 +311,17 @@ class BatchedVecEnv:
         self._own.slots[:, [layout.FILLED, layout.FINAL]] = 0
         self._command(np.full(self._num_envs, layout.LOOK))
 
+    @_alone
     def __getstate__(self) -> dict[str, Any]:
         """What a copy, a pickle or another process needs: blocks hold it all, views are remade."""
         state = self.__dict__.copy()
-        for name in ("_task", "_own", "_obs", "_final", "_ended"):
+        for name in ("_task", "_own", "_obs", "_final", "_ended", "_busy"):
             del state[name]
         return state | {"_memory": self._memory.copy()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
+        self._busy = threading.RLock()
         self._task = self._packed()
         self._memory = aligned(len(state["_memory"]))
         self._memory[:] = state["_memory"]
@@ -397,7 +426,7 @@ class BatchedVecEnv:
         return digest(list(self._shape), [digest_array(part) for part in parts])
 
 
-@lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)
 def _random_key(seed: int) -> int:
     # Half of it, because kernels count in signed integers.
     return key(seed, "prover/random") >> 1

@@ -89,6 +89,10 @@ def train_sft(
     steps done, steps in all and the loss.
     """
     world = World.detect()
+    if config.fsdp and world.size == 1:
+        raise ConfigError(
+            "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
+        )
     main = world.rank == 0
     run = Run(config, resume=resume, writes=main)
     trackers = trackers if main else ()
