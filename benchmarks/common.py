@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -178,6 +179,8 @@ def _child(
     pipe: Connection, contender: Contender, given: Any, small: Any, runs: int, patience_s: float
 ) -> None:
     try:
+        # Else the small call would do without numba, and the first full one would load it.
+        importlib.import_module("numba")
         warm_up = contender.prepare(small)
         start = time.perf_counter()
         warm_up()

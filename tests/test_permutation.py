@@ -113,6 +113,7 @@ def test_many_orders_at_once_and_interpreted_ones_are_those_of_the_kernels(drawn
         int(mix(k, np.uint64(m))) for _, m, k in cases
     ]
     with interpreted():
+        assert all(permutation(n, k)[i] == v for v, (i, n, k) in zip(expected, cases, strict=True))
         assert [permute(*case) for case in cases] == expected
         assert all(unpermute(v, n, k) == i for v, (i, n, k) in zip(expected, cases, strict=True))
 

@@ -15,7 +15,7 @@ import pytest
 
 import batchwright
 from batchwright import batching, errors
-from batchwright.cli import app, data
+from batchwright.cli import app, data, train
 
 DOCUMENT_NAMES = """
 BucketSpec BucketStats TokenBudgetBatchSampler BatchSpec BatchMetrics BatchShapeHistogram
@@ -208,6 +208,9 @@ def reached_from(module: str) -> set[str]:
 def test_no_module_is_reached_only_by_tests() -> None:
     commands = [f"batchwright.cli.{name}" for name in app.COMMANDS]
     commands += [f"batchwright.cli.data.{name}" for name in data.GROUPS]
+    commands += [
+        f"batchwright.cli.train.{place.partition(':')[0]}" for place, _ in train.COMMANDS.values()
+    ]
     packages = [name for name in MODULES if ROOT.joinpath(*name.split(".")[1:]).is_dir()]
     # A page names a module, or something in it.
     named = {name for page in PAGES for name in re.findall(r"batchwright(?:\.\w+)+", page)}

@@ -47,18 +47,25 @@ def quicker_without_numba(microseconds: float) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def interpreted(on: bool = True) -> Iterator[None]:
+def interpreted(on: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside, kernels run as the plain Python they are written in, if `on`."""
+    return _interpreted() if on else _AS_BEFORE
+
+
+@contextlib.contextmanager
+def _interpreted() -> Iterator[None]:
     import numpy as np
 
-    token = _interpreting.set(on or _interpreting.get())
+    token = _interpreting.set(True)
     try:
         # Kernels compute hashes in 64 bits that wrap around.
         with np.errstate(over="ignore"):
             yield
     finally:
         _interpreting.reset(token)
+
+
+_AS_BEFORE = contextlib.nullcontext()
 
 
 class _Kernel:

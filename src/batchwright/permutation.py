@@ -8,7 +8,7 @@ to walk twice. Both are functions of (n, key) alone and are held still by golden
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.jit import interpreted, kernel
+from batchwright.jit import interpreted, kernel, quicker_without_numba
 
 __all__ = ["below", "mix", "mix_many", "permutation", "permute", "permute_many", "unpermute"]
 
@@ -118,9 +118,15 @@ def unpermute(value: int, n: int, key: np.uint64) -> int:
             return x
 
 
-@kernel
 def permutation(n: int, key: np.uint64) -> NDArray[np.int64]:
     """The whole order: `permutation(n, key)[i] == permute(i, n, key)`."""
+    if quicker_without_numba(n):
+        return permute_many(np.arange(n), np.full(n, n), np.full(n, key))
+    return _permutation(n, key)
+
+
+@kernel
+def _permutation(n: int, key: np.uint64) -> NDArray[np.int64]:
     if n <= SMALL:
         return _shuffled(n, key)
     out = np.empty(n, np.int64)

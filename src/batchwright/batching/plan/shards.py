@@ -1,6 +1,7 @@
 """Microbatches over ranks: equal counts by construction, any number of ranks, exact resume."""
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,12 +119,14 @@ def interleave_microbatches(microbatches: Iterable[B]) -> list[B]:
     for batch in listed:
         sizes[batch.bucket_id] = sizes.get(batch.bucket_id, 0) + 1
     seen: dict[int, int] = {}
+    whole = math.lcm(*sizes.values())
     keyed = []
     for batch in listed:
         bucket = batch.bucket_id
         nth = seen.get(bucket, 0)
         seen[bucket] = nth + 1
-        keyed.append(((2 * nth + 1) / (2 * sizes[bucket]), bucket, batch))
+        # Its middle in the list, (2 nth + 1) / (2 size), in whole numbers.
+        keyed.append(((2 * nth + 1) * (whole // sizes[bucket]), bucket, batch))
     keyed.sort(key=lambda entry: entry[:2])
     return [batch for _, _, batch in keyed]
 

@@ -2,15 +2,21 @@
 
 from cyclopts import App
 
-from batchwright.cli.train.kge import train_kge
-from batchwright.cli.train.prover import train_prover
-from batchwright.cli.train.query_mutator import train_query_mutator
-from batchwright.cli.train.sft import sft
-
 __all__ = ["train"]
 
+COMMANDS = {
+    "sft": ("sft:sft", "Fine-tune a model on rows, over a batch plan, with exact resume."),
+    "query-mutator": (
+        "query_mutator:train_query_mutator",
+        "Learn which rewriting of a question makes a target model answer it correctly.",
+    ),
+    "kge": ("kge:train_kge", "Train an embedding of a knowledge graph, with exact resume."),
+    "prover": (
+        "prover:train_prover",
+        "Train a prover: behaviour cloning of shortest proofs, PPO, then exact policy gradients.",
+    ),
+}
+
 train = App(name="train")
-train.command(sft)
-train.command(train_query_mutator, name="query-mutator")
-train.command(train_kge, name="kge")
-train.command(train_prover, name="prover")
+for command, (place, words) in COMMANDS.items():
+    train.command(f"batchwright.cli.train.{place}", name=command, help=words)
