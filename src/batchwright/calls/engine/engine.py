@@ -547,8 +547,11 @@ class Engine:
             self.loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        now = self.loop.time()
         self._ticking = False
+        if self.closed:
+            # Nothing waits any more, and `close` would not wait for what began here.
+            return
+        now = self.loop.time()
         idle = not self._queue and not self._unleased
         if self._queue:
             self._give_up_unsent(now)
