@@ -488,9 +488,9 @@ def test_nothing_of_a_pool_runs_on_after_it_was_closed():
             with Pool(server.url, limit="auto") as pool:
                 assert all(pool.map(questions(3)))
             # Closing saves what was learned; a late tick would save it once more.
-            memory_path().unlink()
+            limits_path().unlink()
             time.sleep(0.12)
-            assert not memory_path().exists()
+            assert not limits_path().exists()
 
 
 def test_requests_a_minute_are_kept_to_by_all_pools_together():
