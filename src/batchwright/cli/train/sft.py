@@ -36,6 +36,8 @@ def sft(
     if given.batchplan and resume is None:
         SftConfig.refuse_planned(vars(given))
     config = settings(SftConfig, given, resume)
+    if resume is None:
+        config.refuse_ignored()
     if vars(given).get("pack") is False and config.layout == "packed":
         raise ConfigError("--no-pack contradicts --layout packed; give one of them")
     if dry_run:

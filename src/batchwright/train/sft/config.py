@@ -128,6 +128,12 @@ class SftConfig(RunConfig):
             )
         if self.pack and self.layout not in ("auto", "packed"):
             raise ConfigError(f"--pack contradicts --layout {self.layout}; give one of them")
+        if self.batchplan:
+            defaults = {field.name: field.default for field in fields(self)}
+            self.refuse_planned(n for n in _PLANNED if getattr(self, n) != defaults[n])
+
+    def refuse_ignored(self) -> None:
+        """Refuse settings of a new run that another setting would make without effect."""
         if self.bucket_edges and self.chosen_layout != "bucketed":
             raise ConfigError(
                 f"--bucket-edges is for the bucketed layout, got {self.chosen_layout}; leave it "
@@ -138,9 +144,6 @@ class SftConfig(RunConfig):
                 f"--step-size {self.step_size} and --grad-accum {self.grad_accum} both say how "
                 f"many microbatches a step has; give one of them"
             )
-        if self.batchplan:
-            defaults = {field.name: field.default for field in fields(self)}
-            self.refuse_planned(n for n in _PLANNED if getattr(self, n) != defaults[n])
 
     @classmethod
     def refuse_planned(cls, given: Iterable[str]) -> None:
