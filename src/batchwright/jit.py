@@ -17,7 +17,7 @@ DEBUG = os.environ.get("BATCHWRIGHT_DEBUG_KERNELS", "0") not in ("", "0")
 """Whether kernels check the bounds of every array access: an IndexError instead of a crash."""
 
 _PATIENCE_US = 250_000
-"""What a process may spend without numba; to import it takes about 400,000 microseconds."""
+"""What a process may spend without numba: less than importing it takes."""
 
 _spent_us = 0
 _interpreting = ContextVar("interpreting", default=False)
