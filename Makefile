@@ -37,7 +37,7 @@ lint: $(VENV)/.installed
 # The inner loop: no process, no server, no training; under a minute.
 quick: $(VENV)/.installed
 	$(BIN)/ruff check $(CODE)
-	$(PYTEST) -m 'not slow and not guides and not training and not process'
+	$(PYTEST) tests --quick -m 'not slow and not guides and not training'
 
 test: lint
 	$(PYTEST) -m 'not slow and not guides and not training'

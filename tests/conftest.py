@@ -62,23 +62,41 @@ PROCESSES = {"run", "workshop", "copy", "server"}
 """Fixtures that start the command or a server; `make quick` leaves out the tests that use them."""
 
 LONG = """
-test_attention test_call_cache test_env_wrappers test_install test_kge test_limit test_local_models
-test_mine test_models test_optimal test_pool test_pool_faults test_ppo test_prover_memory
-test_pykeen test_simulator test_tokenizers test_tokens test_train_models test_lengths test_replay
-test_integration_hf test_integration_torch test_integration_trl test_integration_verl test_examples
+test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input test_cli_calls
+test_cli_kg test_cli_query_mutator test_env_wrappers test_examples test_gae test_ground test_install
+test_integration_hf test_integration_openrlhf test_integration_torch test_integration_trl
+test_integration_verl test_kge test_lengths test_limit test_local_models test_mine test_models
+test_optimal test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory
+test_public_surface test_pykeen test_query_mutation test_readme test_replay test_replay_files
+test_simulator
+test_simulator_witnesses test_tokenizers test_tokens test_trackers test_train_models
+test_wn18rr_pipeline
 """
-"""Modules that start programs, load torch or compile much; not in `make quick` either."""
+"""Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 
 TRAINING = "test_sft test_sft_ranks test_cli_train test_cli_resume test_train_prover"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="leave out what starts programs or takes seconds"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # Not only deselected: importing torch, transformers and TRL takes longer than the quick tests.
+    left_out = f"{LONG} {TRAINING}".split()
+    return True if config.getoption("--quick") and collection_path.stem in left_out else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        module = item.path.stem
-        if module in TRAINING.split():
+        if item.path.stem in TRAINING.split():
             item.add_marker(pytest.mark.training)
-        if module in LONG.split() or PROCESSES & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.process)
+    if config.getoption("--quick"):
+        slow = [item for item in items if PROCESSES & set(getattr(item, "fixturenames", ()))]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
 
 
 @pytest.fixture(autouse=True)

@@ -109,7 +109,6 @@ def test_openrlhfs_threads_get_rewards_and_logs_of_one_shape(loaded: Any) -> Non
     assert merged["valid"].tolist() == [1.0] * 24
 
 
-@pytest.mark.process
 def test_calls_of_openrlhfs_threads_are_in_flight_together() -> None:
     enough = asyncio.Event()
 
@@ -198,7 +197,6 @@ def test_responses_are_what_stands_behind_the_prompt() -> None:
         responses_of(["a", "b"], ["a"], ["a"])
 
 
-@pytest.mark.process
 def test_the_http_form_answers_the_same_over_a_socket(
     server: RunningSimulator, tmp_path: Path
 ) -> None:

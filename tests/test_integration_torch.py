@@ -412,7 +412,6 @@ def test_cut_samples_are_read_once_and_give_their_pieces():
     assert sum(batch["input_ids"].shape[1] for batch in loader_of(plan)) == total
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_a_saved_plan_and_a_source_reach_workers_however_they_start(tmp_path, start):
     texts = ["héllo"[: 1 + n % 5] * (1 + n % 4) for n in range(40)]
@@ -448,7 +447,6 @@ def test_a_saved_plan_and_a_source_reach_workers_however_they_start(tmp_path, st
         PlanDataset(other, source, tokenizer)
 
 
-@pytest.mark.process
 def test_a_mixture_reads_each_source_under_its_name(tmp_path):
     sizes = {"short": 3, "long": 20}
     sources, lengths = [], {}

@@ -310,22 +310,18 @@ CHECKS = {
 }
 
 
-@pytest.mark.process
 def test_a_copy_plays_what_the_original_would_and_does_not_move_it() -> None:
     ran("same_trajectory_apart")
 
 
-@pytest.mark.process
 def test_a_copy_outlives_its_original() -> None:
     ran("original_gone")
 
 
-@pytest.mark.process
 def test_forked_and_spawned_processes_play_the_same_and_do_not_move_the_original() -> None:
     ran("other_processes")
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("check", ["other_threads", "inside_a_step"])
 def test_a_second_thread_is_refused_and_crashes_nothing(check: str) -> None:
     ran(check)

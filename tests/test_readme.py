@@ -20,7 +20,6 @@ TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), 
 STEP = re.compile(r"^\d+\. `(?P<file>[\w/]+\.py)` `(?P<name>[\w.]+)`", re.MULTILINE)
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     "script", ["tools/tree.py", "tools/picture.py", "benchmarks/readme_numbers.py"]
 )
