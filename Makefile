@@ -42,7 +42,7 @@ quick: $(VENV)/.installed
 test: lint
 	$(PYTEST) -m 'not slow and not guides and not training'
 
-# Every page of docs/ and the README, typed as they stand.
+# Every page of docs/ and the README, typed as they stand, and the installer behind `make`.
 guides: $(VENV)/.installed
 	$(PYTEST) -m 'guides and not slow'
 

@@ -63,18 +63,22 @@ PROCESSES = {"run", "workshop", "copy", "server"}
 
 LONG = """
 test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input test_cli_calls
-test_cli_kg test_cli_query_mutator test_env_wrappers test_examples test_gae test_ground test_install
-test_integration_hf test_integration_openrlhf test_integration_torch test_integration_trl
-test_integration_verl test_kge test_lengths test_limit test_local_models test_mine test_models
+test_cli_kg test_cli_query_mutator test_env_wrappers test_examples test_gae test_ground
+test_integration_openrlhf test_integration_torch test_integration_verl
+test_kge test_lengths test_limit test_local_models test_mine test_models
 test_optimal test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory
 test_public_surface test_pykeen test_query_mutation test_readme test_replay test_replay_files
 test_simulator
-test_simulator_witnesses test_tokenizers test_tokens test_trackers test_train_models
+test_simulator_witnesses test_tokenizers test_tokens test_train_models
 test_wn18rr_pipeline
 """
 """Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 
-TRAINING = "test_sft test_sft_ranks test_cli_train test_cli_resume test_train_prover"
+TRAINING = """
+test_cli_resume test_cli_train test_integration_hf test_integration_trl test_sft test_sft_ranks
+test_trackers test_train_prover
+"""
+"""Modules of whole training runs, by our trainers and by others: `make training`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,9 +88,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # Not only deselected: importing torch, transformers and TRL takes longer than the quick tests.
-    left_out = f"{LONG} {TRAINING}".split()
-    return True if config.getoption("--quick") and collection_path.stem in left_out else None
+    # Not only deselected: importing torch, transformers and TRL takes longer than many tests.
+    left_out = TRAINING.split() if "not training" in config.getoption("markexpr") else []
+    left_out += LONG.split() if config.getoption("--quick") else []
+    return True if collection_path.stem in left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.guides
 SCRIPT = Path(__file__).parents[1] / "tools" / "install.py"
 spec = importlib.util.spec_from_file_location("install", SCRIPT)
 assert spec

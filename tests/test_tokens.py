@@ -343,6 +343,7 @@ def test_a_build_killed_in_the_middle_resumes_and_ends_as_if_nothing_had_happene
     wait_until(lambda: not list(temporary.glob("batchwright-*")))
 
 
+@pytest.mark.training
 def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_path: Path) -> None:
     # Slow rows, so that the kill falls into the middle: a conversation is rendered many times.
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo " * 9}]

@@ -16,7 +16,6 @@ from batchwright.integrations.trackers import TRACKERS, open_trackers
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import train_sft
 
-pytestmark = pytest.mark.training
 torch.set_num_threads(1)
 
 
