@@ -1,14 +1,17 @@
 """`check_env` passes a good environment and names each mistake that is planted in it."""
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.testing import assert_equal
 from numpy.typing import NDArray
 
-from batchwright.envs import CartPole, Obs, Step, check_env
-from batchwright.errors import Mismatch
+from batchwright.envs import BatchedVecEnv, CartPole, Env, Obs, Step, check_env
+from batchwright.errors import ConfigError, Mismatch
+from batchwright.logic import Facts, Vocab, parse_rules
 
 
 class Planted(CartPole):
@@ -192,3 +195,64 @@ def test_a_limit_that_seems_to_terminate_is_a_remark_where_the_limit_is_not_know
 def test_the_error_for_an_object_that_is_not_an_environment_names_what_it_lacks() -> None:
     with pytest.raises(Mismatch, match=r"lacks .*state_dict"):
         check_env(object())  # type: ignore[arg-type]
+
+
+def ladder() -> BatchedVecEnv:
+    vocab = Vocab.of(["a", "b", "c"], ["up", "above"])
+    facts = Facts.of([(0, 0, 1), (1, 0, 2)], vocab)
+    rules = parse_rules("above(X, Y) :- up(X, Y).", vocab)
+    return BatchedVecEnv(facts, rules, [(0, 1, 1), (1, 1, 2)], 3, max_candidates=4)
+
+
+ENVS: list[Callable[[], Env]] = [lambda: CartPole(3), ladder]
+each = pytest.mark.parametrize("make", ENVS, ids=["cartpole", "prover"])
+
+
+@each
+@pytest.mark.parametrize(
+    ("actions", "error", "words"),
+    [
+        (np.array([0.2, 0.7, 0.1]), ConfigError, "must be integers, got float64"),
+        (np.array([np.nan, 1, 0]), ConfigError, "must be integers"),
+        (np.array(["0", "1", "0"]), ConfigError, "must be integers"),
+        ([0, 1], Mismatch, r"must have shape \(3,\), got \(2,\)"),
+        (np.zeros(4, np.int64), Mismatch, r"got \(4,\)"),
+        (0, Mismatch, r"got \(\)"),
+        ([[0, 1, 0]], Mismatch, r"got \(1, 3\)"),
+    ],
+)
+def test_actions_that_are_not_one_integer_each_are_refused_and_change_nothing(
+    make: Callable[[], Env], actions: Any, error: type[Exception], words: str
+) -> None:
+    env = make()
+    env.reset()
+    before = copy.deepcopy(env.state_dict())
+
+    with pytest.raises(error, match=words):
+        env.step(actions)
+    assert_equal(env.state_dict(), before)
+
+
+@each
+def test_a_state_without_one_of_its_parts_is_refused_by_name(make: Callable[[], Env]) -> None:
+    env = make()
+    env.reset()
+    for name in env.state_dict():
+        state = env.state_dict()
+        del state[name]
+        with pytest.raises(Mismatch, match=f"lacks {name};"):
+            env.load_state_dict(state)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, float("nan"), "many"])
+def test_a_batch_size_is_a_whole_number(size: Any) -> None:
+    env = ladder()
+    with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
+        BatchedVecEnv(env.facts, env.rules, env.queries, size)
+
+
+@pytest.mark.parametrize("gamma", [-0.1, 1.5, float("nan")])
+def test_a_discount_is_from_0_to_1(gamma: float) -> None:
+    env = ladder()
+    with pytest.raises(ConfigError, match="gamma must be from 0 to 1"):
+        BatchedVecEnv(env.facts, env.rules, env.queries, 2, gamma=gamma)

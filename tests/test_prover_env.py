@@ -523,7 +523,7 @@ def test_the_batch_size_can_follow_the_memory() -> None:
         ({"reward": 9}, "reward must be 0 to 5 .* got 9"),
         ({"reward": "nice"}, "0 to 5 or one of proved"),
         ({"negatives": 1, "once": True}, "leave negatives at 0"),
-        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], reason: str) -> None:

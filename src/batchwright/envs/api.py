@@ -5,14 +5,16 @@ chosen. An environment that ends is reset within the same step: `Step.obs` is th
 observation of its next episode, and `Step.final_obs` the last one of the episode that ended.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ArraySpec", "Env", "Obs", "Step", "Symbolic"]
+from batchwright.errors import ConfigError, Mismatch
+
+__all__ = ["ArraySpec", "Env", "Obs", "Step", "Symbolic", "as_actions", "require_state"]
 
 Obs = dict[str, NDArray[Any]]
 """Arrays whose first axis is the environment; `mask` [B, K] is always among them."""
@@ -104,3 +106,29 @@ class Symbolic(Protocol):
 
     @property
     def num_rules(self) -> int: ...
+
+
+def as_actions(actions: ArrayLike, num_envs: int) -> NDArray[np.int64]:
+    """One integer for each environment, or an error: a float is a probability by mistake.
+
+    >>> as_actions([1, 0], 2)
+    array([1, 0])
+    """
+    given = np.asarray(actions)
+    if given.dtype.kind not in "iub":
+        raise ConfigError(f"actions must be integers, got {given.dtype}; pass the chosen numbers")
+    if given.shape not in {(num_envs,), (num_envs, 1)}:
+        raise Mismatch(
+            f"actions must have shape ({num_envs},), got {given.shape}; give one per environment"
+        )
+    return np.ascontiguousarray(given, np.int64).reshape(num_envs)
+
+
+def require_state(state: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse a state that lacks something, before any of it is taken."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise Mismatch(
+            f"the saved state lacks {', '.join(missing)}; pass what state_dict() of the same "
+            f"kind of environment returned"
+        )

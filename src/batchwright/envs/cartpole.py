@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.envs.api import ArraySpec, Obs, Step
+from batchwright.envs.api import ArraySpec, Obs, Step, as_actions, require_state
 from batchwright.errors import ConfigError
 from batchwright.jit import kernel
 from batchwright.permutation import mix
@@ -75,7 +75,7 @@ class CartPole:
         final = np.empty((B, 4), np.float64)
         terminated, truncated = np.empty(B, np.bool_), np.empty(B, np.bool_)
         _step(
-            np.asarray(actions, np.int64),
+            as_actions(actions, B),
             self._key,
             self._max_steps,
             self._state,
@@ -106,6 +106,7 @@ class CartPole:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_state(state, ("key", "state", "steps", "episodes", "invalid_actions"))
         self._key = np.uint64(state["key"])
         self._state[:] = state["state"]
         self._steps[:] = state["steps"]

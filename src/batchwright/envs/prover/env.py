@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from batchwright.envs.api import ArraySpec, Obs, Step
+from batchwright.envs.api import ArraySpec, Obs, Step, as_actions, require_state
 from batchwright.envs.prover import layout
 from batchwright.envs.prover.blocks import Block, aligned, pack, view
 from batchwright.envs.prover.kernels import step as prover_kernels
@@ -163,9 +163,11 @@ class BatchedVecEnv:
         )
         self._config[layout.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
         self._shape = (goals, max_candidates, depth)
-        self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else int(batch_size)
-        if self._num_envs < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else batch_size
+        if not isinstance(self._num_envs, int | np.integer) or self._num_envs < 1:
+            raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+        if not 0 <= gamma <= 1:
+            raise ConfigError(f"gamma must be from 0 to 1, got {gamma}")
         self._busy = threading.RLock()
         self._task = self._packed()
         self._memory = self._allocated()
@@ -241,7 +243,7 @@ class BatchedVecEnv:
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
         """Resolve the first goal of every slot as its action says."""
         own = self._own
-        given = np.ascontiguousarray(actions, np.int64).reshape(self._num_envs)
+        given = as_actions(actions, self._num_envs)
         if self._teacher is not None:
             # An episode that leaves the teacher's path has no expert action until it ends.
             own.lost[:] |= given != self.expert_actions()
@@ -291,6 +293,7 @@ class BatchedVecEnv:
 
     @_alone
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_state(state, ("program", *STATE))
         if state["program"] != self._fingerprint():
             raise Mismatch(
                 "the saved environment had other facts, rules, queries or settings; "
@@ -356,6 +359,8 @@ class BatchedVecEnv:
             ("answer", slots[:, layout.ANSWER], -1, self.num_terms - 1),
             ("predicate", atoms[:, 0], 0, predicates - 1),
             ("term", atoms[:, 1:], 0, self.num_terms - 1),
+            ("predicate", saved["query"][:, 1], -1, predicates - 1),
+            ("term", saved["query"][:, ::2], -1, self.num_terms - 1),
             ("counter", saved["counters"], 0, 2**62),
         ):
             if values.size and not low <= values.min() <= values.max() <= high:

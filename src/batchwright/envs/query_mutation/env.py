@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.queries import NO_ANSWER, mutated_text
-from batchwright.envs.api import ArraySpec, Obs, Step
+from batchwright.envs.api import ArraySpec, Obs, Step, as_actions, require_state
 from batchwright.envs.query_mutation.operators import NOOP, OPERATORS, STOP, Operator
 from batchwright.envs.questions import Question
 from batchwright.errors import ConfigError, Mismatch
@@ -187,12 +187,10 @@ class BatchedQueryMutationEnv:
         return self._observe(self._states)
 
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
-        given = np.asarray(actions)
-        if given.shape != (self.num_envs,):
-            raise Mismatch(f"actions must have shape ({self.num_envs},), got {given.shape}")
+        given = as_actions(actions, self.num_envs)
 
         async def act() -> list[tuple[Turn, bool, _State]]:
-            return await asyncio.gather(*(self.act(b, int(a)) for b, a in enumerate(given)))
+            return await asyncio.gather(*(self.act(b, a) for b, a in enumerate(given.tolist())))
 
         done = self.run(act())
         turns = [turn for turn, _, _ in done]
@@ -271,6 +269,7 @@ class BatchedQueryMutationEnv:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        require_state(state, ("places", "vectors", "origins", "counts"))
         if len(state["places"]) != self.num_envs:
             raise Mismatch(
                 f"the state has {len(state['places'])} environments, this has {self.num_envs}; "
