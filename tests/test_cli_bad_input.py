@@ -329,6 +329,7 @@ WRONG_NUMBERS = {
     f"{BUILD} --min-length 9999": "min_length must be at most .*, got 9,999",
     f"{BUILD} --align 0": "align must be at least 1, got 0",
     f"{BUILD} -e 0": "num_epochs must be at least 1, got 0",
+    f"{BUILD} -e {10**20}": "num_epochs must be at most 2,147,483,647, got 100,000,000",
     f"{BUILD} -e -1": "num_epochs must be at least 1, got -1",
     f"{BUILD} --step-size 0": "step_size must be at least 1 or 'world', got 0",
     f"{BUILD} --step-size few": "must be an integer or world, got 'few'",

@@ -380,7 +380,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "token_budget": 1024,
     },
     "bucket edge 8,192 makes rows wider": {"bucket_edges": "128,8192"},
-    "are not numbers": {"bucket_edges": "few"},
+    "must be integers": {"bucket_edges": "few"},
     "no data at": {"eval_data": "nowhere.jsonl"},
     "no batch plan at": {"batchplan": Path("nowhere")},
     "built for tokenizer": {"batchplan": Path("of_gpt2")},

@@ -18,6 +18,9 @@ from batchwright.errors import ConfigError
 
 __all__ = ["BatchPlanBuilder"]
 
+MAX_EPOCHS = 2**31 - 1
+"""Epochs are planned when they are asked for, so only a slip of the keyboard is refused here."""
+
 
 class BatchPlanBuilder:
     """Builds plans from lengths.
@@ -55,6 +58,8 @@ class BatchPlanBuilder:
         """The plan. A sample over the limit follows `config.overflow`, and the plan counts it."""
         if num_epochs < 1:
             raise ConfigError(f"num_epochs must be at least 1, got {num_epochs}")
+        if num_epochs > MAX_EPOCHS:
+            raise ConfigError(f"num_epochs must be at most {MAX_EPOCHS:,}, got {num_epochs:,}")
         return BatchPlan.arranged(
             self.lengths, self.config, num_epochs, self.sources, self.difficulty
         )

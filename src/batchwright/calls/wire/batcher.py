@@ -54,7 +54,7 @@ def local_model(
     if text in models.REGISTRY:
         file = models.find(text).path
         if file is None:
-            raise MissingFile(f"{text} is not here yet; run: batchwright models get {text}")
+            raise MissingFile(f"{text} is not downloaded yet; run: batchwright models get {text}")
     else:
         file = Path(name) if text.endswith(".gguf") else None
     if file is not None:

@@ -50,9 +50,13 @@ def run(
         float, Parameter(help="Timeout of a call in seconds, retries included.")
     ] = 120.0,
     tries: Annotated[int, Parameter(help="Tries per call; a 429 does not count.")] = 5,
-    temperature: float | None = None,
-    max_tokens: int | None = None,
-    seed: int | None = None,
+    temperature: Annotated[
+        float | None, Parameter(help="Sampling temperature of rows that set none.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, Parameter(help="Most completion tokens, for rows that set none.")
+    ] = None,
+    seed: Annotated[int | None, Parameter(help="Sampling seed of rows that set none.")] = None,
     error_budget: Annotated[
         float | None,
         Parameter(help="Stop when more than this fraction of the last 1000 calls fail."),

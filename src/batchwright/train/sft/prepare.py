@@ -98,7 +98,7 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
             fields["bucket_edges"] = tuple(int(e) for e in config.bucket_edges.split(","))
         except ValueError:
             raise ConfigError(
-                f"--bucket-edges {config.bucket_edges!r} are not numbers with commas between"
+                f"--bucket-edges {config.bucket_edges!r} must be integers separated by commas"
             ) from None
     return BatchingConfig(
         layout=layout,
