@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from batchwright.checkpoint import latest
-from batchwright.errors import ConfigError
+from batchwright.errors import BadFile, ConfigError
 from batchwright.events import read_events
 from batchwright.logic.loaders import shipped_graph
 from batchwright.train.kge.config import KgeConfig
@@ -234,6 +234,40 @@ def test_every_flag_that_may_change_is_heard_at_another_value(
     if name == "sft":
         outcome = call("train sft --resume run --fsdp", folder)
         assert "--fsdp needs at least 2 ranks" in outcome.err
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_setting_of_another_type_in_the_file_of_a_run_is_named(
+    name: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    config = TRAINERS[name].config
+    with Run(unusual(TRAINERS[name], tmp_path / "run")) as run:
+        run.start()
+    path = tmp_path / "run" / "config.toml"
+    whole = path.read_text().splitlines()
+    for i, line in enumerate(whole):
+        setting, value = line.split(" = ", 1)
+        path.write_text("\n".join([*whole[:i], f"{setting} = {{}}", *whole[i + 1 :]]))
+        with pytest.raises(BadFile, match=f"config.toml: {setting} is .*; correct it"):
+            config.of_run(tmp_path / "run")
+        if value.isdigit():
+            path.write_text("\n".join([*whole[:i], f'{setting} = "{value}"', *whole[i + 1 :]]))
+            said = call(f"train {name} --resume run", tmp_path)
+            assert (said.code, said.err.count("\n")) == (1, 1)
+            assert f"config.toml: {setting} is {value}" in said.err
+
+
+def test_the_same_file_by_another_path_is_no_change(
+    finished: Callable[[str], Path], call: Callable[..., Any]
+) -> None:
+    folder = finished("sft")
+    for path in ("./train.jsonl", str(folder / "train.jsonl"), "run/../train.jsonl"):
+        outcome = call(f"train sft --resume run --quiet --data {path}", folder)
+        assert outcome.code == 0, outcome.err
+        assert resumed(folder)["changed"] == {}
+    (folder / "copy.jsonl").write_bytes((folder / "train.jsonl").read_bytes())
+    outcome = call("train sft --resume run --data copy.jsonl", folder)
+    assert "--data is train.jsonl, got copy.jsonl" in outcome.err
 
 
 @pytest.mark.parametrize("name", TRAINERS)

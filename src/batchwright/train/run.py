@@ -5,6 +5,7 @@ Light to import, as the settings of each trainer are made from it, and commands'
 
 import json
 import math
+import os
 import signal
 import threading
 import tomllib
@@ -126,6 +127,7 @@ class RunConfig:
                 found[name] = Path(value)
             elif isinstance(value, list):
                 found[name] = tuple(value)
+            _check_type(path, name, found[name], hints[name])
         try:
             return cls(**found)
         except TypeError as error:
@@ -157,12 +159,25 @@ class RunConfig:
         return replace(saved, **here)
 
 
+def _check_type(path: Path, name: str, value: Any, hint: Any) -> None:
+    # Settings are checked by their values only where flags were parsed; a file was typed by hand.
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        TypeAdapter(hint).validate_python(value, strict=True)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise BadFile(f"{path}: {name} is {_shown(value)}: {said}; correct it") from None
+
+
 def changes(saved: RunConfig, given: Mapping[str, Any], verb: str = "resumed") -> dict[str, Any]:
     """The `given` settings that differ from the saved ones, all of which must be `CHANGEABLE`.
 
     What is given is heard, also if it is the default; what is given as it was saved is no change.
     """
-    changed = {name: value for name, value in given.items() if value != getattr(saved, name)}
+    changed = {
+        name: value for name, value in given.items() if not _same(value, getattr(saved, name))
+    }
     fixed = [name for name in changed if name not in saved.CHANGEABLE]
     if fixed:
         seen = ", ".join(
@@ -175,6 +190,14 @@ def changes(saved: RunConfig, given: Mapping[str, Any], verb: str = "resumed") -
             f"or start a new run in another {saved.flag(saved.FOLDER)}"
         )
     return changed
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, or two ways to write the path of one file."""
+    if one == other:
+        return True
+    paths = isinstance(one, str | Path) and isinstance(other, str | Path) and one and other
+    return bool(paths) and os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other)
 
 
 class Run:
