@@ -171,7 +171,7 @@ def test_chats_render_as_transformers_renders_them(
         MESSAGES, tokenize=False, add_generation_prompt=prompt, tools=tools
     )
 
-    ours = load_tokenizer(folder).render_chat(MESSAGES, add_generation_prompt=prompt, tools=tools)
+    ours = load_tokenizer(folder).chat.render(MESSAGES, add_generation_prompt=prompt, tools=tools)
 
     assert ours == expected
 
@@ -182,7 +182,7 @@ def test_a_template_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages | length }}")
     tokenizer = load_tokenizer(folder)
 
-    assert tokenizer.render_chat(MESSAGES, add_generation_prompt=False) == "3"
+    assert tokenizer.chat.render(MESSAGES, add_generation_prompt=False) == "3"
     assert tokenizer.fingerprint != before
 
 
@@ -191,7 +191,7 @@ def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
 
-    assert load_tokenizer(folder).render_chat(MESSAGES, add_generation_prompt=False) == "yes"
+    assert load_tokenizer(folder).chat.render(MESSAGES, add_generation_prompt=False) == "yes"
 
 
 def test_the_fingerprint_follows_everything_that_changes_tokens(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_local_cache_comes_before_the_hub(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("someone/tiny")
 
     assert tokenizer.encode_batch(["Hello world"], special=True) == [[15496, 995]]
-    assert tokenizer.render_chat([], add_generation_prompt=True) == "A: "
+    assert tokenizer.chat.render([], add_generation_prompt=True) == "A: "
 
 
 def test_without_a_hub_the_ways_out_are_named() -> None:
@@ -265,7 +265,7 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_template_chats_are_refused_in_one_sentence() -> None:
     with pytest.raises(NoTokenizer, match="gpt2 has no chat template") as caught:
-        load_tokenizer("gpt2").render_chat(MESSAGES, add_generation_prompt=False)
+        load_tokenizer("gpt2").chat.render(MESSAGES, add_generation_prompt=False)
     assert "\n" not in str(caught.value)
 
 

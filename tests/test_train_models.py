@@ -240,7 +240,7 @@ def test_smollm2_becomes_trainable_once_and_answers(monkeypatch: pytest.MonkeyPa
     assert [decode([id]) for id in ids] == ["7", "  ", "4", "5"]
 
     asked = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.render_chat(asked, add_generation_prompt=True)
+    prompt = tokenizer.chat.render(asked, add_generation_prompt=True)
     ids = torch.tensor([tokenizer.encode_batch([prompt], special=True)[0]])
     mask = torch.ones_like(ids)
     answer = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)

@@ -133,7 +133,7 @@ class Generator:
             )
         encode = self._tokenizer.encode_batch
         if request.kind == "chat":
-            text = self._tokenizer.render_chat(body["messages"], add_generation_prompt=True)
+            text = self._tokenizer.chat.render(body["messages"], add_generation_prompt=True)
             prompt = encode([text], special=False)[0]
         else:
             if not isinstance(body["prompt"], str):

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.turns import trained_spans
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
@@ -117,31 +118,8 @@ def _ready(row: Row, vocab_size: int) -> Ready:
 
 
 def _chat(row: Row, given: Any, first: int, tokenizer: Tokenizer) -> Chat:
-    """A rendered conversation, and the characters of the assistant turns from message `first` on.
-
-    An assistant turn is what it adds to the rendering of all turns before it, generation prompt
-    included. That is right only if earlier turns render as before, which is checked.
-    """
-    messages = _messages(given)
-    tools = row.get("tools")
-
-    def render(count: int, prompt: bool) -> str:
-        return tokenizer.render_chat(messages[:count], add_generation_prompt=prompt, tools=tools)
-
-    text = render(len(messages), False)
-    spans = []
-    for number in range(first, len(messages)):
-        if messages[number]["role"] != "assistant":
-            continue
-        before, after = render(number, True), render(number + 1, False)
-        if not (text.startswith(after) and after.startswith(before)):
-            raise BadRow(
-                f"the chat template is not prefix-stable: the first {number + 1} messages render "
-                f"differently once more follow, so the assistant turns cannot be located"
-            )
-        spans.append((len(before), len(after)))
-    if not spans:
-        raise BadRow("has no assistant message to train on")
+    """A rendered conversation, and the assistant turns from message `first` on."""
+    text, spans = trained_spans(tokenizer.chat, _messages(given), row.get("tools"), first)
     return Chat(checked_unicode(text, "conversation"), tuple(spans))
 
 

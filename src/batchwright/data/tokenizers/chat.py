@@ -7,9 +7,17 @@ from typing import Any
 
 from batchwright.errors import BadRow, NoTokenizer, one_line
 
-__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message"]
+__all__ = ["PLAIN_TEMPLATE", "ChatTemplate", "Message", "Spans"]
 
 Message = Mapping[str, Any]
+Spans = list[tuple[int, int]]
+"""Ranges of characters, each from its start up to but not including its end."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What data sets call the reasoning of a turn. Templates read the first, gpt-oss the second."""
+
+RENDERED = "batchwright_rendered"
+"""The variable of a rendering that holds its blocks so far, and the spans of its marks."""
 
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
@@ -38,8 +46,9 @@ class ChatTemplate:
 
         self.source = source
         self._tokens = dict(tokens or {})
+        self.marked = False
         try:
-            self._template = _environment().from_string(source)
+            self._template = self._environment().from_string(source)
         except TemplateError as error:
             raise NoTokenizer(f"the chat template is not valid Jinja: {one_line(error)}") from None
 
@@ -51,55 +60,95 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
     ) -> str:
         """The text of a conversation; `BadRow` with the template's own message if it refuses."""
+        return self.render_spans(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools
+        )[0]
+
+    def render_spans(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> tuple[str, Spans]:
+        """The text, and the characters inside `{% generation %}` marks, as transformers counts.
+
+        >>> marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}."
+        >>> ChatTemplate(marked + "{% endfor %}").render_spans([{"role": "a", "content": "Hi"}])
+        ('Hi.', [(0, 2)])
+        """
         from jinja2 import TemplateError
 
+        blocks: list[str] = []
+        spans: Spans = []
         try:
-            text: str = self._template.render(
-                messages=messages,
+            for block in self._template.generate(
+                messages=[_with_reasoning(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokens,
-            )
+                **{RENDERED: (blocks, spans)},
+            ):
+                blocks.append(block)  # noqa: PERF402 - marks count the blocks so far
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise BadRow(f"the chat template refuses its messages: {one_line(error)}") from None
-        return text
+        return "".join(blocks), spans
+
+    def _environment(self) -> Any:
+        import jinja2
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        template = self
+
+        class Generation(Extension):
+            """Notes where the text between `{% generation %}` and its end stands."""
+
+            tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+            def parse(self, parser: Any) -> Any:
+                template.marked = True
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                block = jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body)
+                return block.set_lineno(line)
+
+            @jinja2.pass_context
+            def _inside(self, context: Any, caller: Any) -> str:
+                inside = str(caller())
+                blocks, spans = context[RENDERED]
+                start = sum(map(len, blocks))
+                spans.append((start, start + len(inside)))
+                return inside
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        return environment
 
 
-def _environment() -> Any:
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read."""
+    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if found is None:
+        return message
+    return {"thinking": found, **message, "reasoning_content": found}
 
-    class Generation(Extension):
-        """Ignores `{% generation %}` tags; assistant turns are located by other means."""
 
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+def _raise_exception(message: str) -> None:
+    from jinja2 import TemplateError
 
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_inside"), [], [], body).set_lineno(
-                line
-            )
+    raise TemplateError(message)
 
-        def _inside(self, caller: Any) -> str:
-            return str(caller())
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
+def _tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # Jinja's own filter escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML, which models were not trained on.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    def strftime_now(format: str) -> str:
-        return datetime.now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.tokenizers.chat import ChatTemplate, Message
+from batchwright.data.tokenizers.chat import ChatTemplate
 from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION
 from batchwright.errors import NoTokenizer, one_line
 from batchwright.fingerprint import digest
@@ -65,19 +65,14 @@ class FileTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=True))
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
+    @property
+    def chat(self) -> ChatTemplate:
         if self._chat is None:
             raise NoTokenizer(
                 f"the tokenizer {self.name} has no chat template, which rows of messages need; "
                 f"put a chat_template.jinja into its folder and name the folder, or use -t bytes"
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+        return self._chat
 
 
 def from_json(path: Path, name: str, **side: Any) -> FileTokenizer:

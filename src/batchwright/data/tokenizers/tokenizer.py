@@ -1,12 +1,13 @@
 """The interface of a tokenizer, and the built-in one over bytes."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.tokenizers.chat import PLAIN_TEMPLATE, ChatTemplate, Message
+from batchwright.data.tokenizers.chat import PLAIN_TEMPLATE, ChatTemplate
 from batchwright.fingerprint import digest
 
 __all__ = ["ENCODING_VERSION", "ByteTokenizer", "Tokenizer"]
@@ -49,14 +50,9 @@ class Tokenizer(Protocol):
         """The text of these ids, special tokens left out."""
         ...
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        """The conversation as text, by the chat template."""
+    @property
+    def chat(self) -> ChatTemplate:
+        """The chat template; `NoTokenizer` if it has none."""
         ...
 
 
@@ -78,9 +74,6 @@ class ByteTokenizer:
     prefix = ()
     fingerprint = digest("tokenizer", ENCODING_VERSION, "bytes", PLAIN_TEMPLATE)[:16]
 
-    def __init__(self) -> None:
-        self._chat: ChatTemplate | None = None
-
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -96,13 +89,6 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(id) for id in ids if id < 256).decode("utf-8", "replace")
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> str:
-        if self._chat is None:
-            self._chat = ChatTemplate(PLAIN_TEMPLATE)
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+    @cached_property
+    def chat(self) -> ChatTemplate:
+        return ChatTemplate(PLAIN_TEMPLATE)

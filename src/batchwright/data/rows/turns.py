@@ -1,0 +1,156 @@
+"""Where the turns of the assistant stand in a rendered conversation.
+
+Marks come first: the template's own `{% generation %}`, as transformers reads them. Without marks
+a turn is what it adds to the rendering of the turns before it, if those render as before. Where
+they do not (templates that drop earlier reasoning, or end only the last turn), each turn is found
+in the whole rendering: its content is exchanged for one character that occurs nowhere, and what
+stays the same before and after it bounds the turn.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message, Spans
+from batchwright.errors import BadRow
+
+__all__ = ["LossOn", "trained_spans"]
+
+LossOn = Literal["all-turns", "last-turn", "everything"]
+"""What of a conversation the loss covers: every assistant turn, the last one, or all of it."""
+
+PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|.", re.DOTALL)
+"""Special tokens as templates write them are not cut in two where two texts part."""
+
+
+def trained_spans(
+    chat: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    first: int = 0,
+    loss_on: LossOn = "all-turns",
+) -> tuple[str, Spans]:
+    """The rendered conversation, and what the loss covers of it from message `first` on.
+
+    A turn with `weight` 0, as OpenAI's files have it, is rendered and not trained.
+    """
+    text, marks = chat.render_spans(messages, tools=tools)
+    if loss_on == "everything":
+        return text, [(0, len(text))]
+    said = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    turns = [i for i in said if messages[i].get("weight", 1)]
+    if not turns:
+        raise BadRow("has no assistant message to train on")
+    if loss_on == "last-turn":
+        turns = turns[-1:]
+    if not chat.marked:
+        spans = _by_prefix(chat, text, messages, tools, turns)
+        return text, spans or [_found(chat, text, messages, tools, i) for i in turns]
+    spans = [span for span in marks if span[0] < span[1]]
+    if len(turns) < sum(message["role"] == "assistant" for message in messages):
+        # Marks do not say whose they are, so those of the turns that count are looked for.
+        own = [_found(chat, text, messages, tools, i) for i in turns]
+        spans = [(a, b) for a, b in spans if any(a < end and b > start for start, end in own)]
+    if not spans:
+        raise BadRow("the chat template marks nothing of its assistant messages")
+    return text, spans
+
+
+def _by_prefix(
+    chat: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    turns: Sequence[int],
+) -> Spans:
+    """What each turn adds to the turns before it; nothing if one of them changes those."""
+    spans = []
+    for i in turns:
+        try:
+            before = chat.render(messages[:i], add_generation_prompt=True, tools=tools)
+            after = chat.render(messages[: i + 1], add_generation_prompt=False, tools=tools)
+        except BadRow:
+            return []
+        if not (text.startswith(after) and after.startswith(before)):
+            return []
+        spans.append((len(before), len(after)))
+    return spans
+
+
+def _found(
+    chat: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    turn: int,
+) -> tuple[int, int]:
+    """From after the generation prompt of a turn to the end of what always follows its content."""
+    start, end = _content(chat, text, messages, tools, turn)
+    earliest = _content(chat, text, messages, tools, turn - 1)[1] if turn else 0
+    prompt = _generation_prompt(chat, messages[:turn], tools)
+    header = text.rfind(prompt, earliest, start) if prompt else -1
+    if header >= 0:
+        start = header + len(prompt)
+    alone = _probe(messages, turn, mark := _unused(text))[: turn + 1]
+    tail = chat.render(alone, add_generation_prompt=False, tools=tools).partition(mark)[2]
+    end += len(_common(tail, text[end:]))
+    if end <= start:
+        raise BadRow(f"the chat template leaves nothing of its message {turn} to train on")
+    return start, end
+
+
+def _content(
+    chat: ChatTemplate,
+    text: str,
+    messages: Sequence[Message],
+    tools: Sequence[Any] | None,
+    number: int,
+) -> tuple[int, int]:
+    """Where the content of a message stands, reasoning included."""
+    mark = _unused(text)
+    probed = chat.render(_probe(messages, number, mark), add_generation_prompt=False, tools=tools)
+    tail = probed.partition(mark)[2]
+    if probed.count(mark) != 1 or not text.endswith(tail):
+        raise BadRow(
+            f"the chat template shows its message {number} in {probed.count(mark)} places or "
+            f"changes others with it, so the turn cannot be located; choose --loss-on last-turn "
+            f"or --loss-on everything, or mark the turns with {{% generation %}}"
+        )
+    return _agree(text, probed), len(text) - len(tail)
+
+
+def _probe(messages: Sequence[Message], number: int, mark: str) -> list[Message]:
+    """The messages, with `mark` for the content and the reasoning of one of them."""
+    kept = {k: v for k, v in messages[number].items() if k not in REASONING}
+    parts = isinstance(kept.get("content"), list)
+    kept["content"] = [{"type": "text", "text": mark}] if parts else mark
+    return [*messages[:number], kept, *messages[number + 1 :]]
+
+
+def _unused(text: str) -> str:
+    """A character for private use that does not occur."""
+    return next(c for c in map(chr, range(0xE000, 0xF900)) if c not in text)
+
+
+def _generation_prompt(
+    chat: ChatTemplate, before: Sequence[Message], tools: Sequence[Any] | None
+) -> str:
+    """What the template adds to ask for an answer, or nothing if it cannot say."""
+    try:
+        plain = chat.render(before, add_generation_prompt=False, tools=tools)
+        asking = chat.render(before, add_generation_prompt=True, tools=tools)
+    except BadRow:
+        return ""
+    return asking[len(_common(plain, asking)) :]
+
+
+def _common(one: str, other: str) -> str:
+    """What both begin with, in whole pieces."""
+    pieces = PIECES.findall(one)
+    return "".join(pieces[: _agree(pieces, PIECES.findall(other))])
+
+
+def _agree(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
