@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from batchwright.data.rows.sample import Sample, content_hash, encode_row, encode_rows
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.errors import BadRow
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -90,11 +91,11 @@ def test_any_prompt_and_response_are_told_apart(prompt: str, response: str) -> N
     ("row", "learned"),
     [
         ({"input_ids": [1], "messages": 3, "text": "t"}, None),
-        ({"messages": [{"role": "assistant", "content": "m"}], "prompt": "p"}, "m"),
-        ({"prompt": "p", "completion": "c", "text": "t"}, "c"),
-        ({"instruction": "i", "output": "o", "question": "q", "text": "t"}, "o"),
-        ({"question": "q", "answer": "a", "text": "t"}, "a"),
-        ({"text": "t", "content": "c", "input": "i"}, "t"),
+        ({"messages": [{"role": "assistant", "content": "m"}], "prompt": "m"}, "m"),
+        ({"prompt": "p", "completion": "c", "text": "p: c"}, "c"),
+        ({"instruction": "i", "output": "o", "question": "i", "text": "do i, then o"}, "o"),
+        ({"question": "q", "answer": "a", "text": "q? a."}, "a"),
+        ({"text": "t", "content": "t", "input": None}, "t"),
         ({"prompt": None, "messages": None, "text": "t"}, "t"),
     ],
 )
@@ -152,12 +153,16 @@ def test_nulls_inside_messages_count_as_absent() -> None:
     assert tokenizer.decode(sample.input_ids) == "role,content,tool_calls;"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_a_bad_row() -> None:
-    forgetful = gpt2_with_chat("{{ messages[-1]['content'] }}")
+def test_a_turn_that_cannot_be_located_is_a_bad_row_until_the_loss_is_said() -> None:
+    twice = gpt2_with_chat(
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}, {{ m.content }};{% endfor %}"
+    )
     turns = [{"role": r, "content": r} for r in ("user", "assistant", "user")]
 
-    with pytest.raises(BadRow, match="not prefix-stable"):
-        encode_row({"messages": turns}, forgetful, "0")
+    with pytest.raises(BadRow, match=r"shows its message 1 in 2 places .* choose --loss-on"):
+        encode_row({"messages": turns}, twice, "0")
+    sample = encode_row({"messages": turns}, with_loss_on(twice, "everything"), "0")
+    assert split(sample, twice) == ("", "3user, user;assistant, assistant;user, user;")
 
 
 def test_tokens_that_are_there_already_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
@@ -191,7 +196,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"text": 3}, "its text is of type int, not text"),
     ({"text": ""}, "its text is empty"),
     ({"text": "\ud800"}, "half of a surrogate pair"),
-    ({"prompt": "p"}, r"has prompt but no completion or response; saw \[prompt\]"),
+    (
+        {"prompt": "p"},
+        r"no completion or response or output or answer; saw \[prompt\]",
+    ),
     ({"prompt": "p", "completion": 3}, "its completion is of type int"),
     ({"prompt": [], "completion": "x"}, "its prompt is of type list"),
     ({"prompt": "", "completion": ""}, "both empty"),

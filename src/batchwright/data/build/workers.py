@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from batchwright.data.build.known import Known
 from batchwright.data.rows.source import Chunk, Source
 from batchwright.data.tokenizers.load import load_tokenizer
-from batchwright.data.tokenizers.tokenizer import Tokenizer
+from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer, with_loss_on
 from batchwright.errors import BatchwrightError, ConfigError, Mismatch
 
 __all__ = ["CHUNK_ROWS", "map_chunks"]
@@ -75,7 +75,7 @@ def _in_workers(
             workers,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_start_worker,
-            initargs=(tokenizer.name, tokenizer.fingerprint, folder),
+            initargs=(tokenizer.name, tokenizer.loss_on, tokenizer.fingerprint, folder),
         )
         try:
             yield from _in_order(pool, work, chunks, in_flight=workers * 4)
@@ -122,11 +122,11 @@ def _blank_main() -> Iterator[None]:
 _worker: dict[str, Any] = {}
 
 
-def _start_worker(name: str, fingerprint: str, folder: str) -> None:
+def _start_worker(name: str, loss_on: LossOn, fingerprint: str, folder: str) -> None:
     # One process a core already; threads of the tokenizers library would compete for them.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    _worker.update(name=name, fingerprint=fingerprint, folder=folder)
+    _worker.update(name=name, loss_on=loss_on, fingerprint=fingerprint, folder=folder)
 
 
 def _end_with_parent(folder: str) -> None:
@@ -141,7 +141,7 @@ def _end_with_parent(folder: str) -> None:
 def _work_in_worker(work: Work[T], chunk: Chunk) -> T:
     # Loaded here and not at the start, so that an error comes back as itself.
     if "tokenizer" not in _worker:
-        tokenizer = load_tokenizer(_worker["name"])
+        tokenizer = with_loss_on(load_tokenizer(_worker["name"]), _worker["loss_on"])
         if tokenizer.fingerprint != _worker["fingerprint"]:
             raise Mismatch(
                 f"the tokenizer {tokenizer.name} loads differently in a worker process; "

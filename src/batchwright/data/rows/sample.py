@@ -2,17 +2,23 @@
 
 The first of these that a row has decides its shape; a key whose value is null counts as absent:
 
-    input_ids (+ loss_mask)                      already tokens, used as they are
-    messages (+ tools)                           a conversation, by the chat template
-    prompt + completion | response               text, or lists of messages
-    instruction (+ input) + output | response    under Alpaca's headings
-    question + answer                            the question, a newline, the answer
+    input_ids (+ labels, loss_mask,              already tokens; the loss covers what labels and
+      completion_mask, assistant_masks)            all masks cover, attention_mask ends padding
+    messages | conversations (+ system, tools)   a conversation, by the chat template
+    chosen (+ prompt, rejected)                  the preferred answer
+    prompt + completion | response | output      text, or lists of messages
+    instruction (+ input | context) + output     under Alpaca's headings
+    question (+ context) + answer | response     the question, a newline, the answer
+    input + output                               the input, a newline, the output
     text | content | input                       plain text
 
-The loss covers the response, every assistant turn, or all of a plain text. A prompt and its
-response are tokenised separately and concatenated, so the mask is exact. The end-of-text token,
-where the tokenizer has one, follows plain texts and responses and counts for the loss;
-conversations end as their template ends them.
+`system` or `system_prompt` stands before any of them but tokens and plain text. A column of text
+that a row's shape does not read is an error, unless it only repeats what is read.
+
+The loss covers the response, every assistant turn, or all of a plain text; `loss_on` of the
+tokenizer can say otherwise. A prompt and its response are tokenised separately and concatenated,
+so the mask is exact. The end-of-text token, where the tokenizer has one, follows plain texts and
+responses and counts for the loss; conversations end as their template ends them.
 """
 
 import hashlib
@@ -27,6 +33,7 @@ from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
 from batchwright.data.rows.shapes import (
+    IGNORE,
     Chat,
     Pair,
     Ready,
@@ -42,9 +49,6 @@ __all__ = ["IGNORE", "Sample", "content_hash", "encode_row", "encode_rows", "row
 
 # Created once: `json.dumps` would create one for every row.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
-
-IGNORE = -100
-"""The label of a token that carries no loss, `ignore_index` of torch and transformers."""
 
 Name = TypeVar("Name", int, str)
 
@@ -121,6 +125,7 @@ class _Tokens:
     def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
         self._prefix = tokenizer.prefix
         self._eos = tokenizer.eos_id
+        self._everything = tokenizer.loss_on == "everything"
         texts = [shape.text for shape in shapes if isinstance(shape, Text)]
         parts = [p for s in shapes if isinstance(s, Pair) for p in (s.prompt, s.response)]
         chats = [shape.text for shape in shapes if isinstance(shape, Chat)]
@@ -145,7 +150,7 @@ class _Tokens:
         response = self._ended(next(self._parts))
         before = np.concatenate([self._prefix, prompt]).astype(np.int32)
         mask = np.zeros(len(before) + len(response), np.uint8)
-        mask[len(before) :] = 1
+        mask[0 if self._everything else len(before) :] = 1
         return np.concatenate([before, response]), mask
 
     def _ended(self, ids: Sequence[int]) -> NDArray[np.int32]:

@@ -1,6 +1,11 @@
-"""The known shapes of rows, and which one a row has."""
+"""The known shapes of rows, and which one a row has.
 
-from collections.abc import Mapping
+A shape reads the columns it knows. A column whose name says that it holds training text and that
+nobody read is an error that names it: training on half of a row is worse than not training.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +17,72 @@ from batchwright.data.rows.turns import trained_spans
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
-__all__ = ["Chat", "Pair", "Ready", "Shape", "Text", "checked_unicode", "shape_or_reason"]
+__all__ = [
+    "IGNORE",
+    "Chat",
+    "Pair",
+    "Ready",
+    "Shape",
+    "Text",
+    "checked_unicode",
+    "read_shape",
+    "shape_or_reason",
+]
+
+IGNORE = -100
+"""The label of a token that carries no loss, `ignore_index` of torch and transformers."""
+
+RESPONSES = ("completion", "response", "output", "answer")
+"""What data sets call the text that is learned, in the order in which it is looked for."""
+
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")
+"""Columns of zeros and ones beside `input_ids`; the loss covers what all of them cover."""
+
+SYSTEM = ("system", "system_prompt")
+
+TEXTS = {
+    *RESPONSES,
+    *MASKS,
+    *SYSTEM,
+    "answers",
+    "chosen",
+    "content",
+    "context",
+    "conversation",
+    "conversations",
+    "explanation",
+    "input",
+    "input_ids",
+    "instruction",
+    "labels",
+    "messages",
+    "prompt",
+    "question",
+    "rationale",
+    "reasoning",
+    "rejected",
+    "solution",
+    "text",
+    "thinking",
+    "tools",
+}
+"""Names of columns that hold what a model is trained on, in the data sets people have."""
+
+SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles as ShareGPT's files name them; any other stands for itself."""
+
+TRANSCRIPT = "\n\nAssistant:"
+"""The beginning of an answer in Anthropic's transcripts, `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,57 +119,144 @@ class Ready:
 Shape = Text | Pair | Chat | Ready
 
 
+class Columns:
+    """A row, and which of its columns were read. One that is null counts as absent."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.used: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return self.row.get(name) is not None
+
+    def take(self, name: str) -> Any:
+        self.used.append(name)
+        return self.row[name]
+
+    def text(self, name: str) -> str:
+        value = self.take(name)
+        if not isinstance(value, str):
+            raise BadRow(f"its {name} is of type {type(value).__name__}, not text")
+        return checked_unicode(value, name)
+
+    def optional(self, *names: str) -> str:
+        """The text of the first of these that there is, or nothing."""
+        return next((self.text(name) for name in names if self.has(name)), "")
+
+    def response(self, having: str, *first: str) -> str:
+        """The name of the column with the response, or why there is none."""
+        names = (*first, *(name for name in RESPONSES if name not in first))
+        for name in names:
+            if self.has(name):
+                return name
+        null = [name for name in names if name in self.row]
+        if null:
+            raise BadRow(f"its {null[0]} is null, so there is no response to train on")
+        raise BadRow(f"has {having} but no {' or '.join(names)}; saw {_keys(self.row)}")
+
+
 def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
     """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
         return row
     try:
-        return _shape(row, tokenizer)
+        return read_shape(row, tokenizer)[0]
     except BadRow as error:
         return error
 
 
-def _shape(row: Row, tokenizer: Tokenizer) -> Shape:
-    def has(key: str) -> bool:
-        return row.get(key) is not None
+def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
+    """The shape of a row, and the columns it was made from."""
+    columns = Columns(row)
+    shape = _shape(columns, tokenizer)
+    _refuse_unread(columns)
+    return shape, columns.used
 
-    if has("input_ids"):
+
+def _shape(row: Columns, tokenizer: Tokenizer) -> Shape:
+    if row.has("input_ids"):
         return _ready(row, tokenizer.vocab_size)
-    if has("messages"):
-        return _chat(row, row["messages"], 0, tokenizer)
-    if has("prompt"):
-        response = _one_of(row, "prompt", ("completion", "response"))
-        if isinstance(row["prompt"], list) and isinstance(row[response], list):
-            conversation = [*row["prompt"], *row[response]]
-            return _chat(row, conversation, len(row["prompt"]), tokenizer)
-        return _pair(_string(row, "prompt"), _string(row, response))
-    if has("instruction"):
-        response = _one_of(row, "instruction", ("output", "response"))
-        middle = f"### Input:\n{_string(row, 'input')}\n\n" if row.get("input") else ""
-        prompt = f"### Instruction:\n{_string(row, 'instruction')}\n\n{middle}### Response:\n"
-        return _pair(prompt, _string(row, response))
-    if has("question"):
-        answer = _one_of(row, "question", ("answer",))
-        return _pair(_string(row, "question") + "\n", _string(row, answer))
-    for key in ("text", "content", "input"):
-        if has(key):
-            text = _string(row, key)
+    for name in ("messages", "conversations", "conversation"):
+        if row.has(name):
+            return _chat(row, _messages(row.take(name), name), 0, tokenizer)
+    if row.has("chosen"):
+        return _chosen(row, tokenizer)
+    if row.has("prompt"):
+        response = row.response("prompt")
+        if isinstance(row.row["prompt"], list) and isinstance(row.row[response], list):
+            asked = _messages(row.take("prompt"), "prompt")
+            answered = _messages(row.take(response), response)
+            return _chat(row, [*asked, *answered], len(asked), tokenizer)
+        prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
+        return _pair(prompt, row.text(response))
+    if row.has("instruction"):
+        return _alpaca(row)
+    if row.has("question"):
+        response = row.response("question", "answer")
+        parts = (row.optional(*SYSTEM), row.optional("context"), row.text("question"))
+        return _pair(_after(*parts) + "\n", row.text(response))
+    if row.has("input") and row.has("output"):
+        prompt = _after(row.optional(*SYSTEM), row.text("input"))
+        return _pair(prompt + "\n", row.text("output"))
+    for name in ("text", "content", "input"):
+        if row.has(name):
+            text = row.text(name)
             if not text:
-                raise BadRow(f"its {key} is empty, so there are no tokens to train on")
+                raise BadRow(f"its {name} is empty, so there are no tokens to train on")
             return Text(text)
     raise BadRow(
-        f"has none of the known keys; saw {_keys(row)}; known are input_ids, messages, "
-        f"prompt + completion, instruction + output, question + answer, and text"
+        f"has none of the known keys; saw {_keys(row.row)}; known are input_ids, messages, "
+        f"conversations, chosen, prompt + completion, instruction + output, question + answer, "
+        f"input + output, and text"
     )
 
 
+def _alpaca(row: Columns) -> Pair:
+    response = row.response("instruction", "output", "response")
+    system = row.optional(*SYSTEM)
+    given = row.optional("input") or row.optional("context")
+    middle = f"### Input:\n{given}\n\n" if given else ""
+    asked = f"### Instruction:\n{row.text('instruction')}\n\n{middle}### Response:\n"
+    return _pair(_after(system, asked), row.text(response))
+
+
+def _chosen(row: Columns, tokenizer: Tokenizer) -> Shape:
+    """The preferred answer; the rejected one is read only to see where the prompt ends."""
+    chosen = row.take("chosen")
+    rejected = row.take("rejected") if row.has("rejected") else None
+    if isinstance(chosen, str):
+        if row.has("prompt"):
+            return _pair(_after(row.optional(*SYSTEM), row.text("prompt")), row.text("chosen"))
+        prompt, answer, response = row.text("chosen").rpartition(TRANSCRIPT)
+        if not answer:
+            raise BadRow(
+                "its chosen text has no prompt column and no Assistant: turn, so the prompt "
+                "cannot be told from the answer; add a prompt column"
+            )
+        return _pair(prompt + answer, response)
+    messages = _messages(chosen, "chosen")
+    if row.has("prompt") and isinstance(row.row["prompt"], list):
+        asked = _messages(row.take("prompt"), "prompt")
+        return _chat(row, [*asked, *messages], len(asked), tokenizer)
+    first = 0
+    if isinstance(rejected, list):
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), 0)
+    return _chat(row, messages, first, tokenizer)
+
+
+def _after(*parts: str) -> str:
+    """Texts that are there, with an empty line between."""
+    return "\n\n".join(part for part in parts if part)
+
+
 def _pair(prompt: str, response: str) -> Pair:
-    if not prompt and not response:
+    if not prompt.strip() and not response:
         raise BadRow("its prompt and response are both empty, so there are no tokens to train on")
     return Pair(prompt, response)
 
 
-def _ready(row: Row, vocab_size: int) -> Ready:
+def _ready(row: Columns, vocab_size: int) -> Ready:
     ids = _integers(row, "input_ids")
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -107,49 +264,156 @@ def _ready(row: Row, vocab_size: int) -> Ready:
             f"its input_ids contain {wrong}, outside the tokenizer's vocabulary of {vocab_size:,}; "
             f"name the tokenizer that made them"
         )
-    if row.get("loss_mask") is None:
-        return Ready(ids.astype(np.int32), np.ones(len(ids), np.uint8))
-    mask = _integers(row, "loss_mask")
-    if len(mask) != len(ids):
-        raise BadRow(f"its loss_mask has {len(mask)} entries for {len(ids)} input_ids")
-    if len(mask) and not 0 <= mask.min() <= mask.max() <= 1:
-        raise BadRow("its loss_mask has values other than 0 and 1")
+    mask = np.ones(len(ids), np.bool_)
+    for name in MASKS:
+        if row.has(name):
+            mask &= _mask(row, name, len(ids))
+    if row.has("labels"):
+        labels = _integers(row, "labels")
+        if len(labels) != len(ids):
+            raise BadRow(f"its labels have {len(labels)} entries for {len(ids)} input_ids")
+        learned = labels != IGNORE
+        if (labels[learned] != ids[learned]).any():
+            raise BadRow(
+                f"its labels differ from its input_ids where they are not {IGNORE}; labels are "
+                f"shifted by the model, not in the data"
+            )
+        mask &= learned
+    if row.has("attention_mask"):
+        kept = _mask(row, "attention_mask", len(ids))
+        ids, mask = ids[kept], mask[kept]
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
 
 
-def _chat(row: Row, given: Any, first: int, tokenizer: Tokenizer) -> Chat:
+def _mask(row: Columns, name: str, length: int) -> NDArray[np.bool_]:
+    mask = _integers(row, name)
+    if len(mask) != length:
+        raise BadRow(f"its {name} has {len(mask)} entries for {length} input_ids")
+    if len(mask) and not 0 <= mask.min() <= mask.max() <= 1:
+        raise BadRow(f"its {name} has values other than 0 and 1")
+    return mask.astype(np.bool_)
+
+
+def _chat(
+    row: Columns, messages: Sequence[dict[str, Any]], first: int, tokenizer: Tokenizer
+) -> Chat:
     """A rendered conversation, and the assistant turns from message `first` on."""
-    text, spans = trained_spans(tokenizer.chat, _messages(given), row.get("tools"), first)
-    return Chat(checked_unicode(text, "conversation"), tuple(spans))
+    tools = _tools(row.take("tools")) if row.has("tools") else None
+    system = row.optional(*SYSTEM)
+    if system and messages[0]["role"] != "system":
+        messages, first = [{"role": "system", "content": system}, *messages], first and first + 1
+    elif system and messages[0]["content"] != system:
+        raise BadRow("has a system column and another system message; leave one of them out")
+    refused: BadRow | None = None
+    for form in (_as_given, _null_is_empty, _text_in_parts):
+        said = [form(message) for message in messages]
+        if refused is not None and said == messages:
+            continue
+        try:
+            text, spans = trained_spans(tokenizer.chat, said, tools, first, tokenizer.loss_on)
+            _refuse_lost(text, messages)
+        except BadRow as error:
+            refused = refused or error
+        else:
+            return Chat(checked_unicode(text, "conversation"), tuple(spans))
+    assert refused is not None
+    raise refused
 
 
-def _messages(given: Any) -> list[dict[str, Any]]:
+def _as_given(message: dict[str, Any]) -> dict[str, Any]:
+    return message
+
+
+def _null_is_empty(message: dict[str, Any]) -> dict[str, Any]:
+    """Calls without a text have the content null; some templates can only add to a text."""
+    return message | {"content": message.get("content") or ""}
+
+
+def _text_in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates of models that see images show parts, and leave out a plain text."""
+    content = message.get("content") or ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return message | {"content": parts}
+
+
+def _refuse_lost(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """An error for an assistant message whose words are not in the rendered conversation."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] == "assistant" and isinstance(content, str):
+            words = content.rpartition("</think>")[2].strip()
+            if words not in text:
+                raise BadRow(
+                    f"the chat template leaves out or rewrites the content of its message "
+                    f"{number}; use the template that the model was made for"
+                )
+
+
+def _messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
-        raise BadRow("its messages are not a list with at least one message")
+        raise BadRow(f"its {name} are not a list with at least one message")
     messages = []
     for number, message in enumerate(given):
+        if isinstance(message, Mapping) and "from" in message and "value" in message:
+            role = str(message["from"])
+            message = {"role": SHAREGPT.get(role, role), "content": message["value"]} | {
+                k: v for k, v in message.items() if k not in ("from", "value")
+            }
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"its message {number} is not an object with a role")
         if "content" not in message and "tool_calls" not in message:
             raise BadRow(f"its message {number} has no content")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRow(f"its message {number} has a content that is null and no tool_calls")
         # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
         messages.append(kept)
     return messages
 
 
-def _one_of(row: Row, having: str, keys: tuple[str, ...]) -> str:
-    for key in keys:
-        if row.get(key) is not None:
-            return key
-    raise BadRow(f"has {having} but no {' or '.join(keys)}; saw {_keys(row)}")
+def _tools(given: Any) -> Any:
+    """The schemas of tools, which tables keep as a JSON string."""
+    if not isinstance(given, str):
+        return given or None
+    try:
+        return json.loads(given) if given.strip() else None
+    except ValueError:
+        raise BadRow("its tools are a string that is not JSON; give a list of schemas") from None
 
 
-def _string(row: Row, key: str) -> str:
-    value = row[key]
-    if not isinstance(value, str):
-        raise BadRow(f"its {key} is of type {type(value).__name__}, not text")
-    return checked_unicode(value, key)
+def _refuse_unread(columns: Columns) -> None:
+    """An error for a column of text that nobody read, unless what it says was read elsewhere."""
+    row = columns.row
+    if "input_ids" in columns.used:
+        return
+    unread = [
+        name
+        for name in row
+        if name in TEXTS and name not in columns.used and row[name] not in (None, "", [], {})
+    ]
+    if not unread:
+        return
+    read = [part for name in columns.used for part in _strings(row[name]) if part.strip()]
+    for name in unread:
+        own = [part for part in _strings(row[name]) if part.strip()]
+        said = all(any(part.strip() in text for text in read) for part in own)
+        whole = any(all(text.strip() in part for text in read) for part in own)
+        if not own or not (said or whole):
+            raise BadRow(
+                f"has {name}, which is not used beside {' + '.join(dict.fromkeys(columns.used))}; "
+                f"leave it out with --ignore-column {name}, or rename the columns"
+            )
+
+
+def _strings(value: Any) -> list[str]:
+    """All texts in a value, however deep."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [part for inner in value.values() for part in _strings(inner)]
+    if isinstance(value, Sequence):
+        return [part for inner in value for part in _strings(inner)]
+    return []
 
 
 def checked_unicode(text: str, key: str) -> str:
@@ -163,15 +427,15 @@ def checked_unicode(text: str, key: str) -> str:
     return text
 
 
-def _integers(row: Row, key: str) -> NDArray[np.int64]:
+def _integers(row: Columns, name: str) -> NDArray[np.int64]:
     try:
-        array = np.asarray(row[key])
+        array = np.asarray(row.take(name))
     except ValueError:
         array = np.empty(0, object)
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iub":
-        raise BadRow(f"its {key} are not a list of integers")
+        raise BadRow(f"its {name} are not a list of integers")
     return array.astype(np.int64)
 
 

@@ -9,15 +9,13 @@ stays the same before and after it bounds the turn.
 
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message, Spans
+from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
 
-__all__ = ["LossOn", "trained_spans"]
-
-LossOn = Literal["all-turns", "last-turn", "everything"]
-"""What of a conversation the loss covers: every assistant turn, the last one, or all of it."""
+__all__ = ["trained_spans"]
 
 PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|.", re.DOTALL)
 """Special tokens as templates write them are not cut in two where two texts part."""
@@ -86,7 +84,11 @@ def _found(
 ) -> tuple[int, int]:
     """From after the generation prompt of a turn to the end of what always follows its content."""
     start, end = _content(chat, text, messages, tools, turn)
-    earliest = _content(chat, text, messages, tools, turn - 1)[1] if turn else 0
+    try:
+        earliest = _content(chat, text, messages, tools, turn - 1)[1] if turn else 0
+    except BadRow:
+        # The template does not show that message, so its words cannot be taken for a header.
+        earliest = 0
     prompt = _generation_prompt(chat, messages[:turn], tools)
     header = text.rfind(prompt, earliest, start) if prompt else -1
     if header >= 0:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.tokenizers.chat import ChatTemplate
-from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION
+from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION, LossOn
 from batchwright.errors import NoTokenizer, one_line
 from batchwright.fingerprint import digest
 
@@ -24,6 +24,8 @@ VOCABULARIES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library with the settings of its folder."""
+
+    loss_on: LossOn = "all-turns"
 
     def __init__(
         self,

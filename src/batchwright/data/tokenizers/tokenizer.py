@@ -1,8 +1,9 @@
 """The interface of a tokenizer, and the built-in one over bytes."""
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,10 +11,16 @@ from numpy.typing import NDArray
 from batchwright.data.tokenizers.chat import PLAIN_TEMPLATE, ChatTemplate
 from batchwright.fingerprint import digest
 
-__all__ = ["ENCODING_VERSION", "ByteTokenizer", "Tokenizer"]
+__all__ = ["ENCODING_VERSION", "ByteTokenizer", "LossOn", "Tokenizer", "with_loss_on"]
 
-ENCODING_VERSION = 1
+ENCODING_VERSION = 2
 """Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
+
+
+LossOn = Literal["all-turns", "last-turn", "everything"]
+"""What the loss covers: every assistant turn and response, only the last turn, or all tokens."""
+
+T = TypeVar("T", bound="Tokenizer")
 
 
 class Tokenizer(Protocol):
@@ -35,6 +42,8 @@ class Tokenizer(Protocol):
     def eos_id(self) -> int | None: ...
     @property
     def prefix(self) -> tuple[int, ...]: ...
+    @property
+    def loss_on(self) -> LossOn: ...
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Sequence[int]]:
         """The token ids of each text, with the tokenizer's own special tokens or without."""
@@ -72,6 +81,7 @@ class ByteTokenizer:
     pad_id = 256
     eos_id = 257
     prefix = ()
+    loss_on: LossOn = "all-turns"
     fingerprint = digest("tokenizer", ENCODING_VERSION, "bytes", PLAIN_TEMPLATE)[:16]
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
@@ -92,3 +102,17 @@ class ByteTokenizer:
     @cached_property
     def chat(self) -> ChatTemplate:
         return ChatTemplate(PLAIN_TEMPLATE)
+
+
+def with_loss_on(tokenizer: T, loss_on: LossOn) -> T:
+    """The tokenizer for rows whose loss covers this; another fingerprint, as masks differ.
+
+    >>> with_loss_on(ByteTokenizer(), "everything").loss_on
+    'everything'
+    """
+    if loss_on == tokenizer.loss_on:
+        return tokenizer
+    other: Any = copy.copy(tokenizer)
+    other.loss_on = loss_on
+    other.fingerprint = digest("loss on", loss_on, tokenizer.fingerprint)[:16]
+    return cast(T, other)

@@ -1,0 +1,229 @@
+"""Every chat template that TRL ships: the ids and the mask of transformers, or a named difference.
+
+TRL trains on assistant turns by exchanging a model's template for a variant with marks. Where the
+variant renders the same text, the mask of the plain template is compared with the variant's.
+"""
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchwright.data.rows.sample import encode_row
+from batchwright.data.rows.turns import trained_spans
+from batchwright.data.tokenizers import FileTokenizer, load_tokenizer
+from batchwright.data.tokenizers.chat import ChatTemplate
+from batchwright.errors import BadRow
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'batchwright[dev]'")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+PLAIN = [name for name in NAMES if not name.endswith("_training")]
+TOKENS = {
+    "bos_token": "<|begin|>",
+    "eos_token": "<|endoftext|>",
+    "pad_token": "<|pad|>",
+    "unk_token": "<|unk|>",
+}
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def said(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [user("Why so?"), said("Because.")],
+    "two turns": [user("Hello"), said("Good day"), user("What is 2+2?"), said("four, I think")],
+    "system": [
+        {"role": "system", "content": "Be kind"},
+        *(user("Hello"), said("Good day"), user("What is 2+2?"), said("four, I think")),
+    ],
+    "reasoning": [
+        *(user("Hello"), said("Good day", reasoning_content="they greet")),
+        *(user("What is 2+2?"), said("four, I think", reasoning_content="add them")),
+    ],
+    "reasoning inside": [
+        *(user("Hello"), said("<think>\nthey greet\n</think>\n\nGood day")),
+        *(user("What is 2+2?"), said("<think>\nadd them\n</think>\n\nfour, I think")),
+    ],
+    "tools": [
+        *(user("1 and 2?"), said("", tool_calls=[CALL])),
+        *({"role": "tool", "content": "3", "name": "add"}, said("it makes three")),
+    ],
+    "the same words": [user("yes"), said("yes"), user("yes"), said("yes"), user("no"), said("yes")],
+}
+
+NO_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "idefics3", "smolvlm")
+REFUSED = {
+    *((name, "system") for name in ("gemma", "gemma_training")),
+    *((f"{name}{kind}", "tools") for name in NO_TOOLS for kind in ("", "_training")),
+    ("deepseekv3", "tools"),
+}
+"""What the templates themselves refuse: these know no such turns."""
+
+PREFILLED = "the generation prompt prefills <think>, which TRL trains"
+DIFFERENT = {
+    "deepseek_r1_distill": "TRL trains the turn's header too",
+    "deepseekv3": "TRL trains the turn's header too",
+    "gptoss": "TRL trains the header, and <|end|> where a last turn has <|return|>",
+    "muse_glimmer": "TRL trains the turn's header too",
+    "nemotron_3_5_lightning": PREFILLED,
+    "nemotron_3_nano": PREFILLED,
+    "nemotron_3_super": PREFILLED,
+    "nemotron_3_ultra": PREFILLED,
+    "qwen2_5": "TRL trains the newline after the role",
+    "qwen3_5_nothink": PREFILLED,
+    "qwen3_5_think": PREFILLED,
+    "qwen3_6": PREFILLED,
+    "qwen3_8": PREFILLED,
+}
+"""Templates of which TRL trains more than the model would generate, and what."""
+
+EMPTY_MARK = ("diffusion_gemma", "tools")
+"""Its variant has an empty mark inside a token, which transformers then counts; and its plain form
+shows the beginning of a tool's response as the end of the call."""
+
+
+PARTS = ("idefics3", "smolvlm")
+"""Templates that show content in parts, and leave out a plain text."""
+
+
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": [{"type": "text", "text": message["content"]}]}
+
+
+@cache
+def source(name: str) -> str:
+    return (FOLDER / f"{name}.jinja").read_text()
+
+
+@cache
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(source(name), TOKENS)
+
+
+def rendered(name: str, chat: list[dict[str, Any]], **options: Any) -> Any:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, marks = render_jinja_template([chat], chat_template=source(name), **options, **TOKENS)
+    return texts[0], marks[0] if marks else []
+
+
+def covered(spans: list[tuple[int, int]]) -> set[int]:
+    return {at for start, end in spans for at in range(start, end)}
+
+
+def cases(names: list[str]) -> Any:
+    pairs = [(name, chat) for name in names for chat in CHATS if "llava" not in name]
+    return pytest.mark.parametrize(("name", "chat"), pairs)
+
+
+@cases(NAMES)
+def test_a_chat_renders_as_in_transformers_or_is_refused_as_there(name: str, chat: str) -> None:
+    messages = CHATS[chat]
+    ours = template(name)
+    try:
+        text, marks = rendered(name, messages, return_assistant_tokens_mask=ours.marked)
+    except Exception:
+        with pytest.raises(BadRow, match="the chat template refuses its messages"):
+            ours.render_spans(messages)
+        assert (name, chat) in REFUSED
+        return
+    assert ours.render_spans(messages) == (text, marks)
+
+
+@cases(PLAIN)
+def test_every_turn_is_found_in_a_template_without_marks(name: str, chat: str) -> None:
+    messages = CHATS[chat]
+    given = [in_parts(message) for message in messages] if name in PARTS else messages
+    try:
+        text, _ = template(name).render_spans(given)
+    except BadRow:
+        return
+    found, spans = trained_spans(template(name), given, None)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    learned = [text[start:end] for start, end in spans]
+
+    assert found == text
+    assert len(learned) == len(answers)
+    for answer, turn in zip(answers, learned, strict=True):
+        assert answer.rpartition("</think>")[2].strip() in turn
+    if chat != "the same words":
+        for message in messages:
+            if message["role"] not in ("assistant", "tool"):
+                assert not any(message["content"] in turn for turn in learned)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+@cases([name for name in PLAIN if f"{name}_training" in NAMES])
+def test_the_mask_is_that_of_the_variant_that_trl_trains_with(name: str, chat: str) -> None:
+    messages = CHATS[chat]
+    if (name, chat) == EMPTY_MARK:
+        return
+    try:
+        text, spans = trained_spans(template(name), messages, None)
+        other, marks = trained_spans(template(f"{name}_training"), messages, None)
+    except BadRow:
+        return
+    if text != other:
+        # TRL's variants of these keep reasoning in earlier turns, or end turns differently.
+        return
+    ours, theirs = covered(spans), covered(marks)
+    if name in DIFFERENT:
+        assert ours <= theirs
+    else:
+        assert ours == theirs
+
+
+@cache
+def tokenizers() -> tuple[Any, Any]:
+    """GPT-2's vocabulary with the special tokens of these tests, ours and transformers'."""
+    inner = load_tokenizer("gpt2")._inner  # type: ignore[attr-defined]
+    inner.add_special_tokens(list(TOKENS.values()))
+    return inner, transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **TOKENS)
+
+
+@cases([name for name in NAMES if name.endswith("_training")])
+def test_ids_and_mask_are_those_of_apply_chat_template(name: str, chat: str) -> None:
+    inner, theirs = tokenizers()
+    ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=source(name))
+    messages = CHATS[chat]
+    if (name, chat) in REFUSED or (name.removesuffix("_training"), chat) == EMPTY_MARK:
+        return
+    given = [in_parts(m) for m in messages] if name.removesuffix("_training") in PARTS else messages
+    expected = theirs.apply_chat_template(
+        given, chat_template=source(name), return_dict=True, return_assistant_tokens_mask=True
+    )
+    sample = encode_row({"messages": messages}, ours, "0")
+
+    assert sample.input_ids.tolist() == list(expected["input_ids"])
+    assert sample.loss_mask.tolist() == list(expected["assistant_masks"])
+
+
+@pytest.mark.parametrize("name", [*PARTS, "llava_next", "gptoss", "phi3", "qwen3", "llama3"])
+def test_a_row_never_loses_its_answers_to_the_template(name: str) -> None:
+    inner, _ = tokenizers()
+    ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=source(name))
+    sample = encode_row({"messages": CHATS["two turns"]}, ours, "0")
+    learned = ours.decode(sample.input_ids[sample.loss_mask == 1])
+
+    assert "Good day" in learned
+    assert "four, I think" in learned
+    assert "What is 2+2?" not in learned
+
+
+def test_a_template_that_drops_an_answer_is_refused() -> None:
+    inner, _ = tokenizers()
+    forgetful = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=forgetful)
+    with pytest.raises(BadRow, match="leaves out or rewrites the content of its message 1"):
+        encode_row({"messages": CHATS["two turns"]}, ours, "0")

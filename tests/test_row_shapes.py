@@ -1,0 +1,242 @@
+"""Rows as the data sets that people train on have them: what is read, and what is learned."""
+
+import json
+from typing import Any
+
+import pytest
+
+from batchwright.data.rows.sample import Sample, encode_row
+from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
+from batchwright.data.tokenizers.tokenizer import LossOn, with_loss_on
+from batchwright.errors import BadRow
+
+BYTES = load_tokenizer("bytes")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def split(sample: Sample, tokenizer: Tokenizer = BYTES) -> tuple[str, str]:
+    """The text that is only read, and the text that is learned."""
+    mask = sample.loss_mask == 1
+    return tokenizer.decode(sample.input_ids[~mask]), tokenizer.decode(sample.input_ids[mask])
+
+
+def encoded(row: dict[str, Any], loss_on: LossOn = "all-turns") -> tuple[str, str]:
+    return split(encode_row(row, with_loss_on(BYTES, loss_on), "0"))
+
+
+# As the cards of these data sets show their rows; the texts are our own.
+FIELD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "alpaca": (
+        {
+            "instruction": "Add.",
+            "input": "1 2",
+            "output": "3",
+            "text": "Below is a task.\n### Instruction:\nAdd.\n### Input:\n1 2\n### Response:\n3",
+        },
+        "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n",
+        "3",
+    ),
+    "dolly": (
+        {"instruction": "Who?", "context": "Ann sang.", "response": "Ann", "category": "qa"},
+        "### Instruction:\nWho?\n\n### Input:\nAnn sang.\n\n### Response:\n",
+        "Ann",
+    ),
+    "openorca": (
+        {"id": "flan.1", "system_prompt": "Be brief.", "question": "1+1?", "response": "2"},
+        "Be brief.\n\n1+1?\n",
+        "2",
+    ),
+    "question with context": (
+        {"context": "Ann sang.", "question": "Who?", "answer": "Ann"},
+        "Ann sang.\n\nWho?\n",
+        "Ann",
+    ),
+    "input and output": ({"input": "1+1", "output": "2"}, "1+1\n", "2"),
+    "prompt and output": ({"prompt": "1+1=", "output": "2"}, "1+1=", "2"),
+    "system column": (
+        {"system": "Be brief.", "prompt": "1+1=", "completion": "2"},
+        "Be brief.\n\n1+1=",
+        "2",
+    ),
+    "sharegpt": (
+        {
+            "conversations": [
+                {"from": "system", "value": "Be brief."},
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Hello"},
+            ]
+        },
+        "<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "ultrachat": (
+        {
+            "prompt": "Hi",
+            "prompt_id": "ab12",
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+        },
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "messages and a system column": (
+        {
+            "system": "Be brief.",
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+        },
+        "<|system|>\nBe brief.\n<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "ultrafeedback": (
+        {
+            "prompt": "Hi",
+            "chosen": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Go away"},
+            ],
+            "score_chosen": 8.0,
+        },
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "preference of texts": (
+        {"prompt": "Hi", "chosen": " Hello", "rejected": " No"},
+        "Hi",
+        " Hello",
+    ),
+    "anthropic": (
+        {
+            "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 1+1?\n\nAssistant: 2",
+            "rejected": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 1+1?\n\nAssistant: 3",
+        },
+        "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 1+1?\n\nAssistant:",
+        " 2",
+    ),
+    "weight 0": (
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Bad", "weight": 0},
+                {"role": "user", "content": "Hm"},
+                {"role": "assistant", "content": "Good", "weight": 1},
+            ]
+        },
+        "<|user|>\nHi\n<|assistant|>\nBad\n<|user|>\nHm\n<|assistant|>\n",
+        "Good\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_rows_of_known_data_sets_are_read_as_their_users_mean_them(name: str) -> None:
+    row, read, learned = FIELD[name]
+    assert encoded(row) == (read, learned)
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_the_loss_can_cover_everything(name: str) -> None:
+    row, read, learned = FIELD[name]
+    only_read, all_of_it = encoded(row, "everything")
+    assert only_read == ""
+    assert sorted(all_of_it) == sorted(read + learned)
+
+
+def test_the_loss_can_cover_the_last_turn_alone() -> None:
+    turns = [{"role": r, "content": r + str(n)} for n in range(3) for r in ("user", "assistant")]
+    assert encoded({"messages": turns}, "last-turn")[1] == "assistant2\n"
+    assert encoded({"messages": turns})[1] == "assistant0\nassistant1\nassistant2\n"
+
+
+@pytest.mark.parametrize(
+    ("masks", "learned"),
+    [
+        ({"labels": [-100, -100, 7, 8]}, [0, 0, 1, 1]),
+        ({"completion_mask": [0, 1, 1, 1]}, [0, 1, 1, 1]),
+        ({"assistant_masks": [0, 0, 0, 1]}, [0, 0, 0, 1]),
+        ({"completion_mask": [0, 1, 1, 1], "assistant_masks": [1, 1, 0, 1]}, [0, 1, 0, 1]),
+        ({"labels": [-100, 6, 7, 8], "loss_mask": [1, 1, 1, 0]}, [0, 1, 1, 0]),
+        ({"labels": [5, 6, 7, -100], "attention_mask": [1, 1, 1, 0]}, [1, 1, 1]),
+    ],
+)
+def test_labels_and_masks_beside_tokens_are_honoured(
+    masks: dict[str, Any], learned: list[int]
+) -> None:
+    sample = encode_row({"input_ids": [5, 6, 7, 8], **masks}, BYTES, "0")
+    assert sample.loss_mask.tolist() == learned
+    assert sample.input_ids.tolist() == [5, 6, 7, 8][: len(learned)]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels differ from its input_ids"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels have 1 entries for 2"),
+        ({"text": "t", "labels": [1]}, "has labels, which is not used beside text"),
+        ({"prompt": "p", "completion": "c", "explanation": "e"}, "--ignore-column explanation"),
+        ({"text": "t", "rejected": "r"}, "has rejected"),
+        ({"question": "q", "answer": None}, "its answer is null"),
+        ({"prompt": "p", "completion": None}, "its completion is null"),
+        ({"chosen": "no transcript", "rejected": "x"}, "add a prompt column"),
+        ({"conversations": [{"from": "gpt"}]}, "message 0 is not an object with a role"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "null and no tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}, "not JSON"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+            "no assistant message to train on",
+        ),
+        (
+            {
+                "system": "Be brief.",
+                "messages": [
+                    {"role": "system", "content": "Be kind."},
+                    {"role": "assistant", "content": "a"},
+                ],
+            },
+            "has a system column and another system message",
+        ),
+    ],
+)
+def test_what_could_be_trained_wrong_is_refused_by_name(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow, match=words):
+        encode_row(row, BYTES, "0")
+
+
+def test_what_only_repeats_is_no_unused_column() -> None:
+    row = {"prompt": "Hi", "completion": "Hello", "text": "Hi Hello", "instruction": "Hi"}
+    assert encoded(row) == ("Hi", "Hello")
+
+
+def test_columns_that_hold_no_training_text_are_left_alone() -> None:
+    row = {"text": "t", "url": "http://a/b", "label": 1, "score": 0.5, "category": "qa", "n": [1]}
+    assert encoded(row) == ("", "t")
+
+
+def test_tools_as_a_json_string_are_tools() -> None:
+    template = (
+        "{{ tools | length if tools else 'none' }}:{% for m in messages %}{{ m.role[0] }}"
+        "{{ m.content or m.tool_calls[0].function.name }};{% endfor %}"
+    )
+    gpt2 = load_tokenizer("gpt2")
+    tokenizer = FileTokenizer(gpt2._inner, "gpt2", "test", template=template)  # type: ignore[attr-defined]
+    messages = [
+        {"role": "user", "content": "1+?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "it is 3"},
+    ]
+    one = encode_row({"messages": messages, "tools": [CALL]}, tokenizer, "0")
+    two = encode_row({"messages": messages, "tools": json.dumps([CALL])}, tokenizer, "0")
+    none = encode_row({"messages": messages, "tools": ""}, tokenizer, "0")
+
+    assert one.input_ids.tolist() == two.input_ids.tolist()
+    assert tokenizer.decode(none.input_ids).startswith("none:")
+    assert split(one, tokenizer)[1] == "aadd;ait is 3;"
