@@ -1,6 +1,8 @@
 """Rows as the data sets that people train on have them: what is read, and what is learned."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,3 +242,60 @@ def test_tools_as_a_json_string_are_tools() -> None:
     assert one.input_ids.tolist() == two.input_ids.tolist()
     assert tokenizer.decode(none.input_ids).startswith("none:")
     assert split(one, tokenizer)[1] == "aadd;ait is 3;"
+
+
+ROWS = [
+    {"id": "a", "prompt": "2+2=", "completion": " 4", "url": "http://x"},
+    {"prompt": "2+2=", "completion": " 4", "explanation": "because"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def test_rows_show_prints_what_is_read_and_learned_and_which_columns_are_used(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    said = call("data rows show rows.jsonl -t bytes", folder)
+    assert said.code == 0
+    assert said.out.splitlines()[:3] == [
+        "rows.jsonl:1: prompt + completion, 7 tokens, 3 with loss; not used: id, url",
+        "  read    '2+2='",
+        "  learned ' 4<eos>'",
+    ]
+    assert "rows.jsonl:2: cannot be trained: has explanation" in said.out
+    shown = call("data rows show rows.jsonl -t bytes --format json", folder).data["shown"]
+    assert shown[0]["pieces"][1] == {"learned": True, "text": " 4<eos>"}
+    assert set(shown[1]) == {"row", "error"}
+
+
+def test_a_column_can_be_left_out_of_lengths_plans_and_batches_alike(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    data = "-d rows.jsonl -t bytes"
+    refused = call(f"data lengths build {data} -o l.jsonl", folder)
+    assert (refused.code, refused.err.count("\n")) == (1, 1)
+    assert "rows.jsonl:2: has explanation" in refused.err
+
+    flag = "--ignore-column explanation"
+    assert call(f"data lengths build {data} {flag} -o l.jsonl --quiet", folder).code == 0
+    assert call("data batchplan build -l l.jsonl -o plan", folder).code == 0
+    done = call(f"data batch generate -p plan {data} {flag} -o out --quiet", folder)
+    assert done.code == 0, done.err
+    other = call(f"data batch generate -p plan {data} -o out2", folder)
+    assert "built for data" in other.err
+
+
+def test_lengths_of_another_loss_are_another_cache(folder: Path, call: Callable[..., Any]) -> None:
+    line = "data lengths build -d rows.jsonl -t bytes --ignore-column explanation --format json"
+    hashes = {
+        loss: call(f"{line} --loss-on {loss} -o {loss}.jsonl", folder).data["tokenizer_hash"]
+        for loss in ("all-turns", "last-turn", "everything")
+    }
+    assert len(set(hashes.values())) == 3
+    # And by several processes, which load the tokenizer anew.
+    again = call(f"{line} --loss-on everything -o w.jsonl --workers 2", folder).data
+    assert again["tokenizer_hash"] == hashes["everything"]

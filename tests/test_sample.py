@@ -155,7 +155,8 @@ def test_nulls_inside_messages_count_as_absent() -> None:
 
 def test_a_turn_that_cannot_be_located_is_a_bad_row_until_the_loss_is_said() -> None:
     twice = gpt2_with_chat(
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}, {{ m.content }};{% endfor %}"
+        "{{ messages | length }}{% for m in messages %}"
+        "{{ m.content }}, {{ m.content }};{% endfor %}"
     )
     turns = [{"role": r, "content": r} for r in ("user", "assistant", "user")]
 

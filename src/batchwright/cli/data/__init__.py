@@ -5,6 +5,7 @@ from cyclopts import App
 __all__ = ["data"]
 
 GROUPS = {
+    "rows": "Look at rows as they will be trained: columns, text, loss.",
     "lengths": "Measure the length in tokens of each sample.",
     "batchplan": "Batch plans: the order of every microbatch of every epoch.",
     "batching": "Length histograms, bucket edges and recommendations.",

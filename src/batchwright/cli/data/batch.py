@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.data.lengths import Dataset, TokenizerName
+from batchwright.cli.data.lengths import Dataset, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import OutFolder, PlanPath
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
@@ -20,6 +20,8 @@ def generate(
     dataset: Dataset,
     tokenizer: TokenizerName,
     output: OutFolder,
+    loss_on: LossOnFlag = "all-turns",
+    ignore_column: IgnoreColumn = None,
     per_file: Annotated[int, Parameter(help="Batches in one NPZ file.")] = 64,
     dry_run: Annotated[bool, Parameter(negative="", help="Write nothing.")] = False,
     quiet: Quiet = False,
@@ -30,11 +32,12 @@ def generate(
     from batchwright.data.reader import rows_hash, sample_reader
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
+    from batchwright.data.tokenizers.tokenizer import with_loss_on
     from batchwright.errors import Mismatch
     from batchwright.report.text import bytes_
 
     opened = BatchPlan.load(plan, check=True)
-    loaded = load_tokenizer(tokenizer)
+    loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if opened.tokenizer_hash not in ("unknown", loaded.fingerprint):
         raise Mismatch(
             f"the plan was built for tokenizer {opened.tokenizer_hash}, {loaded.name} is "
@@ -42,7 +45,8 @@ def generate(
         )
     names = [name for name, _, _ in opened.sources]
     # Without names the data sets are concatenated, as they were measured.
-    sources = [open_source(spec) for spec in dataset] if names else [open_source(dataset)]
+    parts = dataset if names else [dataset]
+    sources = [open_source(part, ignore_column or ()) for part in parts]
     if opened.dataset_hash != "unknown":
         seen = rows_hash(sources, opened.ids, names)
         if seen != opened.dataset_hash:

@@ -35,6 +35,19 @@ OnBadRow = Annotated[
         help="fail: stop at the first bad row; skip: leave bad rows out and count them.",
     ),
 ]
+LossOnFlag = Annotated[
+    Literal["all-turns", "last-turn", "everything"],
+    Parameter(
+        name="--loss-on",
+        help="Loss on every assistant turn and response, only on the last turn, or on all tokens.",
+    ),
+]
+IgnoreColumn = Annotated[
+    list[str] | None,
+    Parameter(
+        name="--ignore-column", negative="", help="Leave this column of text out; repeatable."
+    ),
+]
 
 
 @lengths.command
@@ -50,6 +63,8 @@ def build(
         ),
     ],
     on_bad_row: OnBadRow = "fail",
+    loss_on: LossOnFlag = "all-turns",
+    ignore_column: IgnoreColumn = None,
     workers: Annotated[
         int | None, Parameter(help="Worker processes; default: all cores where it is worth it.")
     ] = None,
@@ -63,10 +78,11 @@ def build(
     from batchwright.data.lengths import build_lengths
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
+    from batchwright.data.tokenizers.tokenizer import with_loss_on
     from batchwright.report.text import seconds
 
-    source = open_source(dataset[0] if len(dataset) == 1 else dataset)
-    loaded = load_tokenizer(tokenizer)
+    source = open_source(dataset[0] if len(dataset) == 1 else dataset, ignore_column or ())
+    loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if dry_run:
         result = {"rows": len(source), "tokenizer": loaded.name, "output": str(output)}
         text = f"{len(source):,} rows would be measured with {loaded.name} into {output}"

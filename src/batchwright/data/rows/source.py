@@ -70,13 +70,16 @@ class Skipped:
             self.reasons.append(reason)
 
 
-def open_source(spec: Any) -> Source:
+def open_source(spec: Any, ignore_columns: Sequence[str] = ()) -> Source:
     """Open a file, a folder, several files as one, or a Hugging Face dataset.
 
     `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
     or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
     a folder); or a `datasets.Dataset`. Only the offsets of the rows are held in memory.
+    `ignore_columns` are left out of every row, as if the data did not have them.
     """
+    if ignore_columns:
+        return _NarrowSource(open_source(spec), frozenset(ignore_columns))
     if isinstance(spec, str) and spec.startswith("hf:"):
         return hugging_face(spec.removeprefix("hf:"))
     if isinstance(spec, str | Path):
@@ -131,6 +134,41 @@ def _open_path(path: Path) -> Source:
     if head.startswith(b"PAR1"):
         return parquet(path)
     return JsonlSource(path, next((MAGIC[m] for m in MAGIC if head.startswith(m)), None))
+
+
+class _NarrowSource:
+    """A source without some of its columns."""
+
+    def __init__(self, whole: Source, ignored: frozenset[str]) -> None:
+        self._whole, self._ignored = whole, ignored
+        self.name, self.where = whole.name, whole.where
+
+    @property
+    def fingerprint(self) -> str:
+        return digest("narrow", self._whole.fingerprint, sorted(self._ignored))[:16]
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def __getitem__(self, item: int) -> Row:
+        return _without(self._whole[item], self._ignored)
+
+    def chunk(self, start: int, stop: int) -> Chunk:
+        return _NarrowChunk(self._whole.chunk(start, stop), self._ignored)
+
+
+@dataclass(frozen=True, slots=True)
+class _NarrowChunk:
+    whole: Chunk
+    ignored: frozenset[str]
+
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
+        for item, row in self.whole.rows():
+            yield item, row if isinstance(row, BadRow) else _without(row, self.ignored)
+
+
+def _without(row: Row, ignored: frozenset[str]) -> Row:
+    return {name: value for name, value in row.items() if name not in ignored}
 
 
 class _JoinedSource:

@@ -64,8 +64,8 @@ class FileTokenizer:
         encodings = self._inner.encode_batch(list(texts), add_special_tokens=False)
         return [(e.ids, np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return str(self._inner.decode([int(id) for id in ids], skip_special_tokens=not special))
 
     @property
     def chat(self) -> ChatTemplate:

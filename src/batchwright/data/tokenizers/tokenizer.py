@@ -55,8 +55,8 @@ class Tokenizer(Protocol):
         """For each text its ids, no special tokens added, and [ids, 2] character offsets."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens left out."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of these ids, with their special tokens or without."""
         ...
 
     @property
@@ -96,8 +96,9 @@ class ByteTokenizer:
             encoded.append((raw, np.stack([starts, starts + 1], axis=1)))
         return encoded
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return bytes(int(id) for id in ids if id < 256).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        text = bytes(int(id) for id in ids if id < 256).decode("utf-8", "replace")
+        return text + "<eos>" * (special and len(ids) > 0 and ids[-1] == self.eos_id)
 
     @cached_property
     def chat(self) -> ChatTemplate:

@@ -1,0 +1,97 @@
+"""`batchwright data rows`: look at what will be trained, before it is."""
+
+import sys
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from batchwright.cli.data.lengths import IgnoreColumn, LossOnFlag, TokenizerName
+from batchwright.cli.flags import at_least
+from batchwright.cli.output import Format
+from batchwright.cli.output import show as print_result
+
+if TYPE_CHECKING:
+    from batchwright.data.rows import Row
+    from batchwright.data.rows.source import Source
+    from batchwright.data.tokenizers import Tokenizer
+
+__all__ = ["rows"]
+
+rows = App(name="rows")
+
+GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+@rows.command
+def show(
+    dataset: Annotated[str, Parameter(help="Data as for `data lengths build`.")],
+    *,
+    tokenizer: TokenizerName,
+    rows: Annotated[int, Parameter(name=["--rows", "-n"], help="Number of rows.")] = 3,
+    first: Annotated[int, Parameter(help="Number of the first row, counted from 1.")] = 1,
+    loss_on: LossOnFlag = "all-turns",
+    ignore_column: IgnoreColumn = None,
+    format: Format = "text",
+) -> None:
+    """Show rows as they will be trained: which columns are used, what is read, what is learned."""
+    from batchwright.data.rows.source import open_source
+    from batchwright.data.tokenizers import load_tokenizer
+    from batchwright.data.tokenizers.tokenizer import with_loss_on
+
+    at_least(1, rows=rows, first=first)
+    source = open_source(dataset, ignore_column or ())
+    loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
+    numbers = range(first - 1, min(first - 1 + rows, len(source)))
+    shown = [_described(source, number, loaded) for number in numbers]
+    left = f"rows {first:,} to {numbers.stop:,} of {len(source):,}" if numbers else "no such rows"
+    print_result(
+        {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown},
+        "\n\n".join([*map(_text, shown), f"{left}; tokenizer {loaded.name}, loss on {loss_on}"]),
+        format,
+    )
+
+
+def _described(source: "Source", number: int, tokenizer: "Tokenizer") -> dict[str, Any]:
+    """One row: its columns and its tokens, or why it cannot be trained."""
+    from batchwright.data.rows.sample import encode_row
+    from batchwright.data.rows.shapes import read_shape
+    from batchwright.errors import BadRow
+
+    where: dict[str, Any] = {"row": source.where(number)}
+    try:
+        row: Row = source[number]
+        used = list(dict.fromkeys(read_shape(row, tokenizer)[1]))
+        sample = encode_row(row, tokenizer, str(number))
+    except BadRow as error:
+        return where | {"error": str(error).removeprefix(f"{where['row']}: ")}
+    pieces = []
+    for learned, run in groupby(range(len(sample)), key=lambda at: bool(sample.loss_mask[at])):
+        text = tokenizer.decode(sample.input_ids[list(run)].tolist(), special=True)
+        pieces.append({"learned": learned, "text": text})
+    return where | {
+        "id": sample.sample_id,
+        "columns": used,
+        "not_used": [name for name in row if name not in used],
+        "tokens": len(sample),
+        "loss_tokens": int(sample.loss_mask.sum()),
+        "pieces": pieces,
+    }
+
+
+def _text(shown: dict[str, Any]) -> str:
+    if "error" in shown:
+        return f"{shown['row']}: cannot be trained: {shown['error']}"
+    other = f"; not used: {', '.join(shown['not_used'])}" if shown["not_used"] else ""
+    lines = [
+        f"{shown['row']}: {' + '.join(shown['columns'])}, {shown['tokens']:,} tokens, "
+        f"{shown['loss_tokens']:,} with loss{other}"
+    ]
+    colour = sys.stdout.isatty()
+    for piece in shown["pieces"]:
+        text = repr(piece["text"])
+        if piece["learned"]:
+            lines.append(f"  learned {GREEN + text + PLAIN if colour else text}")
+        else:
+            lines.append(f"  read    {text}")
+    return "\n".join(lines)
