@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The hub's client would report each use of TRL from a thread of its own, and no test needs it.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# A shell starts what runs in the background with Ctrl-C ignored, and tests send it to programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMAND = Path(sys.executable).parent / "batchwright"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
