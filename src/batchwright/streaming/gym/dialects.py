@@ -83,8 +83,8 @@ class Dialect(ABC):
         """A new puzzle: which one and how difficult is a function of the settings and `seed`."""
 
     @abstractmethod
-    async def hint(self) -> str:
-        """An action that the server suggests."""
+    async def hint(self) -> str | None:
+        """An action that the server suggests; None if it has none to give."""
 
     @abstractmethod
     async def act(self, action: str) -> Move:
@@ -153,7 +153,7 @@ class LineJson(Dialect):
         grammar, ranges = _field(given, "grammar", str), _field(given, "ranges", dict)
         return Task(kind, difficulty, grammar, {name: _range(ranges, name) for name in ranges})
 
-    async def hint(self) -> str:
+    async def hint(self) -> str | None:
         return str(_field(await self._ask("hint", "hint"), "action", str))
 
     async def act(self, action: str) -> Move:
@@ -210,7 +210,7 @@ ARCADE_GAMES: Mapping[str, _Game] = {
     "hitori": _Game("shade ROW COL", "shading cell at " + _CELL),
     "nqueens": _Game("place ROW COL 1", "placing a queen at " + _CELL),
 }
-"""Those whose hints lead to the solution; the tests play them all."""
+"""Those whose moves and hints have one plain form; the tests play them all."""
 LEVELS = {"easy": 0.0, "medium": 0.5, "hard": 1.0}
 """The difficulties of chuk-puzzles-gym."""
 FENCE = "mode json"
@@ -246,11 +246,13 @@ class Arcade(Dialect):
         ranges = {"ROW": side, "COL": width, "VALUE": self._game.values or side}
         return Task(kind, LEVELS[level], self._game.grammar, ranges)
 
-    async def hint(self) -> str:
-        said = await self._exchange("hint")
-        found = re.search(self._game.hint, said[0]) if len(said) == 1 else None
+    async def hint(self) -> str | None:
+        (said,) = await self._exchange("hint")
+        if said.startswith("{") and _json(said).get("code") in ("HINT_NONE", "HINT_DENIED"):
+            return None
+        found = re.search(self._game.hint, said)
         if found is None:
-            raise BadReply(f"no hint that can be read: {_short(' '.join(said))}")
+            raise BadReply(f"no hint that can be read: {_short(said)}")
         words = self._game.grammar.split()
         return " ".join(found.groupdict().get(word, word) for word in words)
 

@@ -20,9 +20,9 @@ from batchwright.streaming.sample import EpisodeStatus, SampleSource, StreamMetr
 
 __all__ = ["Episode", "GymEpisodeStream"]
 
-AHEAD = 4
-"""Episodes that may be played or wait to be consumed, for each connection: a long one does not
-keep the other connections from playing."""
+AHEAD = 2
+"""Episodes for each connection that are being played or wait to be consumed: while a long one
+holds up those behind it, the other connections have something to do."""
 MAX_DELAY_S = 60.0
 NO_MOVE = Move(reward=0.0, done=False, success=False)
 """For what does not fit the grammar, and is not sent."""
@@ -108,18 +108,21 @@ class GymEpisodeStream:
 
     def __iter__(self) -> Iterator[StreamSample]:
         """Episodes are played by the background loop of this process, also between samples."""
-        loop = background().loop
-        samples = aiter(self)
+        running, samples = background(), aiter(self)
+        # A cancelled `anext` still has connections to close when `aclose` is asked for.
+        turn = asyncio.Lock()
 
         async def following() -> StreamSample | None:
-            return await anext(samples, None)
+            async with turn:
+                return await anext(samples, None)
 
         async def close() -> None:
-            await samples.aclose()  # type: ignore[attr-defined]
+            async with turn:
+                await samples.aclose()  # type: ignore[attr-defined]
 
         try:
             while True:
-                future = asyncio.run_coroutine_threadsafe(following(), loop)
+                future = asyncio.run_coroutine_threadsafe(following(), running.loop)
                 try:
                     sample = future.result()
                 except BaseException:
@@ -129,7 +132,9 @@ class GymEpisodeStream:
                     return
                 yield sample
         finally:
-            asyncio.run_coroutine_threadsafe(close(), loop).result()
+            closed = asyncio.run_coroutine_threadsafe(close(), running.loop)
+            if not running.here:
+                closed.result()
 
     async def __aiter__(self) -> AsyncIterator[StreamSample]:
         slots: asyncio.Queue[_Slot] = asyncio.Queue()
@@ -158,7 +163,10 @@ class GymEpisodeStream:
 
     def _consume(self, episode: Episode) -> Iterator[StreamSample]:
         """Count an episode and give its samples, with the state after each."""
-        samples = self._samples(episode)
+        try:
+            samples = self._samples(episode)
+        except BadRow as error:
+            samples, episode.status, episode.error = [], EpisodeStatus.ERROR, str(error)
         for sample in samples[self._given :]:
             self._given += 1
             self.metrics.record_sample(sample)
@@ -179,12 +187,13 @@ class GymEpisodeStream:
         """Play an episode on the first connection that is free."""
         slot = await slots.get()
         try:
-            return await self._on(slot, number)
+            episode = await self._on(slot, number)
         except BaseException:
+            # The stream ends with this, so nobody needs the slot any more.
             await slot.drop()
             raise
-        finally:
-            slots.put_nowait(slot)
+        slots.put_nowait(slot)
+        return episode
 
     async def _on(self, slot: _Slot, number: int) -> Episode:
         while slot.dialect is None:
@@ -236,10 +245,13 @@ class GymEpisodeStream:
     async def _play(self, episode: Episode, dialect: Dialect) -> None:
         task = await dialect.start(rng.key(self.seed, "gym/episode", episode.number) % 2**31)
         episode.task = task
+        move = NO_MOVE
         for step in range(self.config.max_steps):
             prompt = f"{task.puzzle}: {task.grammar}\n{dialect.text()}\n"
             random = rng.stream(self.seed, "gym/policy", episode.number, step)
             written = await self.policy.act(Turn(prompt, step, random, dialect.hint, task))
+            if written is None:
+                break
             action = _action(written)
             move = await dialect.act(action) if task.fits(action) else NO_MOVE
             episode.steps.append(_Step(prompt, written, move.reward))

@@ -32,22 +32,25 @@ class Turn:
     step: int
     random: np.random.Generator
     """A function of the stream's seed, the episode and the step."""
-    hint: Callable[[], Awaitable[str]]
-    """Asks the server for an action."""
+    hint: Callable[[], Awaitable[str | None]]
+    """Asks the server for an action; None if it has none to give."""
     task: Task
     """The puzzle, its difficulty and the grammar of its actions."""
 
 
 class GymPolicy(Protocol):
-    """Writes the next action; all that it writes becomes the completion of a sample."""
+    """Writes the next action; all that it writes becomes the completion of a sample.
 
-    async def act(self, turn: Turn) -> str: ...
+    None gives up: the episode has failed.
+    """
+
+    async def act(self, turn: Turn) -> str | None: ...
 
 
 class HintPolicy:
     """Does what the server's hints say."""
 
-    async def act(self, turn: Turn) -> str:
+    async def act(self, turn: Turn) -> str | None:
         return await turn.hint()
 
 
