@@ -157,7 +157,7 @@ def _fill(
     import signal
 
     # As Ctrl-C: what was earned is saved as well when the machine shuts down.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     by_difficulty = [[0, 0] for _ in range(BINS)]
     try:
         with progress_bar("samples" if num_episodes is None else "episodes", quiet) as progress:
@@ -177,6 +177,8 @@ def _fill(
             raise
         _save(stream, buffer, by_difficulty, output, format)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     _save(stream, buffer, by_difficulty, output, format)
 
 

@@ -21,7 +21,17 @@ from batchwright.rng import key
 from batchwright.streaming.gym.config import GymConfig, GymOutputMode
 from batchwright.streaming.gym.transports import Lines
 
-__all__ = ["ARCADE_GAMES", "PROTOCOL", "VERSION", "Dialect", "Move", "Task", "greeted"]
+__all__ = [
+    "ARCADE_GAMES",
+    "PROTOCOL",
+    "VERSION",
+    "Arcade",
+    "Dialect",
+    "LineJson",
+    "Move",
+    "Task",
+    "greeted",
+]
 
 PROTOCOL, VERSION = "batchwright-gym", 1
 """What our server says of itself; a client refuses another version."""

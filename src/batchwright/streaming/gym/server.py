@@ -12,7 +12,7 @@ from batchwright.streaming.gym.dialects import PROTOCOL, VERSION
 from batchwright.streaming.gym.puzzles import PUZZLES, Puzzle
 from batchwright.streaming.gym.transports import CHUNK, LineSplitter
 
-__all__ = ["GymServer"]
+__all__ = ["GymServer", "Session"]
 
 HOST = "127.0.0.1"
 HELLO = {"type": "hello", "protocol": PROTOCOL, "version": VERSION, "puzzles": list(PUZZLES)}
@@ -57,7 +57,7 @@ class GymServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.counts["connections"] += 1
         self._writers.add(writer)
-        session, splitter = _Session(self), LineSplitter()
+        session, splitter = Session(self), LineSplitter()
         try:
             await _send(writer, HELLO)
             while not session.quit and (chunk := await reader.read(CHUNK)):
@@ -73,7 +73,7 @@ class GymServer:
             writer.close()
 
 
-class _Session:
+class Session:
     """One connection: what it has asked for so far."""
 
     def __init__(self, server: GymServer) -> None:
