@@ -178,6 +178,23 @@ def test_a_stream_resumes_at_any_sample(server: int) -> None:
         assert resumed.status_counts == stream.status_counts
 
 
+def test_a_resumed_stream_goes_on_where_the_replayed_episode_is_shorter(server: int) -> None:
+    config = at(server, puzzle_types=("sort",))
+    stream = GymEpisodeStream(config, policy="random", num_episodes=3)
+    samples = iter(stream)
+    while next(samples).step_index != 7:
+        pass
+    samples.close()  # type: ignore[attr-defined]
+
+    resumed = GymEpisodeStream(config, policy="hint", num_episodes=3)
+    resumed.load_state_dict(stream.state_dict())
+    left = {s.episode_id: s.total_steps for s in resumed}
+
+    assert sum(resumed.status_counts.values()) == 3
+    assert list(left) == [f"gym_42_{k:06d}" for k in range(3) if f"gym_42_{k:06d}" in left]
+    assert len(left) == 3 - stream.state_dict()["episode"] - 1
+
+
 def test_a_state_of_other_settings_is_refused(server: int) -> None:
     state = GymEpisodeStream(at(server), seed=1).state_dict()
 
@@ -326,6 +343,12 @@ FAULTS = {
     "an empty line": says(b""),
     "an error of the server": says(b'{"type":"error","code":"x","message":"out of memory"}'),
     "a reward that is not a number": changes(reward=float("nan")),
+    "an infinite reward": says(
+        b'{"type":"result","reward":1e999,"done":true,"success":true,"puzzle_type":"sort",'
+        b'"difficulty":0.5,"moves":1,"observation":"1 2"}'
+    ),
+    "a reward that no float can hold": changes(reward=10**400),
+    "a board in half a character": changes(observation="\ud800"),
     "a reward in words": changes(reward="one"),
     "no reward": changes(reward=None),
     "a success that is not done": changes(success=True, done=False),
@@ -347,7 +370,8 @@ def test_an_episode_that_a_fault_ends_gives_no_sample_and_the_next_ones_do(
 
     async def play() -> tuple[GymEpisodeStream, list[StreamSample]]:
         async with proxy(server, spoil) as port:
-            stream = GymEpisodeStream(at(port, read_timeout=0.5), num_episodes=4)
+            config = at(port, read_timeout=0.5, output_mode="normal", puzzle_types=("sort",))
+            stream = GymEpisodeStream(config, num_episodes=4)
             return stream, [sample async for sample in stream]
 
     stream, samples = asyncio.run(play())

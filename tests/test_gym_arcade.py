@@ -28,10 +28,9 @@ from gym_proxy import proxy
 PLACES = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 FOUND = shutil.which("chuk-puzzles-server", path=PLACES)
 
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(FOUND is None, reason="chuk-puzzles-gym is not installed (extra dev)"),
-]
+pytestmark = pytest.mark.skipif(
+    FOUND is None, reason="chuk-puzzles-gym is not installed; it is in the extra dev"
+)
 
 
 @contextmanager
@@ -220,6 +219,9 @@ LIES = {
     "nothing at all": lambda line: b"",
     "a result without a state": lambda line: b'{"type":"result","success":true}\r\n',
     "unknown JSON": lambda line: line + b'{"type":"jackpot","reward":1}\r\n',
+    "a hint in two lines": lambda line: line + line,
+    "a hint in other words": lambda line: b"Hint: think harder\r\n",
+    "no board": lambda line: re.sub(rb'"grid":\[\[.*?\]\]', b'"grid":[]', line),
     "a state in words": lambda line: line.replace(b'"is_complete":false', b'"is_complete":"yes"'),
 }
 
@@ -229,10 +231,11 @@ def test_a_reply_that_the_protocol_does_not_have_ends_the_episode(
     port_of: Callable[[str], int], lie: str
 ) -> None:
     lied = False
+    before = b"Hint: " if "hint" in lie else b'{"game"' if "board" in lie else b'{"type":"result"'
 
     async def spoil(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
         nonlocal lied
-        if lied or not line.startswith(b'{"type":"result"'):
+        if lied or not line.startswith(before):
             return False
         lied = True
         writer.write(LIES[lie](line))

@@ -215,7 +215,7 @@ def _save(
     if output is not None:
         buffer.save(output)
     counts, metrics = _episodes(stream), stream.metrics
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"low": k / BINS, "high": (k + 1) / BINS, "episodes": episodes, "solved": solved}
         for k, (episodes, solved) in enumerate(by_difficulty)
         if episodes
@@ -243,9 +243,12 @@ def _save(
         lines.append(f"last error: {data['last_error']}")
     if parts:
         rows = [
-            [f"{k / BINS:.1f} to {(k + 1) / BINS:.1f}", f"{episodes:,}", percent(solved / episodes)]
-            for k, (episodes, solved) in enumerate(by_difficulty)
-            if episodes
+            [
+                f"{p['low']:.1f} to {p['high']:.1f}",
+                p["episodes"],
+                percent(p["solved"] / p["episodes"]),
+            ]
+            for p in parts
         ]
         lines.append(table(["difficulty", "episodes", "solved"], rows))
     where = "not saved (no --output)" if output is None else f"saved to {output}"

@@ -82,6 +82,11 @@ class Move:
 class Dialect(ABC):
     """A conversation with one server: `start`, then `hint` and `act` until the puzzle is done."""
 
+    game: str
+    """Key of an observation that has the puzzle's name."""
+    board: str
+    """Key of an observation that has the board as text."""
+
     def __init__(self, lines: Lines, config: GymConfig) -> None:
         self.lines = lines
         self.config = config
@@ -100,24 +105,18 @@ class Dialect(ABC):
     async def act(self, action: str) -> Move:
         """Make a move that fits the grammar."""
 
-    @abstractmethod
-    def board(self) -> str:
-        """The board of the newest observation, for people."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """GAME, DIFFICULTY and MOVES of the newest observation."""
-
     def text(self) -> str:
         """The newest observation in the output mode of the settings."""
         if self.config.output_mode is GymOutputMode.JSON:
             return json.dumps(self.observation, separators=(",", ":"))
-        board = self.board().strip("\n")
+        board = str(self.observation[self.board]).strip("\n")
         if self.config.output_mode is GymOutputMode.NORMAL:
             return board
-        facts = [f"{name}: {value}" for name, value in self.facts().items()]
-        marked = ["---GAME-START---", *facts, "---GRID-START---", board, "---GRID-END---"]
-        return "\n".join([*marked, "---GAME-END---"])
+        seen = [self.observation[name] for name in (self.game, "difficulty", "moves")]
+        return (
+            "---GAME-START---\nGAME: {}\nDIFFICULTY: {}\nMOVES: {}\n"
+            "---GRID-START---\n{}\n---GRID-END---\n---GAME-END---"
+        ).format(*seen, board)
 
     @asynccontextmanager
     async def deadline(self, command: str) -> AsyncIterator[None]:
@@ -134,6 +133,8 @@ class Dialect(ABC):
 
 class LineJson(Dialect):
     """Our own protocol; `batchwright gym serve` speaks it."""
+
+    game, board = "puzzle_type", "observation"
 
     def __init__(self, lines: Lines, config: GymConfig, hello: Mapping[str, Any]) -> None:
         super().__init__(lines, config)
@@ -176,13 +177,6 @@ class LineJson(Dialect):
 
     def _see(self, reply: Mapping[str, Any]) -> None:
         self.observation = {name: _field(reply, name, kind) for name, kind in _OBSERVED.items()}
-
-    def board(self) -> str:
-        return str(_field(self.observation, "observation", str))
-
-    def facts(self) -> dict[str, Any]:
-        names = {"GAME": "puzzle_type", "DIFFICULTY": "difficulty", "MOVES": "moves"}
-        return {shown: self.observation[name] for shown, name in names.items()}
 
     async def _ask(self, command: str, kind: str) -> dict[str, Any]:
         async with self.deadline(command):
@@ -230,8 +224,9 @@ FENCED = {"type": "mode", "mode": "json", "success": True}
 class Arcade(Dialect):
     """chuk-puzzles-gym. It gives no rewards: 1 for the move that solves the puzzle, else 0."""
 
+    game, board = "game", "grid_display"
     _playing = False
-    _game = _NUMBER
+    _rules = _NUMBER
 
     async def start(self, seed: int) -> Task:
         kinds = _known(self.config.puzzle_types, list(ARCADE_GAMES), "this client")
@@ -246,33 +241,34 @@ class Arcade(Dialect):
         level = levels[key(seed, "gym/level") % len(levels)]
         menu = ["menu"] if self._playing else []
         said = await self._exchange(*menu, f"{kind} {level} {seed}", FENCE, "show")
-        self._playing, self._game = True, ARCADE_GAMES[kind]
+        self._playing, self._rules = True, ARCADE_GAMES[kind]
         # The rules come first, as text; before that, a new connection has sent the whole menu.
         self.observation = _observation(_json(said[-1]))
         if (self.observation["seed"], self.observation["difficulty"]) != (seed, level):
             raise BadReply(f"asked for {kind} {level} {seed}, got {_short(said[-1])}")
-        grid = self.observation["grid"]
-        side, width = (1, len(grid)), (1, len(grid[0]))
-        ranges = {"ROW": side, "COL": width, "VALUE": self._game.values or side}
-        return Task(kind, LEVELS[level], self._game.grammar, ranges)
+        match self.observation["grid"]:
+            case [[_, *_] as first, *_] as grid:
+                side, width = (1, len(grid)), (1, len(first))
+            case _:
+                raise BadReply(f"should be a board, got {_short(said[-1])}")
+        ranges = {"ROW": side, "COL": width, "VALUE": self._rules.values or side}
+        return Task(kind, LEVELS[level], self._rules.grammar, ranges)
 
     async def hint(self) -> str | None:
-        (said,) = await self._exchange("hint")
+        said = "\n".join(await self._exchange("hint"))
         if said.startswith("{") and _json(said).get("code") in ("HINT_NONE", "HINT_DENIED"):
             return None
-        found = re.search(self._game.hint, said)
+        found = re.search(self._rules.hint, said) if "\n" not in said else None
         if found is None:
             raise BadReply(f"no hint that can be read: {_short(said)}")
-        words = self._game.grammar.split()
+        words = self._rules.grammar.split()
         return " ".join(found.groupdict().get(word, word) for word in words)
 
     async def act(self, action: str) -> Move:
         said = await self._exchange(action)
         result, *rest = [_json(line) for line in said]
-        if result.get("type") != "result" or {r.get("type") for r in rest} - {
-            "observation",
-            "complete",
-        }:
+        kinds = [reply.get("type") for reply in (result, *rest)]
+        if kinds[0] != "result" or not {*kinds[1:]} <= {"observation", "complete"}:
             raise BadReply(f"unknown reply to {action!r}: {_short(' '.join(said))}")
         for reply in rest:
             if reply["type"] == "observation":
@@ -280,14 +276,6 @@ class Arcade(Dialect):
         # Not the line `complete`: it follows a puzzle that is over, and always claims success.
         solved = _field(_field(result, "state", dict), "is_complete", bool)
         return Move(float(solved), solved, solved)
-
-    def board(self) -> str:
-        return str(_field(self.observation, "grid_display", str))
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            name.upper(): self.observation.get(name) for name in ("game", "difficulty", "moves")
-        }
 
     async def _exchange(self, *commands: str) -> list[str]:
         """The lines that answer these commands, without echo and prompt."""
@@ -347,10 +335,9 @@ def _observation(reply: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _ARCADE_OBSERVED = {
-    "seed": int,
-    "difficulty": str,
+    **dict.fromkeys(("game", "difficulty", "grid_display"), str),
+    **dict.fromkeys(("seed", "moves"), int),
     "is_complete": bool,
-    "grid_display": str,
     "grid": list,
 }
 
@@ -379,7 +366,11 @@ def _range(ranges: Mapping[str, Any], name: str) -> tuple[int, int]:
 
 def _field(reply: Mapping[str, Any], name: str, kind: type) -> Any:
     value = reply.get(name)
-    right = isinstance(value, int | float) if kind is float else isinstance(value, kind)
+    if kind is float:
+        # The last comparison is false for infinity and for integers that no float can hold.
+        right = isinstance(value, int | float) and abs(value) < 1e300
+    else:
+        right = isinstance(value, kind)
     if not right or (isinstance(value, bool) and kind is not bool):
         raise BadReply(f"{name} should be a {kind.__name__} in the reply {_short(reply)}")
     return value

@@ -1,6 +1,7 @@
 """Episodes of a gym server as a stream of samples; only what the server scored becomes one."""
 
 import asyncio
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -142,9 +143,10 @@ class GymEpisodeStream:
             slots.put_nowait(_Slot())
         ahead: deque[asyncio.Task[Episode]] = deque()
         following = self._episode
+        last = math.inf if self.num_episodes is None else self.num_episodes
         try:
             while True:
-                while len(ahead) < AHEAD * self.connections and following != self.num_episodes:
+                while len(ahead) < AHEAD * self.connections and following < last:
                     ahead.append(asyncio.create_task(self._take_turn(following, slots)))
                     following += 1
                 if not ahead:
@@ -173,7 +175,8 @@ class GymEpisodeStream:
             if self._given == len(samples):
                 self._end(episode)
             yield sample
-        if not samples:
+        if self._episode <= episode.number:
+            # It gave none; or it was played again, for a resumed stream, and was shorter.
             self._end(episode)
 
     def _end(self, episode: Episode) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from batchwright import rng
 
-__all__ = ["PUZZLES", "Puzzle"]
+__all__ = ["PUZZLES", "Guess", "Lights", "Puzzle", "Sort"]
 
 
 class Puzzle(ABC):
