@@ -173,8 +173,9 @@ class Simulated(GymEpisodeStream):
         return LineJson(Memory(loop), self.config, HELLO)
 
 
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def resident_mb() -> float:
+    # Not the peak: the servers above were measured in this process too.
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 async def day(hours: float, connections: int) -> dict[str, Any]:
@@ -187,7 +188,7 @@ async def day(hours: float, connections: int) -> dict[str, Any]:
         buffer.add(sample)
         most_tasks = max(most_tasks, len(asyncio.all_tasks()))
         if not filled_mb and loop.time() > hours * 3600 / 4:
-            filled_mb = peak_mb()
+            filled_mb = resident_mb()
         if loop.time() > hours * 3600:
             break
     counts = stream.status_counts
@@ -200,8 +201,8 @@ async def day(hours: float, connections: int) -> dict[str, Any]:
         "episodes lost": counts["error"] + counts["timeout"],
         "connections tried": stream.reconnects,
         "most tasks": most_tasks,
-        "peak MB after a quarter": filled_mb,
-        "peak MB at the end": peak_mb(),
+        "resident MB after a quarter": filled_mb,
+        "resident MB at the end": resident_mb(),
     }
 
 
@@ -222,7 +223,7 @@ def main() -> None:
     rates(report, (1, 16) if args.quick else (1, 16, 64), 32 if args.quick else 128)
     found = simulated(4.0 if args.quick else 24.0, 8)
     report.table("a day in virtual time, 8 connections", ("", "value"), found.items())
-    growth = found["peak MB at the end"] - found["peak MB after a quarter"]
+    growth = found["resident MB at the end"] - found["resident MB after a quarter"]
     report.target("MB of memory gained after the first quarter", growth, most=10.0)
     report.target("most tasks at once", found["most tasks"], most=2 * 8 + 2)
     report.close()
