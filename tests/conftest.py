@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import warnings
@@ -23,6 +24,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The hub's client would report each use of TRL from a thread of its own, and no test needs it.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+# A shell starts what runs in the background with Ctrl-C ignored, and tests send it to programs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 COMMAND = Path(sys.executable).parent / "batchwright"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
@@ -63,7 +67,8 @@ PROCESSES = {"run", "workshop", "copy", "server"}
 
 LONG = """
 test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input test_cli_calls
-test_cli_kg test_cli_query_mutator test_env_wrappers test_examples test_gae test_ground
+test_cli_gym test_cli_kg test_cli_query_mutator test_env_wrappers test_examples test_gae test_ground
+test_gym test_gym_arcade
 test_integration_openrlhf test_integration_torch test_integration_verl
 test_kge test_lengths test_limit test_local_models test_mine test_models
 test_optimal test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory

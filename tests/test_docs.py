@@ -12,6 +12,7 @@ import json
 import random
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from cyclopts import App
 
 from batchwright.calls.simulator import Simulator
 from batchwright.cli.app import app
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gym_proxy import served
 
 pytestmark = [
     # What the guide on torch meets; the reasons stand in test_integration_torch.py.
@@ -37,7 +41,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/README.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion", "calls simulate", "serve smollm2")
+NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion", "calls simulate", "serve")
 # test_cli.py runs the whole demo; the guides need only the lengths it leaves, see `workshop`.
 TESTED_ELSEWHERE = ("batchwright demo",)
 
@@ -158,8 +162,12 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def guide(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The text of a page; where it starts a simulator, one runs, at a port that is free here."""
+    """The text of a page; a simulator or gym that it starts runs, at a port that is free here."""
     text = request.getfixturevalue("page").read_text("utf-8")
+    if "batchwright gym serve" in text:
+        with served() as (_, port):
+            yield re.sub(r"\b8023\b", str(port), text)
+        return
     written = re.search(r"calls simulate .*--port (\d+)", text)
     if written is None:
         yield text

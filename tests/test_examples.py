@@ -98,7 +98,7 @@ def test_every_example_of_the_folder_is_tested_here_and_named_in_its_readme():
     tested = Path(__file__).read_text()
     readme = (EXAMPLES / "README.md").read_text()
 
-    assert len(scripts) == 7
+    assert len(scripts) == 8
     assert [name for name in scripts if name not in tested or name not in readme] == []
 
 
@@ -216,3 +216,19 @@ def test_streams_resume_and_a_replay_buffer_draws_what_failed_more_often(run):
     assert len(rates) == 4
     assert "source replay, replay_count 1" in text
     assert "it draws the same: True" in text
+
+
+def test_online_learning_earns_samples_and_draws_what_was_solved_more_often(run):
+    text = run(EXAMPLES / "08_online_learning.py")
+
+    assert "mock: 50 samples, 70% of episodes solved, rewards 7" in text
+    assert "hint: {'success': 40}" in text
+    failed, solved = numbers(r"random: {'failure': (\d+), 'success': (\d+)}", text)
+    assert failed + solved == 40
+    assert failed > solved
+    assert "ReplayBuffer(400 of 400 samples" in text
+    assert re.search(r"a prompt: '(guess|lights|sort): .*', its action: '(guess|press|swap) ", text)
+    assert text.count("10 microbatches") == 4
+    held, drawn = numbers(r"solved: (\d+)% of the buffer, (\d+)% of a batch", text)
+    assert drawn > held
+    assert "resumed at sample 17, same samples as uninterrupted: True" in text

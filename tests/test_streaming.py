@@ -35,7 +35,7 @@ from batchwright.streaming.combine import Give, Pull, Wait
 DOCUMENT_NAMES = """
 StreamSample StreamMetrics SampleStream AsyncSampleStream OfflineDatasetStream
 AsyncOfflineDatasetStream MockGymStream ReplayBuffer ReplayBufferConfig BufferEvictionPolicy
-RollingBatchPlanWindow WindowConfig
+RollingBatchPlanWindow WindowConfig GymConfig GymEpisodeStream
 """
 
 

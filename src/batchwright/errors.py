@@ -15,6 +15,7 @@
     ├── NoTokenizer        (LookupError)  a tokenizer cannot be found or lacks what is needed
     ├── NoServer           (ConnectionError)  no endpoint can serve: down, wrong address or model
     ├── BudgetExceeded     (RuntimeError) too many calls failed, or the spending cap was reached
+    ├── BadReply           (ValueError)   a gym server sent what its protocol does not have
     ├── BadReward          (ValueError)   a sample has no valid reward and the policy is `raise`
     ├── BadProgram         (ValueError)   a fact, rule or query cannot be read or contradicts itself
     └── MissingExtra       (ImportError)  an optional dependency is not installed
@@ -32,6 +33,7 @@ __all__ = [
     "BadLength",
     "BadLoss",
     "BadProgram",
+    "BadReply",
     "BadReward",
     "BadRow",
     "BatchwrightError",
@@ -113,6 +115,10 @@ class NoServer(BatchwrightError, ConnectionError):
 
 class BudgetExceeded(BatchwrightError, RuntimeError):
     """Too many calls failed, or the spending cap was reached; completed responses are kept."""
+
+
+class BadReply(BatchwrightError, ValueError):
+    """A gym server sent what its protocol does not have; no sample is made of it."""
 
 
 class BadReward(BatchwrightError, ValueError):

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train on a batch plan, on a graph, or on questions.",
     "evaluate": "Measure what was trained.",
     "calls": "Call models: run, probe, simulate, cache.",
+    "gym": "Play puzzles on a gym server for training samples: run, serve, info.",
     "reward": "Score responses with rules, LLM judges and monitors.",
     "pack": "Check that packed samples do not attend to each other.",
     "models": "Download the small models that need no hub, and list them.",

@@ -15,6 +15,8 @@ __all__ = [
     "BufferEvictionPolicy",
     "DifficultyBin",
     "EpisodeStatus",
+    "GymConfig",
+    "GymEpisodeStream",
     "MockGymStream",
     "OfflineDatasetStream",
     "Prefetched",
@@ -36,6 +38,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from batchwright.streaming.combine import merge, rate_limit, shuffle
+    from batchwright.streaming.gym import GymConfig, GymEpisodeStream
     from batchwright.streaming.mock import MockGymStream
     from batchwright.streaming.offline import AsyncOfflineDatasetStream, OfflineDatasetStream
     from batchwright.streaming.protocols import AsyncSampleStream, SampleStream
@@ -66,4 +69,5 @@ else:
         "batchwright.streaming.mock",
         "batchwright.streaming.offline",
         "batchwright.streaming.window",
+        "batchwright.streaming.gym",
     )

@@ -1,0 +1,256 @@
+"""`batchwright gym run`: episodes in, a replay buffer out."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from batchwright.cli.flags import at_least
+from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.errors import CannotWrite, ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.streaming import GymEpisodeStream, MockGymStream, ReplayBuffer
+    from batchwright.streaming.gym import GymPolicy
+
+__all__ = ["run"]
+
+POLICIES: dict[str, Literal["hint", "random"]] = {"hint": "hint", "random": "random"}
+BINS = 5
+"""Parts of the difficulty for which the success rate is shown."""
+
+
+def run(
+    *,
+    tokenizer: Annotated[
+        str, Parameter(name=["--tokenizer", "-t"], help="gpt2, bytes, or a tokenizer's folder.")
+    ],
+    host: Annotated[str, Parameter(help="Of the gym server.")] = "localhost",
+    port: Annotated[int, Parameter(help="Of the gym server.")] = 8023,
+    transport: Annotated[
+        Literal["telnet", "tcp", "websocket"], Parameter(help="What carries the lines.")
+    ] = "telnet",
+    output_mode: Annotated[
+        Literal["normal", "agent", "json"],
+        Parameter(help="How prompts show a board: as drawn, between markers, as JSON."),
+    ] = "json",
+    output: Annotated[
+        Path | None,
+        Parameter(name=["--output", "-o"], help="Buffer to write: *.json, *.safetensors, folder."),
+    ] = None,
+    buffer_size: Annotated[
+        int, Parameter(help="Samples the buffer holds; older ones are evicted.")
+    ] = 100_000,
+    num_episodes: Annotated[
+        int | None, Parameter(help="Episodes to play (default 10, or until --max-samples).")
+    ] = None,
+    steps_per_episode: Annotated[
+        int | None, Parameter(help="Steps of a mock episode (5); most moves on a server (200).")
+    ] = None,
+    max_samples: Annotated[int | None, Parameter(help="Stop after this many samples.")] = None,
+    difficulty_min: Annotated[float, Parameter(help="From 0 to 1.")] = 0.0,
+    difficulty_max: Annotated[float, Parameter(help="From 0 to 1.")] = 1.0,
+    puzzle: Annotated[
+        list[str] | None, Parameter(negative="", help="A puzzle to play, repeatable.")
+    ] = None,
+    policy: Annotated[
+        str | None,
+        Parameter(help="hint (default), random, or a model: URL#NAME, ollama:NAME, local:smollm2."),
+    ] = None,
+    connections: Annotated[int | None, Parameter(help="Episodes played at once (1).")] = None,
+    timeout: Annotated[
+        float, Parameter(help="Seconds to wait for a connection, and for each reply.")
+    ] = 10.0,
+    retries: Annotated[int, Parameter(help="Failures in a row before it gives up.")] = 3,
+    mock: Annotated[
+        bool, Parameter(negative="", help="Generated episodes of sums, without a server.")
+    ] = False,
+    success_rate: Annotated[float | None, Parameter(help="Of mock episodes (0.7).")] = None,
+    seed: Annotated[int, Parameter(help="Of puzzles, moves of a random policy and sampling.")] = 42,
+    quiet: Quiet = False,
+    format: Format = "text",
+) -> None:
+    """Play episodes and keep their samples. Ctrl-C stops and saves what was earned."""
+    from batchwright.streaming import GymConfig, MockGymStream, ReplayBuffer, ReplayBufferConfig
+    from batchwright.streaming.gym import GymEpisodeStream, GymOutputMode, GymTransport
+
+    at_least(1, num_episodes=num_episodes, max_samples=max_samples, buffer_size=buffer_size)
+    at_least(1, steps_per_episode=steps_per_episode, connections=connections)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise CannotWrite(f"the folder {output.parent} of --output is not there; make it first")
+    if num_episodes is None and max_samples is None:
+        num_episodes = 10
+    difficulties = (difficulty_min, difficulty_max)
+    buffer = ReplayBuffer(ReplayBufferConfig(max_size=buffer_size, seed=seed))
+    if mock:
+        _only("a server", puzzle=puzzle, policy=policy, connections=connections)
+        steps = steps_per_episode or 5
+        stream: MockGymStream | GymEpisodeStream = MockGymStream(
+            tokenizer,
+            num_episodes or -(-(max_samples or 1) // steps),
+            steps,
+            difficulties,
+            0.7 if success_rate is None else success_rate,
+            seed,
+        )
+        _fill(stream, buffer, num_episodes, max_samples, output, quiet, format)
+        return
+    _only("--mock", success_rate=success_rate)
+    config = GymConfig(
+        host=host,
+        port=port,
+        transport=GymTransport(transport),
+        output_mode=GymOutputMode(output_mode),
+        connect_timeout=timeout,
+        read_timeout=timeout,
+        puzzle_types=tuple(puzzle) if puzzle else None,
+        difficulty_range=difficulties,
+        max_steps=steps_per_episode or 200,
+        max_retries=retries,
+    )
+    with _policy(policy or "hint") as player:
+        stream = GymEpisodeStream(
+            config,
+            tokenizer,
+            player,
+            num_episodes=num_episodes,
+            connections=connections or 1,
+            seed=seed,
+        )
+        _fill(stream, buffer, num_episodes, max_samples, output, quiet, format)
+
+
+def _only(what: str, **given: object) -> None:
+    """Refuse flags that would have no effect."""
+    for name, value in given.items():
+        if value is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is for {what} only; leave it out")
+
+
+@contextmanager
+def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
+    if text in POLICIES:
+        yield POLICIES[text]
+        return
+    from batchwright.calls import Pool
+    from batchwright.calls.endpoints import parse_model
+    from batchwright.streaming.gym import ModelPolicy
+
+    endpoint, model = parse_model(text)
+    with Pool(endpoint) as pool:
+        yield ModelPolicy(pool, model)
+
+
+def _fill(
+    stream: "MockGymStream | GymEpisodeStream",
+    buffer: "ReplayBuffer",
+    num_episodes: int | None,
+    max_samples: int | None,
+    output: Path | None,
+    quiet: bool,
+    format: str,
+) -> None:
+    """Take samples until there are enough; whatever ends it, what was earned is saved."""
+    import signal
+
+    # As Ctrl-C: what was earned is saved as well when the machine shuts down.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    by_difficulty = [[0, 0] for _ in range(BINS)]
+    try:
+        with progress_bar("samples" if num_episodes is None else "episodes", quiet) as progress:
+            for count, sample in enumerate(stream, start=1):
+                buffer.add(sample)
+                if sample.step_index == (sample.total_steps or 0) - 1:
+                    part = by_difficulty[min(int((sample.difficulty or 0) * BINS), BINS - 1)]
+                    part[0] += 1
+                    part[1] += bool(sample.success)
+                if progress is not None:
+                    done = count if num_episodes is None else _episodes(stream)["episodes"]
+                    progress(done, num_episodes or max_samples or 0, _note(by_difficulty))
+                if count == max_samples:
+                    break
+    except BaseException:
+        if not len(buffer):
+            raise
+        _save(stream, buffer, by_difficulty, output, format)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    _save(stream, buffer, by_difficulty, output, format)
+
+
+def _episodes(stream: "MockGymStream | GymEpisodeStream") -> dict[str, int]:
+    metrics = stream.metrics
+    counts = {"success": metrics.episodes_successful, "failure": metrics.episodes_failed}
+    counts |= getattr(stream, "status_counts", {})
+    counts = {name: counts.get(name, 0) for name in ("success", "failure", "timeout", "error")}
+    return {"episodes": sum(counts.values()), **counts}
+
+
+def _note(by_difficulty: list[list[int]]) -> str:
+    played = sum(episodes for episodes, _ in by_difficulty)
+    if not played:
+        return ""
+    parts = [
+        f"{k / BINS:.1f}+ {solved / episodes:.0%}"
+        for k, (episodes, solved) in enumerate(by_difficulty)
+        if episodes
+    ]
+    return f"solved {sum(s for _, s in by_difficulty) / played:.0%}: {', '.join(parts)}"
+
+
+def _save(
+    stream: "MockGymStream | GymEpisodeStream",
+    buffer: "ReplayBuffer",
+    by_difficulty: list[list[int]],
+    output: Path | None,
+    format: str,
+) -> None:
+    """Write the buffer and print what it was made of."""
+    from batchwright.report.text import percent, table
+
+    if output is not None:
+        buffer.save(output)
+    counts, metrics = _episodes(stream), stream.metrics
+    parts: list[dict[str, Any]] = [
+        {"low": k / BINS, "high": (k + 1) / BINS, "episodes": episodes, "solved": solved}
+        for k, (episodes, solved) in enumerate(by_difficulty)
+        if episodes
+    ]
+    data: dict[str, Any] = {
+        **counts,
+        "last_error": getattr(stream, "last_error", "") or None,
+        "metrics": metrics.to_dict(),
+        "by_difficulty": parts,
+        "buffer": {
+            "size": len(buffer),
+            "max_size": buffer.config.max_size,
+            "evicted": buffer.total_evicted,
+            "path": None if output is None else str(output),
+        },
+    }
+    reward = "-" if metrics.mean_reward is None else f"{metrics.mean_reward:.3f}"
+    lines = [
+        f"{counts['episodes']:,} episodes: {counts['success']:,} solved, {counts['failure']:,} "
+        f"failed, {counts['timeout']:,} timed out, {counts['error']:,} errors",
+        f"{metrics.samples_produced:,} samples, {metrics.total_tokens:,} tokens "
+        f"({metrics.loss_tokens:,} with loss), mean reward {reward}",
+    ]
+    if data["last_error"]:
+        lines.append(f"last error: {data['last_error']}")
+    if parts:
+        rows = [
+            [
+                f"{p['low']:.1f} to {p['high']:.1f}",
+                p["episodes"],
+                percent(p["solved"] / p["episodes"]),
+            ]
+            for p in parts
+        ]
+        lines.append(table(["difficulty", "episodes", "solved"], rows))
+    where = "not saved (no --output)" if output is None else f"saved to {output}"
+    lines.append(f"buffer: {len(buffer):,} samples, {buffer.total_evicted:,} evicted, {where}")
+    show(data, "\n".join(lines), format)

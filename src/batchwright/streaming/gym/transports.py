@@ -1,0 +1,196 @@
+"""Lines to and from a gym server over telnet, TCP or a websocket."""
+
+import asyncio
+import contextlib
+from enum import Enum, auto
+from typing import Protocol
+
+from batchwright.errors import BadReply, NoServer, one_line
+from batchwright.streaming.gym.config import GymConfig, GymTransport
+
+__all__ = ["LineSplitter", "Lines", "connect"]
+
+MAX_LINE = 1 << 20
+"""Bytes of a line. Observations have a few thousand; what is longer is not held in memory."""
+CHUNK = 1 << 16
+
+IAC, SB, SE, WILL = 255, 250, 240, 251
+HELLO = bytes([IAC, 253, 1, IAC, 253, 3, IAC, 252, 34])
+"""DO ECHO, DO SUPPRESS-GO-AHEAD, WONT LINEMODE. A client that says nothing at first makes
+chuk-puzzles-gym wait for a second; of one that says anything else it loses the first ten bytes."""
+
+
+class Lines(Protocol):
+    """A connection that carries lines of text."""
+
+    async def send(self, *lines: str) -> None: ...
+
+    async def receive(self) -> str:
+        """The next line without its end; `NoServer` if the connection has ended."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LineSplitter:
+    r"""Bytes in, lines out; telnet commands are removed wherever a chunk is cut.
+
+    >>> splitter = LineSplitter()
+    >>> splitter.feed(b"one\r\ntw\xff\xfb")
+    ['one']
+    >>> splitter.feed(b"\x01o\n")
+    ['two']
+    """
+
+    def __init__(self) -> None:
+        self._partial = bytearray()
+        self._state = _Telnet.TEXT
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The lines that this chunk completes."""
+        telnet = self._state is not _Telnet.TEXT or IAC in chunk
+        self._partial += self._strip(chunk) if telnet else chunk
+        *lines, self._partial = self._partial.split(b"\n")
+        if max(map(len, (*lines, self._partial))) > MAX_LINE:
+            raise BadReply(f"the server sent a line of more than {MAX_LINE:,} bytes; is it a gym?")
+        try:
+            return [line.rstrip(b"\r").decode() for line in lines]
+        except UnicodeDecodeError:
+            raise BadReply("the server sent bytes that are not UTF-8; is it a gym?") from None
+
+    def _strip(self, chunk: bytes) -> bytes:
+        kept = bytearray()
+        for byte in chunk:
+            if self._state is _Telnet.TEXT and byte != IAC:
+                kept.append(byte)
+            elif self._state is _Telnet.COMMAND and byte == IAC:
+                kept.append(IAC)
+                self._state = _Telnet.TEXT
+            else:
+                self._state = _next(self._state, byte)
+        return bytes(kept)
+
+
+class _Telnet(Enum):
+    """What the byte before leads to."""
+
+    TEXT = auto()
+    COMMAND = auto()
+    OPTION = auto()
+    SUBNEGOTIATION = auto()
+    SUBNEGOTIATION_IAC = auto()
+
+
+def _next(state: _Telnet, byte: int) -> _Telnet:
+    match state:
+        case _Telnet.TEXT:
+            return _Telnet.COMMAND
+        case _Telnet.COMMAND if byte == SB:
+            return _Telnet.SUBNEGOTIATION
+        case _Telnet.COMMAND if byte >= WILL:
+            return _Telnet.OPTION
+        case _Telnet.SUBNEGOTIATION:
+            return _Telnet.SUBNEGOTIATION_IAC if byte == IAC else state
+        case _Telnet.SUBNEGOTIATION_IAC if byte != SE:
+            return _Telnet.SUBNEGOTIATION
+        case _:
+            return _Telnet.TEXT
+
+
+class _Stream:
+    """TCP, with or without telnet negotiation."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._splitter = LineSplitter()
+        self._ready: list[str] = []
+
+    async def send(self, *lines: str) -> None:
+        await self._write("".join(f"{line}\n" for line in lines).encode())
+
+    async def greet(self) -> None:
+        """Say that this is a telnet client."""
+        await self._write(HELLO)
+
+    async def _write(self, data: bytes) -> None:
+        try:
+            self._writer.write(data)
+            await self._writer.drain()
+        except OSError as error:
+            raise NoServer(f"the connection broke: {error}") from None
+
+    async def receive(self) -> str:
+        while not self._ready:
+            try:
+                chunk = await self._reader.read(CHUNK)
+            except OSError as error:
+                raise NoServer(f"the connection broke: {error}") from None
+            if not chunk:
+                raise NoServer("the server closed the connection")
+            self._ready = self._splitter.feed(chunk)[::-1]
+        return self._ready.pop()
+
+    async def close(self) -> None:
+        # Aborted, not closed: a server that does not read must not hold up its client.
+        self._writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class _WebSocket:
+    """Lines over the messages of a websocket, wherever the server cuts them."""
+
+    def __init__(self) -> None:
+        import aiohttp
+
+        self._splitter = LineSplitter()
+        self._ready: list[str] = []
+        self._session = aiohttp.ClientSession()
+
+    async def open(self, url: str) -> None:
+        import aiohttp
+
+        try:
+            self._socket = await self._session.ws_connect(url, max_msg_size=MAX_LINE)
+        except (aiohttp.ClientError, OSError) as error:
+            await self.close()
+            raise NoServer(f"no websocket at {url}: {one_line(error)[:200]}") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def send(self, *lines: str) -> None:
+        try:
+            await self._socket.send_str("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            raise NoServer(f"the connection broke: {error}") from None
+
+    async def receive(self) -> str:
+        while not self._ready:
+            data = (await self._socket.receive()).data
+            if not isinstance(data, str | bytes):
+                raise NoServer("the server closed the websocket")
+            chunk = data.encode() if isinstance(data, str) else data
+            self._ready = self._splitter.feed(chunk)[::-1]
+        return self._ready.pop()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+async def connect(config: GymConfig) -> Lines:
+    """A connection by the transport of the settings; the caller has the deadline."""
+    if config.transport is GymTransport.WEBSOCKET:
+        socket = _WebSocket()
+        await socket.open(f"http://{config.address}/ws")
+        return socket
+    try:
+        stream = _Stream(*await asyncio.open_connection(config.host, config.port))
+    except OSError as error:
+        raise NoServer(
+            f"no gym at {config.address}: {one_line(error)}; start one with: batchwright gym serve "
+            f"--port {config.port}"
+        ) from None
+    if config.transport is GymTransport.TELNET:
+        await stream.greet()
+    return stream
