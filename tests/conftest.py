@@ -80,7 +80,8 @@ test_wn18rr_pipeline
 """Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 
 TRAINING = """
-test_cli_resume test_cli_train test_integration_hf test_integration_trl test_sft test_sft_ranks
+test_chat_templates test_cli_resume test_cli_train test_integration_hf
+test_integration_trl test_sft test_sft_ranks
 test_trackers test_train_prover
 """
 """Modules of whole training runs, by our trainers and by others: `make training`."""

@@ -119,7 +119,7 @@ class Ready:
 Shape = Text | Pair | Chat | Ready
 
 
-class Columns:
+class _Columns:
     """A row, and which of its columns were read. One that is null counts as absent."""
 
     def __init__(self, row: Row) -> None:
@@ -167,13 +167,13 @@ def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
 
 def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
     """The shape of a row, and the columns it was made from."""
-    columns = Columns(row)
+    columns = _Columns(row)
     shape = _shape(columns, tokenizer)
     _refuse_unread(columns)
     return shape, columns.used
 
 
-def _shape(row: Columns, tokenizer: Tokenizer) -> Shape:
+def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     if row.has("input_ids"):
         return _ready(row, tokenizer.vocab_size)
     for name in ("messages", "conversations", "conversation"):
@@ -211,7 +211,7 @@ def _shape(row: Columns, tokenizer: Tokenizer) -> Shape:
     )
 
 
-def _alpaca(row: Columns) -> Pair:
+def _alpaca(row: _Columns) -> Pair:
     response = row.response("instruction", "output", "response")
     system = row.optional(*SYSTEM)
     given = row.optional("input") or row.optional("context")
@@ -220,7 +220,7 @@ def _alpaca(row: Columns) -> Pair:
     return _pair(_after(system, asked), row.text(response))
 
 
-def _chosen(row: Columns, tokenizer: Tokenizer) -> Shape:
+def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
     """The preferred answer; the rejected one is read only to see where the prompt ends."""
     chosen = row.take("chosen")
     rejected = row.take("rejected") if row.has("rejected") else None
@@ -256,7 +256,7 @@ def _pair(prompt: str, response: str) -> Pair:
     return Pair(prompt, response)
 
 
-def _ready(row: Columns, vocab_size: int) -> Ready:
+def _ready(row: _Columns, vocab_size: int) -> Ready:
     ids = _integers(row, "input_ids")
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -285,7 +285,7 @@ def _ready(row: Columns, vocab_size: int) -> Ready:
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
 
 
-def _mask(row: Columns, name: str, length: int) -> NDArray[np.bool_]:
+def _mask(row: _Columns, name: str, length: int) -> NDArray[np.bool_]:
     mask = _integers(row, name)
     if len(mask) != length:
         raise BadRow(f"its {name} has {len(mask)} entries for {length} input_ids")
@@ -295,7 +295,7 @@ def _mask(row: Columns, name: str, length: int) -> NDArray[np.bool_]:
 
 
 def _chat(
-    row: Columns, messages: Sequence[dict[str, Any]], first: int, tokenizer: Tokenizer
+    row: _Columns, messages: Sequence[dict[str, Any]], first: int, tokenizer: Tokenizer
 ) -> Chat:
     """A rendered conversation, and the assistant turns from message `first` on."""
     tools = _tools(row.take("tools")) if row.has("tools") else None
@@ -381,7 +381,7 @@ def _tools(given: Any) -> Any:
         raise BadRow("its tools are a string that is not JSON; give a list of schemas") from None
 
 
-def _refuse_unread(columns: Columns) -> None:
+def _refuse_unread(columns: _Columns) -> None:
     """An error for a column of text that nobody read, unless what it says was read elsewhere."""
     row = columns.row
     if "input_ids" in columns.used:
@@ -427,7 +427,7 @@ def checked_unicode(text: str, key: str) -> str:
     return text
 
 
-def _integers(row: Columns, name: str) -> NDArray[np.int64]:
+def _integers(row: _Columns, name: str) -> NDArray[np.int64]:
     try:
         array = np.asarray(row.take(name))
     except ValueError:
