@@ -1,5 +1,6 @@
 """Replay buffers on disk: whole or refused, however the writer ended and whoever reads."""
 
+import itertools
 import json
 import os
 import random
@@ -75,6 +76,48 @@ def test_a_buffer_comes_back_from_every_form_and_continues_exactly(form, policy,
 @pytest.mark.parametrize("form", FORMS)
 def test_an_empty_buffer_can_be_saved(form, tmp_path):
     assert same(ReplayBuffer.load(ReplayBuffer().save(tmp_path / form)), ReplayBuffer())
+
+
+@settings(max_examples=20, deadline=None)
+@given(keep=st.integers(1, 4), saves=st.lists(st.integers(0, 30), min_size=1, max_size=12))
+def test_the_state_of_every_part_that_is_kept_can_be_read(tmp_path_factory, keep, saves):
+    folder = tmp_path_factory.mktemp("parts")
+    buffer, states, numbers = grown(0), {}, itertools.count()
+    for more in saves:
+        for number in itertools.islice(numbers, more):
+            grow(buffer, number)
+        buffer.save(folder, keep=keep)
+        states[buffer.saved.number] = ReplayBuffer.from_dict(buffer.to_dict())
+    left = {int(path.name[:8]): path.name for path in folder.glob("*.safetensors")}
+    full = [part for part in sorted(left) if ".full." in left[part]]
+
+    assert len(full) <= keep
+    assert sorted(left) == list(range(full[0], len(saves) + 1))
+    for part in left:
+        assert same(ReplayBuffer.load(folder, part=part), states[part])
+    assert full[0] == 1 or len(full) == keep
+    with pytest.raises(BadFile, match="it has no part"):
+        ReplayBuffer.load(folder, part=len(saves) + 1)
+
+
+def test_a_buffer_that_continues_from_an_older_part_is_saved_whole(tmp_path):
+    buffer = grown(20)
+    for number in range(20, 23):
+        buffer.save(tmp_path / "buffer", keep=3)
+        grow(buffer, number)
+    older = ReplayBuffer.load(tmp_path / "buffer", part=2)
+    older.save(tmp_path / "buffer", keep=3)
+
+    assert older.saved.number == 4
+    assert (tmp_path / "buffer/00000004.full.safetensors").exists()
+    assert same(ReplayBuffer.load(tmp_path / "buffer"), older)
+    assert same(ReplayBuffer.load(tmp_path / "buffer", part=2), older)
+
+
+def test_only_a_folder_has_parts(tmp_path):
+    path = grown(3).save(tmp_path / "buffer.json")
+    with pytest.raises(ConfigError, match="only a folder has parts"):
+        ReplayBuffer.load(path, part=1)
 
 
 def test_the_json_form_has_the_keys_of_the_document(tmp_path):

@@ -419,14 +419,16 @@ class ReplayBuffer:
         difficulty = found.rows["difficulty"]
         return found.take((difficulty >= min_difficulty) & (difficulty <= max_difficulty))
 
-    def difficulty_stats(self, bins: int = 10) -> list[DifficultyBin]:
-        """Samples and success rate by difficulty, for curricula.
+    def difficulty_stats(self, bins: int = 10, *, last: int | None = None) -> list[DifficultyBin]:
+        """Samples and success rate by difficulty, for curricula; of the `last` added, or of all.
 
         Samples of unknown difficulty are in no bin.
         """
         if bins < 1:
             raise ConfigError(f"bins must be at least 1, got {bins}")
         rows = self._rows[: self._size]
+        if last is not None:
+            rows = rows[rows["serial"] >= self.total_added - last]
         known = rows[~np.isnan(rows["difficulty"])]
         which = np.minimum((known["difficulty"] * bins).astype(np.int64), bins - 1)
         counts = [
@@ -534,22 +536,26 @@ class ReplayBuffer:
 
         return from_dict(data, "the dictionary")
 
-    def save(self, path: Path | str) -> Path:
+    def save(self, path: Path | str, *, keep: int = 1) -> Path:
         """Write the buffer, whole or not at all; the name says how.
 
         `*.json` is readable, `*.safetensors` is fast, and any other name is a folder to which
-        every save adds only what has changed since the one before.
+        every save adds only what has changed since the one before. Of its full parts, which are
+        written now and then, the newest `keep` stay, each with the changes that follow it.
         """
         from batchwright.streaming.replay_files import save_buffer
 
-        return save_buffer(self, Path(path))
+        return save_buffer(self, Path(path), keep)
 
     @classmethod
-    def load(cls, path: Path | str) -> "ReplayBuffer":
-        """The last state that was saved at `path`; `BadFile` if any of it is cut or damaged."""
+    def load(cls, path: Path | str, *, part: int | None = None) -> "ReplayBuffer":
+        """The last state that was saved at `path`; `BadFile` if any of it is cut or damaged.
+
+        Of a folder, `part` is the number of the part (`saved.number`) whose state is wanted.
+        """
         from batchwright.streaming.replay_files import load_buffer
 
-        return load_buffer(Path(path))
+        return load_buffer(Path(path), part)
 
     def __len__(self) -> int:
         return self._size

@@ -4,7 +4,8 @@ A folder holds numbered parts, each a safetensors file that is written under a t
 and renamed: a killed process leaves the last whole part. `00000003.full.safetensors` holds
 everything, `00000004.delta.safetensors` what has changed since part 3, whose checksum it names.
 When the changes outweigh the last full part a new full part is written, then the older ones are
-removed. Every part carries a checksum over its arrays and its metadata.
+removed, but for as many as were asked to be kept. Every part carries a checksum over its arrays
+and its metadata.
 """
 
 import contextlib
@@ -62,22 +63,24 @@ class Saved:
     delta_bytes: int
 
 
-def save_buffer(buffer: "ReplayBuffer", path: Path) -> Path:
+def save_buffer(buffer: "ReplayBuffer", path: Path, keep: int) -> Path:
     """Write `buffer` in the form that the name of `path` says."""
     if path.suffix == ".json":
         write_atomic(path, _text(buffer))
     elif path.suffix == ".safetensors":
         _write_part(path, _whole(buffer), _head(buffer, "full", 0, ""))
     else:
-        _save_folder(buffer, path)
+        _save_folder(buffer, path, keep)
     return path
 
 
-def load_buffer(path: Path) -> "ReplayBuffer":
+def load_buffer(path: Path, part: int | None) -> "ReplayBuffer":
     """Read what `save_buffer` wrote, every byte of it checked."""
     existing(path, "replay buffer")
     if path.is_dir():
-        return _load_folder(path)
+        return _load_folder(path, part)
+    if part is not None:
+        raise ConfigError(f"{path} is one file; only a folder has parts to choose from")
     if path.suffix == ".json":
         return _load_json(path)
     arrays, head = _read_part(path)
@@ -170,7 +173,7 @@ def _load_json(path: Path) -> "ReplayBuffer":
     return from_dict(data, str(path))
 
 
-def _save_folder(buffer: "ReplayBuffer", folder: Path) -> None:
+def _save_folder(buffer: "ReplayBuffer", folder: Path, keep: int) -> None:
     with _locked(folder):
         parts = _parts(folder)
         newest = max(parts, default=0)
@@ -193,17 +196,23 @@ def _save_folder(buffer: "ReplayBuffer", folder: Path) -> None:
         full = sum(array.nbytes for array in arrays.values())
         buffer.mark_saved(Saved(folder.resolve(), newest + 1, head["sha256"], full, 0))
         # Only now: a reader, or a process killed here, still has a whole state.
-        for old in (*parts.values(), *folder.glob(".*.safetensors.*")):
+        older = sorted(number for number, path in parts.items() if ".full." in path.name)
+        first = [*older, newest + 1][-keep:][0]
+        unneeded = [path for number, path in parts.items() if number < first]
+        for old in (*unneeded, *folder.glob(".*.safetensors.*")):
             # With the others what a killed writer left under temporary names.
             old.unlink(missing_ok=True)
         fsync_folder(folder)
 
 
-def _load_folder(folder: Path) -> "ReplayBuffer":
+def _load_folder(folder: Path, part: int | None) -> "ReplayBuffer":
     for _ in range(50):
         parts = _parts(folder)
+        if part is not None and part not in parts:
+            raise _damaged(folder, f"it has no part {part}")
+        wanted = {number: path for number, path in parts.items() if part is None or number <= part}
         try:
-            return _load_parts(folder, parts)
+            return _load_parts(folder, wanted)
         except FileNotFoundError:
             # Parts are removed after a full one was written: look again. Each turn means that
             # a writer has finished another full part, so this ends.
