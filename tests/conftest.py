@@ -72,8 +72,8 @@ test_gym test_gym_arcade
 test_integration_openrlhf test_integration_torch test_integration_verl
 test_kge test_lengths test_limit test_local_models test_mine test_models
 test_optimal test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory
-test_public_surface test_pykeen test_query_mutation test_readme test_replay test_replay_files
-test_simulator
+test_public_surface test_pykeen test_query_mutation test_readme test_reasoning test_replay
+test_replay_files test_simulator
 test_simulator_witnesses test_tokenizers test_tokens test_train_models
 test_wn18rr_pipeline
 """
@@ -81,7 +81,7 @@ test_wn18rr_pipeline
 
 TRAINING = """
 test_chat_templates test_cli_resume test_cli_train test_integration_hf
-test_integration_trl test_sft test_sft_ranks
+test_integration_trl test_sft test_sft_online test_sft_ranks
 test_trackers test_train_prover
 """
 """Modules of whole training runs, by our trainers and by others: `make training`."""

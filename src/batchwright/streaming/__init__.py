@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from batchwright.lazy import lazy_names
 
 __all__ = [
+    "AnswerPolicy",
     "AsyncOfflineDatasetStream",
     "AsyncSampleStream",
     "BufferEvictionPolicy",
@@ -20,6 +21,7 @@ __all__ = [
     "MockGymStream",
     "OfflineDatasetStream",
     "Prefetched",
+    "ReasoningGymStream",
     "ReplayBatch",
     "ReplayBuffer",
     "ReplayBufferConfig",
@@ -28,9 +30,11 @@ __all__ = [
     "SampleStream",
     "StreamMetrics",
     "StreamSample",
+    "SuccessRateCurriculum",
     "WindowConfig",
     "WindowState",
     "merge",
+    "model_answers",
     "prefetch",
     "rate_limit",
     "shuffle",
@@ -38,11 +42,13 @@ __all__ = [
 
 if TYPE_CHECKING:
     from batchwright.streaming.combine import merge, rate_limit, shuffle
+    from batchwright.streaming.curriculum import SuccessRateCurriculum
     from batchwright.streaming.gym import GymConfig, GymEpisodeStream
     from batchwright.streaming.mock import MockGymStream
     from batchwright.streaming.offline import AsyncOfflineDatasetStream, OfflineDatasetStream
     from batchwright.streaming.protocols import AsyncSampleStream, SampleStream
     from batchwright.streaming.queues import Prefetched, prefetch
+    from batchwright.streaming.reasoning import AnswerPolicy, ReasoningGymStream, model_answers
     from batchwright.streaming.replay import (
         BufferEvictionPolicy,
         DifficultyBin,
@@ -66,7 +72,9 @@ else:
         "batchwright.streaming.replay",
         "batchwright.streaming.combine",
         "batchwright.streaming.queues",
+        "batchwright.streaming.curriculum",
         "batchwright.streaming.mock",
+        "batchwright.streaming.reasoning",
         "batchwright.streaming.offline",
         "batchwright.streaming.window",
         "batchwright.streaming.gym",

@@ -38,7 +38,7 @@ class SampleSource(StrEnum):
     OFFLINE = "offline"
     """A file."""
     GYM = "gym"
-    """An episode that a server played and scored."""
+    """An episode that a gym scored: a server, or a verifier in this process."""
     REPLAY = "replay"
     """Drawn from a replay buffer."""
     SYNTHETIC = "synthetic"
