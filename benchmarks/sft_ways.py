@@ -190,7 +190,7 @@ def settings(task: Task, layout: str, run: Path, **more: Any) -> SftConfig:
         "data": str(task.file),
         "layout": layout,
         "token_budget": task.budget,
-        "pack_max_len": task.width,
+        **({"pack_max_len": task.width} if layout == "packed" else {}),
         "lr": RATE,
         "schedule": "constant",
         "clip": 1.0,

@@ -205,12 +205,15 @@ def test_a_filler_adds_neither_loss_nor_gradient(tmp_path: Path, layout: str) ->
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+SORTED: dict[str, Any] = {"layout": "sorted", "pack_max_len": 2048}
+"""Another layout than that of the fixture, without the width of its packed rows."""
+
 GROUPINGS: dict[str, dict[str, Any]] = {
-    "sorted": {"layout": "sorted", "token_budget": 4096},
-    "bucketed": {"layout": "bucketed", "bucket_edges": "32,64", "step_size": 99},
+    "sorted": {**SORTED, "token_budget": 4096},
+    "bucketed": {**SORTED, "layout": "bucketed", "bucket_edges": "32,64", "step_size": 99},
     "small microbatches": {"token_budget": 128, "step_size": 99},
     "accumulated": {"token_budget": 256, "grad_accum": 99},
-    "padded and accumulated": {"layout": "sorted", "token_budget": 128, "grad_accum": 99},
+    "padded and accumulated": {**SORTED, "token_budget": 128, "grad_accum": 99},
     "dense mask": {"attention": "sdpa", "token_budget": 512, "step_size": 99},
     "checkpointed": {"activation_checkpointing": True, "token_budget": 512, "step_size": 99},
 }
@@ -315,7 +318,8 @@ def test_the_trained_model_opens_in_transformers(config: SftConfig) -> None:
 
 @pytest.mark.parametrize("layout", ["packed", "sorted"])
 def test_a_stopped_run_goes_on_to_the_bit(config: SftConfig, layout: Any) -> None:
-    config = dataclasses.replace(config, layout=layout, epochs=2, weight_decay=0.1)
+    changes = SORTED if layout == "sorted" else {}
+    config = dataclasses.replace(config, **changes, epochs=2, weight_decay=0.1)
     whole = train_sft(config)
     assert whole.step > 6
     for stop in (1, whole.step // 2, whole.step - 1):
@@ -347,7 +351,7 @@ def test_a_run_in_many_pieces_is_still_the_same(config: SftConfig) -> None:
 
 def test_dropout_goes_on_to_the_bit_as_well(config: SftConfig, dropping: Path) -> None:
     config = dataclasses.replace(
-        config, model=str(dropping), tokenizer="bytes", layout="sorted", lora_rank=2
+        config, model=str(dropping), tokenizer="bytes", lora_rank=2, **SORTED
     )
     whole = train_sft(config)
     part = elsewhere(config, "part", stop_after=2)
@@ -618,8 +622,8 @@ def test_bfloat16_runs_close_by_and_keeps_weights_in_float32(config: SftConfig) 
     "changes",
     [
         {"epochs": 3},
-        {"layout": "sorted", "step_size": 3},
-        {"layout": "bucketed", "bucket_edges": "32,64", "grad_accum": 2, "epochs": 2},
+        {**SORTED, "step_size": 3},
+        {**SORTED, "layout": "bucketed", "bucket_edges": "32,64", "grad_accum": 2, "epochs": 2},
         {"max_steps": 2},
         {"eval_fraction": 0.3},
     ],
@@ -786,7 +790,7 @@ def test_a_model_that_is_broken_from_the_start_is_stopped_at_step_one(
     weights = load_file(dropping / "model.safetensors")
     weights["model.norm.weight"][0] = math.inf
     save_file(weights, dropping / "model.safetensors", {"format": "pt"})
-    config = dataclasses.replace(config, model=str(dropping), tokenizer="bytes", layout="sorted")
+    config = dataclasses.replace(config, model=str(dropping), tokenizer="bytes", **SORTED)
 
     with pytest.raises(BadLoss, match=r"^step 1: the loss is"):
         train_sft(config)
@@ -906,3 +910,28 @@ def test_the_same_run_twice_is_the_same(config: SftConfig) -> None:
 
     assert losses(again.run_dir) == losses(config.run_dir)
     assert same_weights(again.run_dir, config.run_dir)
+
+
+def test_a_new_run_refuses_settings_without_effect_from_python_too(config: SftConfig) -> None:
+    idle = {"bucket_edges": "32,64", "online_window": 7}
+    for name, value in idle.items():
+        with pytest.raises(ConfigError, match=f"^--{name.replace('_', '-')} "):
+            train_sft(dataclasses.replace(config, **{name: value}))
+    with pytest.raises(ConfigError, match=r"^--pack-max-len is for the packed layout, got sorted"):
+        train_sft(dataclasses.replace(config, layout="auto"))
+    assert not config.run_dir.exists()
+
+
+def test_paths_may_be_given_as_text(config: SftConfig) -> None:
+    given: Any = str(config.run_dir)
+    result = train_sft(dataclasses.replace(config, run_dir=given, max_steps=1))
+
+    assert result.run_dir == config.run_dir
+    assert SftConfig.load(config.run_dir / "config.toml").run_dir == config.run_dir
+
+
+def test_a_prediction_hears_the_tokenizer(config: SftConfig, dropping: Path) -> None:
+    own = dataclasses.replace(config, model=str(dropping), tokenizer="bytes")
+    assert predict(own).useful_tokens == predict(config).useful_tokens
+    with pytest.raises(ConfigError, match="use the model's own tokenizer"):
+        predict(dataclasses.replace(config, tokenizer="gpt2"))

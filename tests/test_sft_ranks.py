@@ -226,9 +226,9 @@ def test_accumulation_on_ranks_is_that_on_one(config: SftConfig) -> None:
     config = dataclasses.replace(config, step_size=0, grad_accum=4)
     train_sft(config)
     two = elsewhere(config, "two", grad_accum=2, activation_checkpointing=True)
-    padded = elsewhere(config, "padded", layout="sorted", grad_accum=2)
+    padded = elsewhere(config, "padded", layout="sorted", pack_max_len=2048, grad_accum=2)
     torchrun(2, folder, ("start", two), ("start", padded))
-    alone = elsewhere(config, "padded_alone", layout="sorted")
+    alone = elsewhere(config, "padded_alone", layout="sorted", pack_max_len=2048)
     train_sft(alone)
 
     same_run(config.run_dir, two.run_dir)

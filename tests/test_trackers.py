@@ -87,6 +87,51 @@ def test_a_tracker_is_finished_when_a_run_fails_too(config: SftConfig) -> None:
     assert tracker.calls[-1] == ("finish",)
 
 
+class Failing(Memory):
+    """A tracker whose server cannot be reached, from one of its calls on."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.fails = call
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        super().start(config)
+        if self.fails == "start":
+            raise OSError("no route to\n the server")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        if self.fails == "log":
+            raise OSError("no route to\n the server")
+
+    def finish(self) -> None:
+        super().finish()
+        raise RuntimeError("not flushed")
+
+
+def test_a_tracker_that_fails_is_counted_and_ends_nothing(config: SftConfig) -> None:
+    failing, other = Failing("log"), Memory()
+    result = train_sft(config, trackers=[failing, other])
+    events = list(read_events(config.run_dir / "events.jsonl"))
+    failed = [dict(e.fields) for e in events if e.kind == "tracker"]
+    (stop,) = (e for e in events if e.kind == "stop")
+
+    assert result.finished
+    assert result.tracker_failures == stop.fields["tracker_failures"] > result.step
+    assert failed == [{"tracker": "Failing", "call": "log", "error": "no route to the server"}]
+    assert len([c for c in other.calls if c[0] == "log"]) == result.tracker_failures
+
+
+def test_a_tracker_that_cannot_start_is_an_error_before_the_run(config: SftConfig) -> None:
+    started = Memory()
+    with pytest.raises(ConfigError, match=r"Failing cannot start: no route to the server; correct"):
+        train_sft(config, trackers=[started, Failing("start")])
+
+    assert not (config.run_dir / "config.toml").exists()
+    assert started.calls[-1] == ("finish",)
+    assert train_sft(config).finished
+
+
 def test_tensorboard_files_hold_what_the_log_holds(config: SftConfig) -> None:
     installed("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -49,6 +49,12 @@ class RunConfig:
         seed: int
         stop_after: int
 
+    def __post_init__(self) -> None:
+        # A path may be given as text.
+        for name, hint in type_hints(type(self)).items():
+            if hint in (Path, Path | None) and isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, Path(getattr(self, name)))
+
     @property
     def folder(self) -> Path:
         """Where the run is written."""
@@ -63,9 +69,14 @@ class RunConfig:
         own = [flag for note in notes for flag in note.name or ()]
         return own[0] if own else "--" + name.replace("_", "-")
 
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The fields without which there is nothing to train, beside the others."""
+        return self.REQUIRED
+
     def named(self) -> Self:
         """Itself, if all that is needed to train is given."""
-        for name in self.REQUIRED:
+        for name in self.required:
             if not getattr(self, name):
                 raise ConfigError(
                     f"no {self.flag(name)}; give one, or resume a run with --resume RUN"

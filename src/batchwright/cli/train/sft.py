@@ -37,7 +37,7 @@ def sft(
         SftConfig.refuse_planned(vars(given))
     config = settings(SftConfig, given, resume)
     if resume is None:
-        config.refuse_ignored()
+        config.refuse_ignored(vars(given))
     if vars(given).get("pack") is False and config.layout == "packed":
         raise ConfigError("--no-pack contradicts --layout packed; give one of them")
     if dry_run:
@@ -47,7 +47,7 @@ def sft(
     from batchwright.train.sft.loop import train_sft
 
     trackers = open_trackers(config.track, config.run_dir)
-    with _bars(quiet) as (preparing, progress):
+    with _bars(quiet, "collecting" if config.online else "tokenising") as (preparing, progress):
         result = train_sft(
             config,
             resume=resume is not None,
@@ -63,11 +63,11 @@ def sft(
 
 @contextmanager
 def _bars(
-    quiet: bool,
+    quiet: bool, before: str
 ) -> Iterator[tuple[Callable[[int, int], None] | None, Callable[[int, int, float], None] | None]]:
-    """Progress of tokenising, replaced by that of training from the first step on."""
+    """Progress of what comes before, replaced by that of training from the first step on."""
     with ExitStack() as bars:
-        tokenising = bars.enter_context(progress_bar("tokenising", quiet))
+        preparing = bars.enter_context(progress_bar(before, quiet))
         steps: Progress | None = None
 
         def training(done: int, total: int, loss: float) -> None:
@@ -79,7 +79,7 @@ def _bars(
             if steps is not None:
                 steps(done, total, f"loss {loss:.4f}")
 
-        yield tokenising, None if quiet else training
+        yield preparing, None if quiet else training
 
 
 def _predict(config: SftConfig, format: str) -> None:
@@ -124,6 +124,26 @@ def _table(result: "SftResult") -> str:
         ["waited for data", seconds(result.data_wait_s)],
         ["time", seconds(result.seconds)],
         ["attention", result.backend],
+        *_online(result.online or {}),
     ]
+    if result.tracker_failures:
+        rows.append(["calls of trackers that failed", number(result.tracker_failures)])
     end = ending(result.finished, f"done: {result.run_dir}/model", "sft", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end
+
+
+def _online(found: dict[str, Any]) -> list[list[str]]:
+    from batchwright.report.text import number, percent
+
+    if not found:
+        return []
+    low, high = found["difficulty"]
+    return [
+        ["samples of the stream", number(found["samples"])],
+        ["in the buffer", number(found["buffer"])],
+        ["of solved episodes", percent(found["success_rate"])],
+        ["too long, skipped", number(found["too_long"])],
+        ["windows", number(found["windows"])],
+        ["difficulty asked for", f"{low:g} to {high:g}"],
+        ["samples waited for", number(found["waited_for"])],
+    ]

@@ -58,6 +58,7 @@ class KgeConfig(RunConfig):
     """Save and stop after this many steps of this call, to be resumed; 0: run to the end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.at_least(1, "rank", "epochs", "batch_size", "threads")
         self.at_least(0, "eval_every", "eval_triples", "patience", "save_every", "stop_after")
         self.at_least(0, "penalty", "relation_weight")

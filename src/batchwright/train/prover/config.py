@@ -93,6 +93,7 @@ class ProverConfig(RunConfig):
     """Save and stop after this many rounds of this call, to be resumed; 0: run to the end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.at_least(1, "most", "n_envs", "n_eval_envs", "num_steps", "ppo_epochs", "minibatches")
         self.at_least(1, "eval_every", "save_every")
         self.at_least(0, "clone_updates", "clone_questions", "ppo_steps", "negatives", "passes")

@@ -100,6 +100,7 @@ class QueryMutatorConfig(RunConfig):
     """Save and stop after this many updates of this call, to be resumed; 0: run to the end."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.at_least(1, "num_processes", "num_steps", "num_env_steps", "per_episode_max_steps")
         self.at_least(1, "ppo_epoch", "num_mini_batch", "max_tokens", "save_interval")
         self.at_least(1, "log_interval")

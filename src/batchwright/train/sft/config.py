@@ -15,6 +15,13 @@ _PLANNED = (
     *("overflow", "step_size", "grad_accum"),
 )
 """Settings that a plan already holds."""
+_GYM = ("gym_host", "gym_port", "gym_transport", "gym_connections")
+_ONLINE = (
+    *("online_source", *_GYM, "online_tasks", "online_policy", "buffer_size", "online_window"),
+    *("online_fresh", "online_min_samples", "online_train_on", "curriculum"),
+    *("difficulty_min", "difficulty_max"),
+)
+"""Settings of an online run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +33,8 @@ class SftConfig(RunConfig):
         *("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track"),
         # Where weights stand, not what is trained: a checkpoint fits any number of ranks.
         "fsdp",
+        # A server may come back at another address.
+        *_GYM,
     )
 
     model: str = ""
@@ -89,6 +98,39 @@ class SftConfig(RunConfig):
     seed: int = 42
     """Random seed of the plan's order, of dropout and of LoRA initialisation."""
 
+    online: bool = False
+    """Learn from a stream of episodes, through a replay buffer; --data fills the buffer first."""
+    online_source: Literal["gym", "mock", "reasoning-gym"] = "gym"
+    """Where episodes come from: a gym server, tasks of reasoning-gym, or sums without a server."""
+    gym_host: str = "localhost"
+    """Host of the gym server."""
+    gym_port: int = 8023
+    """Port of the gym server."""
+    gym_transport: Literal["telnet", "tcp", "websocket"] = "telnet"
+    """What carries the lines of the gym server."""
+    gym_connections: int = 1
+    """Episodes that are played at once on the gym server."""
+    online_tasks: str = ""
+    """Tasks of reasoning-gym or puzzles of the gym server, with commas between."""
+    online_policy: str = ""
+    """hint or random in a gym, answer in reasoning-gym, or a model: ollama:NAME, URL#NAME."""
+    buffer_size: int = 100_000
+    """Most samples in the replay buffer; a full one evicts the oldest."""
+    online_window: int = 100
+    """Microbatches that are planned over one snapshot of the buffer."""
+    online_fresh: int = 100
+    """Samples, to the end of an episode, that are taken from the stream before each window."""
+    online_min_samples: int = 100
+    """Samples to train on that the buffer must hold before a window is planned."""
+    online_train_on: Literal["success", "all"] = "success"
+    """Train on samples of solved episodes only, or on all; rows of --data are always trained."""
+    curriculum: Literal["none", "success-rate"] = "none"
+    """success-rate: from easy to hard, as fast as episodes are solved."""
+    difficulty_min: float = 0.0
+    """Lowest difficulty to ask for."""
+    difficulty_max: float = 1.0
+    """Highest difficulty to ask for."""
+
     eval_data: str | None = None
     """Held-out rows to evaluate on, in any form that --data takes."""
     eval_fraction: float = 0.0
@@ -110,6 +152,7 @@ class SftConfig(RunConfig):
     """Stop at a row that cannot be read, or skip and count it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.at_least(1, "token_budget", "pack_max_len", "grad_accum", "keep")
         self.at_least(0, "epochs", "step_size", "max_steps", "warmup_steps", "eval_every")
         self.at_least(0, "save_every", "stop_after", "weight_decay", "clip", "lora_rank")
@@ -128,22 +171,66 @@ class SftConfig(RunConfig):
             )
         if self.pack and self.layout not in ("auto", "packed"):
             raise ConfigError(f"--pack contradicts --layout {self.layout}; give one of them")
-        if self.batchplan:
-            defaults = {field.name: field.default for field in fields(self)}
-            self.refuse_planned(n for n in _PLANNED if getattr(self, n) != defaults[n])
-
-    def refuse_ignored(self) -> None:
-        """Refuse settings of a new run that another setting would make without effect."""
-        if self.bucket_edges and self.chosen_layout != "bucketed":
+        self.at_least(1, "buffer_size", "online_window", "online_fresh", "online_min_samples")
+        self.at_least(1, "gym_port", "gym_connections")
+        self.from_0_to_1("difficulty_min", "difficulty_max")
+        if self.difficulty_min > self.difficulty_max:
             raise ConfigError(
-                f"--bucket-edges is for the bucketed layout, got {self.chosen_layout}; leave it "
-                f"out, or choose --layout bucketed"
+                f"--difficulty-min must be at most --difficulty-max, got {self.difficulty_min} "
+                f"and {self.difficulty_max}"
             )
+        if self.batchplan:
+            self.refuse_planned(self._changed())
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        if not self.online:
+            return self.REQUIRED
+        # A stream has no end of its own, and the learning rate follows the number of steps.
+        tasks = ("online_tasks",) if self.online_source == "reasoning-gym" else ()
+        return ("model", "max_steps", *tasks)
+
+    def refuse_ignored(self, given: Iterable[str] = ()) -> None:
+        """Refuse settings of a new run that another setting would make without effect.
+
+        Besides those that differ from their defaults, those that were `given` as they are.
+        """
         if self.step_size and self.grad_accum != 1:
             raise ConfigError(
                 f"--step-size {self.step_size} and --grad-accum {self.grad_accum} both say how "
                 f"many microbatches a step has; give one of them"
             )
+        ignored = self._ignored()
+        for name in (*self._changed(), *given):
+            if name in ignored:
+                raise ConfigError(f"{self.flag(name)} {ignored[name]}")
+
+    def _ignored(self) -> dict[str, str]:
+        """Settings that have no effect beside the others, and why."""
+        layout = self.chosen_layout
+        why: dict[str, str] = {}
+        if layout != "bucketed":
+            why["bucket_edges"] = (
+                f"is for the bucketed layout, got {layout}; leave it out, or choose "
+                f"--layout bucketed"
+            )
+        if layout != "packed":
+            other = f"is for the packed layout, got {layout}; leave it out, or add --pack"
+            why |= dict.fromkeys(("pack_max_len", "pack_mode"), other)
+        if not self.online:
+            return why | dict.fromkeys(_ONLINE, "has no effect without --online; add it")
+        offline = ("batchplan", "epochs", "eval_fraction", "pack_mode", "fsdp")
+        why |= dict.fromkeys(offline, "has no effect with --online; leave one of them out")
+        only = f"has no effect with --online-source {self.online_source}; leave it out"
+        if self.online_source != "gym":
+            why |= dict.fromkeys(_GYM, only)
+        if self.online_source == "mock":
+            why |= dict.fromkeys(("online_tasks", "online_policy"), only)
+        return why
+
+    def _changed(self) -> list[str]:
+        """The settings that differ from their defaults."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]
 
     @classmethod
     def refuse_planned(cls, given: Iterable[str]) -> None:

@@ -2,6 +2,8 @@
 
     rows -> tokens -> plan -> steps of microbatches -> loss -> step -> run directory
 
+An online run has its steps from a stream of episodes instead; see `online.py`.
+
 The loss of a step is the sum over all tokens that carry loss, over all its microbatches on
 all ranks, divided by their number. So neither the shape of the batches, nor gradient
 accumulation, nor the number of ranks changes the gradient. Dropout is seeded by the step, so a
@@ -11,9 +13,7 @@ resumed run repeats what an uninterrupted one does.
 import inspect
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +25,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
 from batchwright.batching.collation import CollatedBatch
-from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
-from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile, need
+from batchwright.data.tokenizers import Tokenizer
+from batchwright.errors import BadLoss, ConfigError, MissingFile, need, one_line
 from batchwright.files import atomic_folder
 from batchwright.models.transformers import context_length, load_model, write_tokenizer
+from batchwright.streaming.protocols import AsyncSampleStream
 from batchwright.train import ranks
 from batchwright.train.attention import choose_backend, packed_inputs, use_backend
 from batchwright.train.run import Run
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.isolation import refuse_leaks
-from batchwright.train.sft.prepare import Prepared, open_prepared, prepare
+from batchwright.train.sft.online import OnlineSteps
+from batchwright.train.sft.planned import PlannedSteps, batches_of
+from batchwright.train.sft.prepare import Prepared, open_prepared, prepare, tokenizer_of
 from batchwright.train.sft.state import load_state, training_state
 from batchwright.world import World
 
@@ -50,6 +52,44 @@ class Tracker(Protocol):
     def start(self, config: Mapping[str, Any]) -> None: ...
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def finish(self) -> None: ...
+
+
+class _Tracking:
+    """The trackers of a run; after their start, none of them can end it."""
+
+    def __init__(self, trackers: Sequence[Tracker], run: Run) -> None:
+        self._trackers, self._run = trackers, run
+        self._started: list[Tracker] = []
+        self._failed: set[str] = set()
+        self.failures = 0
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            try:
+                tracker.start(config)
+            except Exception as error:
+                raise ConfigError(
+                    f"{type(tracker).__name__} cannot start: {one_line(error)}; correct its "
+                    f"settings, or train without it"
+                ) from error
+            self._started.append(tracker)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._tell("log", step, metrics)
+
+    def finish(self) -> None:
+        self._tell("finish")
+
+    def _tell(self, call: str, *given: Any) -> None:
+        for tracker in self._started:
+            try:
+                getattr(tracker, call)(*given)
+            except Exception as error:
+                self.failures += 1
+                name = type(tracker).__name__
+                if name not in self._failed:
+                    self._failed.add(name)
+                    self._run.event("tracker", tracker=name, call=call, error=one_line(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +108,10 @@ class SftResult:
     seconds: float
     data_wait_s: float
     backend: str
+    tracker_failures: int = 0
+    """Calls of trackers that raised; training went on without them."""
+    online: dict[str, Any] | None = None
+    """What an online run took from its stream, by the end of this call."""
 
     @property
     def ullage(self) -> float | None:
@@ -82,13 +126,22 @@ def train_sft(
     trackers: Sequence[Tracker] = (),
     progress: Callable[[int, int, float], None] | None = None,
     preparing: Callable[[int, int], None] | None = None,
+    stream: Callable[[Tokenizer], AsyncSampleStream] | None = None,
 ) -> SftResult:
     """Train, or resume the run in `config.run_dir`.
 
     Ctrl-C once ends the step and saves; a second one stops at once. `progress` is called with
-    steps done, steps in all and the loss.
+    steps done, steps in all and the loss. An online run learns from the `stream` that is made of
+    the tokenizer, by default from the one that `config` names. A tracker that cannot start is an
+    error before anything is trained; one that fails later is counted and logged once.
     """
+    if not resume:
+        config.refuse_ignored()
     world = World.detect()
+    if config.online and world.size > 1:
+        raise ConfigError(
+            f"--online trains on one rank, got {world.size}; start it without torchrun"
+        )
     if config.fsdp and world.size == 1:
         raise ConfigError(
             "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
@@ -99,24 +152,33 @@ def train_sft(
     device = ranks.device_of(config.device, world)
     backend = choose_backend(config.attention, device)
     with run, ranks.joined(world, device), ExitStack() as open_things:
-        model, tokenizer, _ = load_model(config.model, device=device, dtype=torch.float32)
-        if config.tokenizer is not None:
-            from batchwright.data.tokenizers import load_tokenizer
-
-            tokenizer = load_tokenizer(config.tokenizer)
-        _check_vocabulary(model, tokenizer.vocab_size)
+        model, own, _ = load_model(config.model, device=device, dtype=torch.float32)
+        tokenizer = tokenizer_of(config, own, model)
         if main and not resume:
             prepare(config, tokenizer, world.size, preparing)
         ranks.wait(world)
 
-        train = _opened(config.run_dir)
         held_out = open_prepared(config.run_dir, "eval_")
-        plan = train.plan.shard(world.rank, world.size)
-        for data in (train, held_out) if held_out else (train,):
-            _check_context(data, model)
+        if held_out:
+            _check_context(held_out, model)
+        source: PlannedSteps | OnlineSteps
+        if config.online:
+            source = OnlineSteps(
+                config,
+                run,
+                tokenizer,
+                vocabulary=model.get_input_embeddings().weight.shape[0],
+                context=context_length(model),
+                stream=stream(tokenizer) if stream else None,
+            )
+        else:
+            train = _opened(config.run_dir)
+            _check_context(train, model)
+            source = PlannedSteps(config, train, world, tokenizer.pad_id)
+        open_things.callback(source.close)
         dtype = _dtype(config, device)
         attention = "causal rows"
-        if plan.config.layout == "packed":
+        if source.packed:
             attention = backend
             use_backend(model, backend)
             with _autocast(device, dtype):
@@ -130,34 +192,33 @@ def train_sft(
         model = ranks.spread(model, world, device, fsdp=config.fsdp)
         optimizer = _optimizer(model, config)
 
-        at = CheckpointPosition(plan=plan.whole_fingerprint)
+        step = begun_at = 0
         if found := run.latest():
-            _same_plan(found, plan)
-            at = load_state(found, bare, optimizer)
-        epochs = config.epochs or plan.num_epochs
-        total = at.global_step + _steps_left(plan, at, epochs)
-        total = min(total, config.max_steps) if config.max_steps else total
+            source.load(found, load_state(found, bare, optimizer))
+            step = begun_at = found.step
+        elif isinstance(source, OnlineSteps):
+            source.fill()
+        total = source.total
+        tracking = _Tracking(trackers, run)
+        open_things.callback(tracking.finish)
+        tracking.start({k: str(v) for k, v in vars(config).items()})
         run.start(
-            step=at.global_step,
+            step=step,
             steps=total,
-            plan=plan.whole_fingerprint,
             world=world.size,
             device=str(device),
             attention=attention,
-            skipped_rows=train.skipped,
+            **source.facts(),
         )
-        for tracker in trackers:
-            tracker.start({k: str(v) for k, v in vars(config).items()})
-            open_things.callback(tracker.finish)
 
-        step = begun_at = at.global_step
         first_loss = loss = None
         useful = padded = 0
         waited = 0.0
         began = time.perf_counter()
 
         def save() -> None:
-            run.save(step, training_state(bare, optimizer, at), keep=config.keep)
+            state = training_state(bare, optimizer, source.position)
+            run.save(step, {**state, **source.state()}, keep=config.keep)
 
         def evaluate() -> float | None:
             if held_out is None:
@@ -167,8 +228,7 @@ def train_sft(
             ranks.reshard(model, world)
             model.train()
             run.event("eval", step=step, loss=value)
-            for tracker in trackers:
-                tracker.log(step, {"eval/loss": value})
+            tracking.log(step, {"eval/loss": value})
             return value
 
         def refused(why: str, ready: Sequence[CollatedBatch], sentence: str) -> BadLoss:
@@ -179,12 +239,20 @@ def train_sft(
 
         model.train()
         stop = open_things.enter_context(run.stopping())
-        steps = plan.iter_steps(at.epoch, at.microbatch_idx, epochs=epochs - at.epoch)
-        for planned, batches in _ahead(steps, lambda s: _batches(s, train, tokenizer.pad_id)):
-            if step == total:
-                break
+        steps = source.steps(lambda: stop(step - begun_at), preparing)
+        open_things.callback(steps.close)
+        while step < total:
             start = time.perf_counter()
-            ready = batches.result()
+            try:
+                ready = next(steps, None)
+            except Exception as error:
+                if config.online:
+                    # Whatever befell the stream, the run resumes where it was.
+                    save()
+                    run.event("stop", step=step, why="no samples", error=one_line(error))
+                raise
+            if ready is None:
+                break
             wait = time.perf_counter() - start
 
             count = sum(batch.num_loss_tokens for batch in ready)
@@ -227,7 +295,7 @@ def train_sft(
             optimizer.zero_grad(set_to_none=True)
 
             step += 1
-            at = plan.position_after(planned, step)
+            place = source.finish_step(step)
             seconds = time.perf_counter() - start
             first_loss = loss if first_loss is None else first_loss
             useful, padded, waited = useful + int(tokens), padded + int(capacity), waited + wait
@@ -243,23 +311,22 @@ def train_sft(
                 "tokens_per_s": tokens / seconds,
                 "data_wait_s": wait,
             }
-            run.event("step", step=step, epoch=planned.epoch, first=planned.first, **metrics)
-            for tracker in trackers:
-                tracker.log(step, {f"train/{name}": float(v) for name, v in metrics.items()})
+            run.event("step", step=step, **place, **metrics)
+            logged = metrics | (place if config.online else {})
+            tracking.log(step, {f"train/{name}": float(v) for name, v in logged.items()})
             if progress and main:
                 progress(step, total, loss)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
-            stopping = bool(stops) and step < total
-            if stopping or (config.save_every and step % config.save_every == 0):
-                save()
-            if stopping:
+            if bool(stops) and step < total:
                 break
+            if config.save_every and step % config.save_every == 0:
+                save()
 
-        finished = step >= total
+        finished = step >= total or source.ended
         eval_loss = evaluate() if finished else None
+        save()
         if finished:
-            save()
             _export(bare, config, main)
         result = SftResult(
             run_dir=config.run_dir,
@@ -273,9 +340,18 @@ def train_sft(
             seconds=time.perf_counter() - began,
             data_wait_s=waited,
             backend=attention,
+            tracker_failures=tracking.failures,
+            online=source.summary(),
         )
-        why = "done" if finished else "stopped"
-        run.event("stop", step=step, why=why, loss=loss, ullage=result.ullage)
+        why = "stream ended" if source.ended else "done" if finished else "stopped"
+        run.event(
+            "stop",
+            step=step,
+            why=why,
+            loss=loss,
+            ullage=result.ullage,
+            tracker_failures=tracking.failures,
+        )
         return result
 
 
@@ -329,23 +405,6 @@ def learning_rate(config: SftConfig, step: int, total: int) -> float:
     return config.lr * (1 - share) if config.schedule == "linear" else config.lr
 
 
-def _batches(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
-    return [collate(batch, data.read, pad_id=pad_id) for batch in step.microbatches]
-
-
-def _ahead(
-    steps: Iterator[Step], make: Callable[[Step], list[CollatedBatch]]
-) -> Iterator[tuple[Step, "Future[list[CollatedBatch]]"]]:
-    """Steps with their batches; the next one is collated while this one trains."""
-    with ThreadPoolExecutor(1) as worker:
-        waiting: deque[tuple[Step, Future[list[CollatedBatch]]]] = deque()
-        for step in steps:
-            waiting.append((step, worker.submit(make, step)))
-            if len(waiting) > 1:
-                yield waiting.popleft()
-        yield from waiting
-
-
 def _evaluate(
     model: Any,
     data: Prepared,
@@ -362,7 +421,7 @@ def _evaluate(
     loss = count = 0.0
     with torch.no_grad():
         for step in ready.iter_steps(epochs=1):
-            for batch in _batches(step, data, 0):
+            for batch in batches_of(step, data, 0):
                 with _autocast(device, dtype):
                     loss += float(microbatch_loss(model, batch, device, keeps))
                 count += batch.num_loss_tokens
@@ -370,23 +429,6 @@ def _evaluate(
     if not count:
         raise BadLoss("no token of the held-out data carries loss; check its loss masks")
     return loss / count
-
-
-def _same_plan(found: Checkpoint, plan: BatchPlan) -> None:
-    trained_on = found.state["position"]["plan"]
-    if trained_on != plan.whole_fingerprint:
-        raise Mismatch(
-            f"the checkpoint belongs to plan {trained_on[:16]}, the run has "
-            f"{plan.whole_fingerprint[:16]}; restore the plan of the run"
-        )
-
-
-def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
-    """Steps left from a position; on another number of ranks, a step may have more or fewer."""
-    if at.epoch >= epochs:
-        return 0
-    this = -(-(plan.num_microbatches(at.epoch) - at.microbatch_idx) // plan.step_microbatches)
-    return this + sum(plan.num_steps(epoch) for epoch in range(at.epoch + 1, epochs))
 
 
 def _opened(run: Path) -> Prepared:
@@ -404,15 +446,6 @@ def _check_context(data: Prepared, model: Any) -> None:
             f"the longest sample has {longest:,} tokens, the model takes {context:,}; "
             f"choose --overflow truncate, split or skip with a --pack-max-len or "
             f"--token-budget of at most {context:,}"
-        )
-
-
-def _check_vocabulary(model: Any, vocabulary: int) -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    if vocabulary > rows:
-        raise ConfigError(
-            f"the tokenizer has {vocabulary:,} tokens, the model {rows:,}; "
-            f"use the model's own tokenizer"
         )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
+from batchwright.errors import ConfigError
 from batchwright.models.transformers import load_model
 from batchwright.train.sft.config import SftConfig
-from batchwright.train.sft.prepare import open_prepared, prepare
+from batchwright.train.sft.prepare import open_prepared, prepare, tokenizer_of
 from batchwright.world import World
 
 __all__ = ["Prediction", "predict"]
@@ -32,8 +33,11 @@ class Prediction:
 
 def predict(config: SftConfig) -> Prediction:
     """Tokenise and plan in a temporary folder, and read the prediction off the plan."""
+    if config.online:
+        raise ConfigError("an --online run cannot be predicted; leave out --dry-run")
     world = World.detect()
-    model, tokenizer, info = load_model(config.model, device="cpu", dtype=torch.float32)
+    model, own, info = load_model(config.model, device="cpu", dtype=torch.float32)
+    tokenizer = tokenizer_of(config, own, model)
     with tempfile.TemporaryDirectory() as folder:
         prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)
         data = open_prepared(Path(folder))

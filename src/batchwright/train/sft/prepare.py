@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +16,19 @@ from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Source, open_source
-from batchwright.data.tokenizers import Tokenizer
+from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.train.sft.config import SftConfig
 
-__all__ = ["Prepared", "batching_config", "open_prepared", "prepare"]
+__all__ = [
+    "Prepared",
+    "batching_config",
+    "bucket_edges",
+    "open_prepared",
+    "prepare",
+    "tokenizer_of",
+]
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ def prepare(
     else:
         _check_hash("tokenizer", planned.tokenizer_hash, tokenizer.fingerprint)
         planned.shard(0, world_size)
-    source = open_source(config.data)
+    # An online run makes its samples as it goes; only what it is evaluated on stands before.
+    source = None if config.online else open_source(config.data)
     eval_source = open_source(config.eval_data) if config.eval_data else None
     for left in ("eval_plan", "eval_tokens"):
         # Of an attempt that was refused; this one may hold out nothing.
@@ -64,16 +73,17 @@ def prepare(
             )
             return unfinished.enter_context(building).lengths
 
-        lengths = tokenised(source, "tokens")
-        if planned is not None:
-            _check_hash("data", planned.dataset_hash, lengths.dataset_hash)
-            planned.save(run / "plan")
-        else:
-            held_out = _held_out(lengths, config)
-            train = _subset(lengths, ~held_out) if held_out.any() else lengths
-            BatchPlanBuilder(train, batching).build(config.epochs or 1).save(run / "plan")
-            if held_out.any():
-                _eval_plan(config, _subset(lengths, held_out)).save(run / "eval_plan")
+        if source is not None:
+            lengths = tokenised(source, "tokens")
+            if planned is not None:
+                _check_hash("data", planned.dataset_hash, lengths.dataset_hash)
+                planned.save(run / "plan")
+            else:
+                held_out = _held_out(lengths, config)
+                train = _subset(lengths, ~held_out) if held_out.any() else lengths
+                BatchPlanBuilder(train, batching).build(config.epochs or 1).save(run / "plan")
+                if held_out.any():
+                    _eval_plan(config, _subset(lengths, held_out)).save(run / "eval_plan")
         if eval_source is not None:
             held = tokenised(eval_source, "eval_tokens")
             _eval_plan(config, held).save(run / "eval_plan")
@@ -91,17 +101,9 @@ def open_prepared(run: Path, part: str = "") -> Prepared | None:
 
 def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
     """The plan's settings that follow from the run's."""
-    layout = config.chosen_layout
-    fields: dict[str, object] = {}
-    if config.bucket_edges:
-        try:
-            fields["bucket_edges"] = tuple(int(e) for e in config.bucket_edges.split(","))
-        except ValueError:
-            raise ConfigError(
-                f"--bucket-edges {config.bucket_edges!r} must be integers separated by commas"
-            ) from None
+    edges = bucket_edges(config)
     return BatchingConfig(
-        layout=layout,
+        layout=config.chosen_layout,
         token_budget=config.token_budget,
         # Only the budget limits a padded row: it is what memory is sized by.
         overflow_max=2**31 - 1,
@@ -110,8 +112,32 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
         pack_mode=config.pack_mode,
         step_size=config.step_size or config.grad_accum * world_size,
         seed=config.seed,
-        **fields,
+        **({"bucket_edges": edges} if edges else {}),
     )
+
+
+def bucket_edges(config: SftConfig) -> tuple[int, ...]:
+    """The numbers of --bucket-edges; none if it was not given."""
+    if not config.bucket_edges:
+        return ()
+    try:
+        return tuple(int(edge) for edge in config.bucket_edges.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--bucket-edges {config.bucket_edges!r} must be integers separated by commas"
+        ) from None
+
+
+def tokenizer_of(config: SftConfig, own: Tokenizer, model: Any) -> Tokenizer:
+    """The tokenizer that --tokenizer names, else the model's own; the model must know it."""
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer is not None else own
+    rows = model.get_input_embeddings().weight.shape[0]
+    if tokenizer.vocab_size > rows:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {rows:,}; "
+            f"use the model's own tokenizer"
+        )
+    return tokenizer
 
 
 def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:

@@ -1,0 +1,97 @@
+"""Optimizer steps of a run over a fixed plan, on one rank, from any position on."""
+
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
+from batchwright.batching.collation import CollatedBatch
+from batchwright.checkpoint import Checkpoint
+from batchwright.errors import Mismatch
+from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.prepare import Prepared
+from batchwright.world import World
+
+__all__ = ["PlannedSteps", "batches_of"]
+
+
+class PlannedSteps:
+    """The steps of this rank's part of a plan, and the position they have come to."""
+
+    ended = False
+    """A plan has as many steps as it says."""
+
+    def __init__(self, config: SftConfig, data: Prepared, world: World, pad_id: int) -> None:
+        self._data, self._pad_id = data, pad_id
+        self._plan = data.plan.shard(world.rank, world.size)
+        self._epochs = config.epochs or self._plan.num_epochs
+        self._most = config.max_steps
+        self._step: Step | None = None
+        self.packed = self._plan.config.layout == "packed"
+        self.position = CheckpointPosition(plan=self._plan.whole_fingerprint)
+
+    @property
+    def total(self) -> int:
+        """Steps of the run, those before the position included."""
+        total = self.position.global_step + _steps_left(self._plan, self.position, self._epochs)
+        return min(total, self._most) if self._most else total
+
+    def facts(self) -> dict[str, Any]:
+        """For the first event of the run."""
+        return {"plan": self._plan.whole_fingerprint, "skipped_rows": self._data.skipped}
+
+    def state(self) -> dict[str, Any]:
+        """Nothing but the position."""
+        return {}
+
+    def load(self, found: Checkpoint, position: CheckpointPosition) -> None:
+        """Continue from a checkpoint of the same plan."""
+        if position.plan != self._plan.whole_fingerprint:
+            raise Mismatch(
+                f"the checkpoint belongs to plan {position.plan[:16]}, the run has "
+                f"{self._plan.whole_fingerprint[:16]}; restore the plan of the run"
+            )
+        self.position = position
+
+    def steps(
+        self, stop: Callable[[], bool], progress: Callable[[int, int], None] | None = None
+    ) -> Generator[list[CollatedBatch], None, None]:
+        """The microbatches of each step; the next one is collated while this one trains."""
+        at = self.position
+        with ThreadPoolExecutor(1) as worker:
+            waiting: deque[tuple[Step, Future[list[CollatedBatch]]]] = deque()
+            for step in self._plan.iter_steps(
+                at.epoch, at.microbatch_idx, epochs=self._epochs - at.epoch
+            ):
+                waiting.append((step, worker.submit(batches_of, step, self._data, self._pad_id)))
+                if len(waiting) > 1:
+                    self._step, batches = waiting.popleft()
+                    yield batches.result()
+            for self._step, batches in waiting:
+                yield batches.result()
+
+    def finish_step(self, step: int) -> dict[str, Any]:
+        """Move the position behind the step that was trained; what to log about it."""
+        assert self._step is not None
+        self.position = self._plan.position_after(self._step, step)
+        return {"epoch": self._step.epoch, "first": self._step.first}
+
+    def summary(self) -> None:
+        """A plan has been described by its own commands."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def batches_of(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
+    """The arrays of a step."""
+    return [collate(batch, data.read, pad_id=pad_id) for batch in step.microbatches]
+
+
+def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:
+    """Steps left from a position; on another number of ranks, a step may have more or fewer."""
+    if at.epoch >= epochs:
+        return 0
+    this = -(-(plan.num_microbatches(at.epoch) - at.microbatch_idx) // plan.step_microbatches)
+    return this + sum(plan.num_steps(epoch) for epoch in range(at.epoch + 1, epochs))
