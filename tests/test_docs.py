@@ -41,7 +41,9 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/README.md")),
     ROOT / "benchmarks" / "README.md",
 ]
-NEEDS_MORE_THAN_A_FOLDER = ("hf:", "--install-completion", "calls simulate", "serve")
+NEEDS_MORE_THAN_A_FOLDER = (
+    *("hf:", "--install-completion", "calls simulate", "serve", "--gym-port", "reasoning-gym"),
+)
 # test_cli.py runs the whole demo; the guides need only the lengths it leaves, see `workshop`.
 TESTED_ELSEWHERE = ("batchwright demo",)
 
