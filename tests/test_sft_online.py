@@ -356,6 +356,18 @@ def test_several_ranks_are_refused(config: SftConfig, monkeypatch: pytest.Monkey
         train_sft(config)
 
 
+def test_a_run_without_max_steps_goes_on_until_it_is_stopped(config: SftConfig) -> None:
+    endless = dataclasses.replace(config, max_steps=0, stop_after=3)
+    result = train_sft(endless)
+    rates = {event["lr"] for event in events(config.run_dir, "step")}
+
+    assert (result.finished, result.step) == (False, 3)
+    assert rates == {config.lr}
+    assert (config.run_dir / "model/config.json").exists()
+    assert train_sft(endless, resume=True).step == 6
+    assert train_sft(dataclasses.replace(endless, stop_after=0, max_steps=7), resume=True).finished
+
+
 @pytest.fixture
 def gym() -> Iterator[Callable[[], int]]:
     """Starts a gym server each time it is called; its port."""
@@ -399,6 +411,34 @@ def test_a_run_on_a_gym_server_resumes_on_another_one(
     window = events(config.run_dir, "window")[-1]
     assert window["success_rate"] == 1.0, "the hints of the server solve its puzzles"
     assert window["range"][0] > 0.0
+
+
+def test_the_line_of_the_document_trains_until_ctrl_c(
+    tmp_path: Path, gym: Callable[[], int]
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "2 + 2 = ", "completion": "4"}\n')
+    line = (
+        "train sft --model tiny --data train.jsonl --online --gym-host localhost "
+        f"--gym-port {gym()} --token-budget 1024"
+    )
+    process = subprocess.Popen(
+        [COMMAND, *line.split()], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        log, deadline = tmp_path / "runs/sft/events.jsonl", time.monotonic() + 120
+        while not (log.exists() and '"kind":"step"' in log.read_text()):
+            assert process.poll() is None, "it ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+    assert process.returncode == 0
+    assert "stopped and saved; resume with: batchwright train sft --resume runs/sft" in out
+    assert (tmp_path / "runs/sft/model/config.json").exists()
+    assert events(tmp_path / "runs/sft", "window")[0]["unjudged"] == 1, "the row of --data"
 
 
 def test_no_gym_server_is_one_sentence_and_a_run_to_resume(
@@ -464,7 +504,7 @@ REFUSED = {
     f"{BASE} --difficulty-min 0.9 --difficulty-max 0.1": "--difficulty-min must be at most",
     f"{BASE} --buffer-size 0": "--buffer-size must be at least 1, got 0",
     f"{BASE} --dry-run": "an --online run cannot be predicted",
-    "train sft --model tiny --online": "no --max-steps",
+    "train sft --model tiny --online --schedule cosine": "--schedule cosine needs the number of",
     "train sft --online --max-steps 3": "no --model",
     "train sft --model tiny --online --max-steps 3 --online-source reasoning-gym": (
         "no --online-tasks"

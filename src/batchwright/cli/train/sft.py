@@ -77,7 +77,7 @@ def _bars(
                 bars.close()
                 steps = bars.enter_context(progress_bar("training", quiet))
             if steps is not None:
-                steps(done, total, f"loss {loss:.4f}")
+                steps(done, total or done, f"loss {loss:.4f}")
 
         yield preparing, None if quiet else training
 

@@ -68,13 +68,13 @@ class SftConfig(RunConfig):
     epochs: int = 0
     """Passes over the data; 0: as many as --batchplan has, else one."""
     max_steps: int = 0
-    """Stop after this many optimizer steps; 0: no limit."""
+    """Stop after this many optimizer steps; 0: no limit, which online means until Ctrl-C."""
     stop_after: int = 0
     """Save and stop after this many steps of this call, to be resumed; 0: run to the end."""
     lr: float = 1e-4
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate schedule after warm-up."""
+    schedule: Literal["auto", "cosine", "linear", "constant"] = "auto"
+    """Learning rate after warm-up; auto: cosine, or constant online without --max-steps."""
     warmup_steps: int = 0
     """Steps of linear learning rate warm-up."""
     weight_decay: float = 0.0
@@ -179,16 +179,31 @@ class SftConfig(RunConfig):
                 f"--difficulty-min must be at most --difficulty-max, got {self.difficulty_min} "
                 f"and {self.difficulty_max}"
             )
+        if self.endless and self.schedule in ("cosine", "linear"):
+            raise ConfigError(
+                f"--schedule {self.schedule} needs the number of steps; give --max-steps, or "
+                f"--schedule constant"
+            )
         if self.batchplan:
             self.refuse_planned(self._changed())
+
+    @property
+    def endless(self) -> bool:
+        """Whether nothing but Ctrl-C or the end of its stream ends the run."""
+        return self.online and not self.max_steps
+
+    @property
+    def chosen_schedule(self) -> Literal["cosine", "linear", "constant"]:
+        """The schedule that --schedule comes to."""
+        if self.schedule == "auto":
+            return "constant" if self.endless else "cosine"
+        return self.schedule
 
     @property
     def required(self) -> tuple[str, ...]:
         if not self.online:
             return self.REQUIRED
-        # A stream has no end of its own, and the learning rate follows the number of steps.
-        tasks = ("online_tasks",) if self.online_source == "reasoning-gym" else ()
-        return ("model", "max_steps", *tasks)
+        return ("model", *(("online_tasks",) if self.online_source == "reasoning-gym" else ()))
 
     def refuse_ignored(self, given: Iterable[str] = ()) -> None:
         """Refuse settings of a new run that another setting would make without effect.

@@ -131,9 +131,10 @@ def train_sft(
     """Train, or resume the run in `config.run_dir`.
 
     Ctrl-C once ends the step and saves; a second one stops at once. `progress` is called with
-    steps done, steps in all and the loss. An online run learns from the `stream` that is made of
-    the tokenizer, by default from the one that `config` names. A tracker that cannot start is an
-    error before anything is trained; one that fails later is counted and logged once.
+    steps done, steps in all (0: endless) and the loss. An online run learns from the `stream`
+    that is made of the tokenizer, by default from the one that `config` names. A tracker that
+    cannot start is an error before anything is trained; one that fails later is counted and
+    logged once.
     """
     if not resume:
         config.refuse_ignored()
@@ -204,7 +205,7 @@ def train_sft(
         tracking.start({k: str(v) for k, v in vars(config).items()})
         run.start(
             step=step,
-            steps=total,
+            steps=0 if config.endless else total,
             world=world.size,
             device=str(device),
             attention=attention,
@@ -315,7 +316,7 @@ def train_sft(
             logged = metrics | (place if config.online else {})
             tracking.log(step, {f"train/{name}": float(v) for name, v in logged.items()})
             if progress and main:
-                progress(step, total, loss)
+                progress(step, 0 if config.endless else total, loss)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
             if bool(stops) and step < total:
@@ -326,7 +327,7 @@ def train_sft(
         finished = step >= total or source.ended
         eval_loss = evaluate() if finished else None
         save()
-        if finished:
+        if finished or config.endless:
             _export(bare, config, main)
         result = SftResult(
             run_dir=config.run_dir,
@@ -400,9 +401,9 @@ def learning_rate(config: SftConfig, step: int, total: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     share = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
-    if config.schedule == "cosine":
+    if config.chosen_schedule == "cosine":
         return config.lr * 0.5 * (1 + math.cos(math.pi * share))
-    return config.lr * (1 - share) if config.schedule == "linear" else config.lr
+    return config.lr * (1 - share) if config.chosen_schedule == "linear" else config.lr
 
 
 def _evaluate(

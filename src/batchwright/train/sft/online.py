@@ -7,6 +7,7 @@ the next range of difficulties, and the next request is made, so that episodes a
 the model trains. Nothing depends on time, so a run over a deterministic stream repeats exactly.
 """
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -51,7 +52,7 @@ class OnlineSteps:
     ) -> None:
         self._config, self._run = config, run
         self._vocabulary, self._tokenizer = vocabulary, tokenizer
-        self.total = config.max_steps
+        self.total = config.max_steps or sys.maxsize
         self.ended = False
         """Whether the stream has ended before the steps did."""
         self.packed = config.chosen_layout == "packed"
