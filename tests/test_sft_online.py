@@ -313,6 +313,10 @@ def test_rows_fill_the_buffer_first_and_are_always_trained_on(
     few = dataclasses.replace(config, buffer_size=10, run_dir=tmp_path / "few")
     with pytest.raises(ConfigError, match="15 rows, more than --buffer-size 10"):
         train_sft(few)
+    assert not (tmp_path / "few/config.toml").exists()
+    rows.write_text(json.dumps({"text": "o" * 9000}) + "\n")
+    with pytest.raises(OversizedSample, match="has 9,001 tokens, a row takes 256"):
+        train_sft(few)
 
 
 def test_held_out_rows_are_evaluated_on(config: SftConfig, tmp_path: Path) -> None:

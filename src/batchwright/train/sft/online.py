@@ -128,7 +128,11 @@ class OnlineSteps:
         from batchwright.streaming.offline import OfflineDatasetStream
 
         rows = OfflineDatasetStream(
-            self._config.data, tokenizer=self._tokenizer, on_bad_row=self._config.on_bad_row
+            self._config.data,
+            tokenizer=self._tokenizer,
+            # Too long is what --overflow says.
+            max_length=2**31 - 1,
+            on_bad_row=self._config.on_bad_row,
         )
         self.buffer.add_batch(self._fitting(rows))
         self._bad_rows = rows.metrics.samples_errored
