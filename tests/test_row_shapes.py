@@ -10,6 +10,7 @@ import pytest
 from batchwright.data.rows.sample import Sample, encode_row
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, with_loss_on
+from batchwright.data.tokens import TokenStore
 from batchwright.errors import BadRow
 
 BYTES = load_tokenizer("bytes")
@@ -299,3 +300,19 @@ def test_lengths_of_another_loss_are_another_cache(folder: Path, call: Callable[
     # And by several processes, which load the tokenizer anew.
     again = call(f"{line} --loss-on everything -o w.jsonl --workers 2", folder).data
     assert again["tokenizer_hash"] == hashes["everything"]
+
+
+@pytest.mark.training
+@pytest.mark.parametrize("flags", ["", "--online --online-source mock --online-min-samples 4"])
+def test_training_takes_the_columns_and_the_loss_that_it_is_told(
+    folder: Path, call: Callable[..., Any], flags: str
+) -> None:
+    line = f"train sft --model tiny --data rows.jsonl --max-steps 1 --quiet {flags}"
+    refused = call(f"{line} --run-dir no", folder)
+    assert "rows.jsonl:2: has explanation" in refused.err
+    more = "--ignore-column explanation --loss-on everything"
+    done = call(f"{line} {more} --run-dir run", folder)
+    assert done.code == 0, done.err
+    if not flags:
+        store = TokenStore(folder / "run" / "tokens")
+        assert all(store(i).loss_mask.all() for i in range(2))

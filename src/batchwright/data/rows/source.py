@@ -75,8 +75,8 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = ()) -> Source:
 
     `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
     or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
-    a folder); or a `datasets.Dataset`. Only the offsets of the rows are held in memory.
-    `ignore_columns` are left out of every row, as if the data did not have them.
+    a folder); a `datasets.Dataset`; or what this function returned. Only the offsets of the rows
+    are held in memory. `ignore_columns` are left out, as if the rows did not have them.
     """
     if ignore_columns:
         return _NarrowSource(open_source(spec), frozenset(ignore_columns))
@@ -91,6 +91,9 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = ()) -> Source:
         return parts[0] if len(parts) == 1 else _JoinedSource(parts)
     if type(spec).__module__.partition(".")[0] == "datasets":
         return dataset(spec, "the dataset")
+    if hasattr(spec, "chunk") and hasattr(spec, "where"):
+        opened: Source = spec
+        return opened
     raise ConfigError(
         f"data must be a path, a list of paths or a Dataset, got a {type(spec).__name__}"
     )

@@ -150,6 +150,10 @@ class SftConfig(RunConfig):
     """Tokenizer; default: the model's own."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """Stop at a row that cannot be read, or skip and count it."""
+    loss_on: Literal["all-turns", "last-turn", "everything"] = "all-turns"
+    """Loss on every assistant turn and response, only on the last turn, or on all tokens."""
+    ignore_column: tuple[str, ...] = ()
+    """Leave this column of text out of the rows; repeatable."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

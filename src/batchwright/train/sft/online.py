@@ -19,6 +19,7 @@ import numpy as np
 from batchwright.batching import CheckpointPosition
 from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch, OversizedSample
 from batchwright.streaming.curriculum import SuccessRateCurriculum
@@ -128,7 +129,7 @@ class OnlineSteps:
         from batchwright.streaming.offline import OfflineDatasetStream
 
         rows = OfflineDatasetStream(
-            self._config.data,
+            open_source(self._config.data, self._config.ignore_column),
             tokenizer=self._tokenizer,
             # Too long is what --overflow says.
             max_length=2**31 - 1,

@@ -17,6 +17,7 @@ from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
+from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.data.tokens import TokenStore
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.train.sft.config import SftConfig
@@ -60,8 +61,9 @@ def prepare(
         _check_hash("tokenizer", planned.tokenizer_hash, tokenizer.fingerprint)
         planned.shard(0, world_size)
     # An online run makes its samples as it goes; only what it is evaluated on stands before.
-    source = None if config.online else open_source(config.data)
-    eval_source = open_source(config.eval_data) if config.eval_data else None
+    columns = config.ignore_column
+    source = None if config.online else open_source(config.data, columns)
+    eval_source = open_source(config.eval_data, columns) if config.eval_data else None
     for left in ("eval_plan", "eval_tokens"):
         # Of an attempt that was refused; this one may hold out nothing.
         shutil.rmtree(run / left, ignore_errors=True)
@@ -137,7 +139,7 @@ def tokenizer_of(config: SftConfig, own: Tokenizer, model: Any) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model {rows:,}; "
             f"use the model's own tokenizer"
         )
-    return tokenizer
+    return with_loss_on(tokenizer, config.loss_on)
 
 
 def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:
