@@ -106,14 +106,23 @@ class GoalEncoder(Encoder):
     vector everywhere. The state is made of the first goal and what it attends to among the other
     goals and the query. A candidate is the sum of the vectors by which it differs from others: its
     kind, its rule, and those terms of a fact that the goal leaves open. In addition it is seen
-    whether these are the query's own, which generalizes to entities never seen in training.
+    whether these are the query's own, which generalizes to entities never seen in training. The
+    first `num_constants` terms enter with their vectors multiplied by `constant_scale`: what is
+    learned of single entities then counts less than what is learned of predicates and rules.
 
     Only real goals and candidates that the mask allows are computed: most of a padded [N, K]
     would be waste. (So it does not work under torch's vmap: TorchRL's GAE has `deactivate_vmap`.)
     """
 
     def __init__(
-        self, num_predicates: int, num_terms: int, num_rules: int, *, width: int = 64
+        self,
+        num_predicates: int,
+        num_terms: int,
+        num_rules: int,
+        *,
+        width: int = 64,
+        num_constants: int = 0,
+        constant_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.width = width
@@ -125,6 +134,9 @@ class GoalEncoder(Encoder):
         nn.init.normal_(self.table.weight, 0.0, width**-0.5)
         with torch.no_grad():
             self.table.weight[0] = 0.0
+        scale = torch.ones(size)
+        scale[self._terms : self._terms + num_constants] = constant_scale
+        self.register_buffer("scale", scale, persistent=False)
         # What a candidate is worth whatever the state.
         self.worth = nn.Embedding(size, 1, padding_idx=0)
         nn.init.zeros_(self.worth.weight)
@@ -159,18 +171,23 @@ class GoalEncoder(Encoder):
             ],
             1,
         )
-        vector = F.embedding_bag(rows, self.table.weight, mode="sum", padding_idx=0)
+        scale = cast(Tensor, self.scale)[rows]
+        vector = F.embedding_bag(
+            rows, self.table.weight, mode="sum", padding_idx=0, per_sample_weights=scale
+        )
         ends = obs["query"][:, [0, 2]][row]
         equal = (terms[:, :, None] == ends[:, None]) & opened[:, :, None]
         scores = (state[row] * vector).sum(-1) / self.width**0.5
-        scores = scores + self.worth(rows).sum((1, 2))
+        scores = scores + (self.worth(rows).squeeze(-1) * scale).sum(1)
         scores = scores + (self.same(state)[row] * equal.flatten(1)).sum(-1)
         return scores.new_zeros(mask.shape).index_put((row, column), scores)
 
     def _atoms(self, atoms: Tensor) -> Tensor:
         atoms = atoms.long()
         rows = torch.cat([atoms[..., :1] + self._predicates, atoms[..., 1:] + self._terms], -1)
-        joined: Tensor = self.atom(self.table(torch.where(atoms >= 0, rows, 0)).flatten(-2))
+        rows = torch.where(atoms >= 0, rows, 0)
+        vectors = self.table(rows) * cast(Tensor, self.scale)[rows][..., None]
+        joined: Tensor = self.atom(vectors.flatten(-2))
         return F.relu(joined)
 
 

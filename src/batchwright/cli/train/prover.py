@@ -26,7 +26,7 @@ def train_prover(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Train a prover: by PPO (neural), or by behaviour cloning, PPO and supervised passes (rules)."""
+    """Train a prover by PPO; the policy `rules` also by cloning and supervised passes."""
     config = settings(ProverConfig, given, resume)
     from batchwright.train.prover.loop import train_prover as train
 

@@ -18,16 +18,16 @@ class Recipe(NamedTuple):
 
     clone_updates: int
     ppo_steps: int
-    objective: Objective
     lr: float
+    ppo_epochs: int
     entropy_coef: float
     passes: int
     beam: int
 
 
 RECIPES = {
-    "rules": Recipe(40, 100_000, "reward", 0.05, 0.01, 8, 0),
-    "neural": Recipe(0, 500_000, "likelihood", 0.01, 0.1, 0, 128),
+    "rules": Recipe(40, 100_000, 0.05, 4, 0.01, 8, 0),
+    "neural": Recipe(0, 500_000, 0.02, 2, 0.05, 0, 256),
 }
 
 
@@ -56,6 +56,9 @@ class ProverConfig(RunConfig):
     predicates, constants, variables and rules."""
     width: int = 32
     """Embedding width of the neural policy."""
+    constant_scale: float = 0.0
+    """What the neural actor multiplies vectors of constants by. Above 0 it learns train answers by
+    heart, which a filtered ranking leaves out; at 0 it sees only where constants are equal."""
 
     n_envs: int | Auto = 256
     """Parallel environments: the batch size of the rollout; auto: as the free memory allows."""
@@ -75,10 +78,9 @@ class ProverConfig(RunConfig):
     ppo_steps: int | Auto = "auto"
     """PPO steps of all environments together; 0: no PPO; auto: 100,000 for rules, 500,000 for
     neural."""
-    objective: Objective | Auto = "auto"
+    objective: Objective = "reward"
     """What PPO maximises: the expected --reward; or the log-likelihood of the answer that is looked
-    for, where other known answers count neither way. auto: reward for rules or with --negatives,
-    else likelihood."""
+    for, where other known answers count neither way."""
     curriculum: bool = True
     """Curriculum over proof depth: start with short proofs, one step more in each part of PPO."""
     negatives: int = 0
@@ -93,9 +95,9 @@ class ProverConfig(RunConfig):
     kge: Path | None = None
     """A run of `train kge` as potential for reward shaping in PPO; needs --negatives."""
     lr: float | Auto = "auto"
-    """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.01 for neural."""
-    ppo_epochs: int = 4
-    """PPO epochs: passes over each rollout."""
+    """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.02 for neural."""
+    ppo_epochs: int | Auto = "auto"
+    """PPO epochs: passes over each rollout; auto: 4 for rules, 2 for neural."""
     minibatches: int = 4
     """Minibatches in a pass."""
     gamma: float = 0.99
@@ -103,7 +105,7 @@ class ProverConfig(RunConfig):
     clip: float = 0.2
     """PPO clip range."""
     entropy_coef: float | Auto = "auto"
-    """Entropy bonus coefficient; auto: 0.01 for rules, 0.1 for neural."""
+    """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural."""
 
     passes: int | Auto = "auto"
     """Supervised passes of the rules policy over train queries, each with its own fact hidden: they
@@ -115,7 +117,7 @@ class ProverConfig(RunConfig):
 
     beam: int | Auto = "auto"
     """Partial proofs of a query that beam search keeps in evaluations on valid; 0: the exact sum
-    over all proofs, which only rules have; auto: 0 for rules, 128 for neural."""
+    over all proofs, which only rules have; auto: 0 for rules, 256 for neural."""
     eval_every: int = 10
     """Rounds (updates or passes) between evaluations on valid, besides the end of every part."""
     eval_triples: int = 700
@@ -130,11 +132,13 @@ class ProverConfig(RunConfig):
     """Save and stop after this many rounds of this call, to be resumed; 0: run to the end."""
 
     def __post_init__(self) -> None:
-        self.at_least(1, *self._given("n_envs", "n_eval_envs"))
-        self.at_least(1, "most", "width", "num_steps", "ppo_epochs", "minibatches")
+        self.at_least(1, *self._given("n_envs", "n_eval_envs", "ppo_epochs"))
+        self.at_least(1, "most", "width", "num_steps", "minibatches")
         self.at_least(1, "eval_every", "save_every")
-        self.at_least(0, *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam"))
-        self.at_least(0, "clone_questions", "negatives")
+        self.at_least(
+            0, *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam")
+        )
+        self.at_least(0, "clone_questions", "negatives", "constant_scale")
         self.at_least(0, "pass_questions", "eval_triples", "stop_after")
         self.above_zero(*self._given("lr"), "clone_lr", "rate", "clip")
         self.from_0_to_1("gamma", "min_confidence")
@@ -142,7 +146,7 @@ class ProverConfig(RunConfig):
             raise ConfigError("--rules and --mine exclude each other; give one of them")
         if self.kge is not None and not self.negatives:
             raise ConfigError("--kge shapes rewards of true and false triples; give --negatives")
-        if self.recipe.objective == "likelihood" and self.negatives:
+        if self.objective == "likelihood" and self.negatives:
             raise ConfigError(
                 "--objective likelihood is for open queries; leave out --negatives, or choose "
                 "--objective reward"
@@ -163,8 +167,6 @@ class ProverConfig(RunConfig):
     def recipe(self) -> Recipe:
         """The settings that are `auto`, or else as given."""
         own = RECIPES[self.policy]
-        if self.negatives:
-            own = own._replace(objective="reward")
         return own._replace(**{name: getattr(self, name) for name in self._given(*own._fields)})
 
     def _given(self, *names: str) -> tuple[str, ...]:

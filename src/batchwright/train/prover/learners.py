@@ -125,7 +125,7 @@ class Practice:
         potential: Potential | None = None,
     ) -> None:
         recipe = config.recipe
-        likelihood = recipe.objective == "likelihood"
+        likelihood = config.objective == "likelihood"
         self._env = asked.env(
             questions,
             config.num_envs,
@@ -146,7 +146,7 @@ class Practice:
             PPOConfig(
                 total_steps=updates * config.num_steps * config.num_envs,
                 num_steps=config.num_steps,
-                epochs=config.ppo_epochs,
+                epochs=recipe.ppo_epochs,
                 minibatches=config.minibatches,
                 lr=recipe.lr,
                 gamma=config.gamma,

@@ -1,10 +1,10 @@
 """PPO towards the likelihood of the answer that is looked for, instead of the expected reward.
 
-The expected reward is highest for a policy that always gives its surest answer. A ranking needs
-another one: probable answers in the order of their probability. With P the probability of the answer
-looked for, the gradient of log P is that of P divided by P. So the reward is 1 for this answer, P is
-what the critic says of the query, and advantages are divided by it. Other known answers, which the
-filtered ranking leaves out as well, are neither right nor wrong: their last step is not trained on.
+The expected reward is highest for a policy that always gives its surest answer, while a ranking
+needs all probable answers, in their order. With P the probability of the answer looked for, the
+gradient of log P is that of P divided by P. So the reward is 1 for this answer, P is what the
+critic says of the query, and advantages are divided by it. Other known answers, which the filtered
+ranking leaves out as well, are neither right nor wrong: their last step is not trained on.
 """
 
 from collections.abc import Mapping

@@ -307,7 +307,7 @@ def _sized(config: ProverConfig, asked: Asked) -> ProverConfig:
 
 def _policy(config: ProverConfig, asked: Asked) -> Policy:
     if config.policy == "neural":
-        return neural_policy(asked, config.width, config.seed)
+        return neural_policy(asked, config.width, config.constant_scale, config.seed)
     return rule_policy(asked, config.seed)
 
 

@@ -76,11 +76,13 @@ def rule_policy(asked: Asked, seed: int = 0) -> Policy:
         return Policy(actor, RuleCritic(first, questions, asked.depth - 1))
 
 
-def neural_policy(asked: Asked, width: int, seed: int = 0) -> Policy:
+def neural_policy(asked: Asked, width: int, constant_scale: float, seed: int = 0) -> Policy:
     """An untrained actor-critic with a row for every predicate, `_kge` ones too, term and rule."""
-    terms = asked.steps.num_entities + 2 * asked.goals + 1
-    sizes = asked.facts.num_predicates, terms, len(asked.rules)
+    constants = asked.steps.num_entities
+    sizes = asked.facts.num_predicates, constants + 2 * asked.goals + 1, len(asked.rules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.key(seed, "policy"))
-        actor, critic = (GoalEncoder(*sizes, width=width) for _ in range(2))
-        return Policy(actor, critic)
+        actor = GoalEncoder(
+            *sizes, width=width, num_constants=constants, constant_scale=constant_scale
+        )
+        return Policy(actor, GoalEncoder(*sizes, width=width))

@@ -2,8 +2,8 @@
 
 Every query is asked in the environment that the policy was trained in. At each step the `beam` most
 probable partial proofs of a query go on; what is left out is counted as pruned. An entity's score
-is the summed probability of the proofs that end with it, less than that of all its proofs where some
-are pruned. As in the exact sum of `scorer`, no proof uses one fact twice in a row, back and forth.
+is the summed probability of the proofs found that end with it. As in the exact sum of `scorer`, no
+proof uses one fact twice in a row, back and forth.
 """
 
 from dataclasses import dataclass
