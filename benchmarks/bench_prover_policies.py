@@ -98,7 +98,7 @@ def main() -> None:
             print(f"  {variant}: {means['valid before']:.4f} -> {means['valid after']:.4f}")
             if variant == "neural":
                 gain = means["test kept"] - means["test untrained"]
-                report.target(f"{name}: test MRR that PPO brings", gain, least=0.0)
+                report.target(f"{name}: test MRR that PPO brings", gain, least=0.001)
         steps = int(str(own["ppo_steps"]))
         report.table(f"{name}, PPO alone, {steps:,} steps, beam of {BEAM}", COLUMNS, rows)
     report.close()

@@ -177,7 +177,7 @@ class GoalEncoder(Encoder):
         )
         ends = obs["query"][:, [0, 2]][row]
         equal = (terms[:, :, None] == ends[:, None]) & opened[:, :, None]
-        scores = (state[row] * vector).sum(-1) / self.width**0.5
+        scores: Tensor = (state[row] * vector).sum(-1) / self.width**0.5
         scores = scores + (self.worth(rows).squeeze(-1) * scale).sum(1)
         scores = scores + (self.same(state)[row] * equal.flatten(1)).sum(-1)
         return scores.new_zeros(mask.shape).index_put((row, column), scores)
