@@ -167,8 +167,9 @@ class BatchedVecEnv:
         )
         self._config[layout.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
         self._shape = (goals, max_candidates, depth)
-        auto = batch_size == "auto"
-        self._num_envs = auto_batch(*self._shape, rollout) if auto else batch_size
+        if batch_size == "auto":
+            batch_size = auto_batch(*self._shape, rollout)
+        self._num_envs = batch_size
         if not isinstance(self._num_envs, int | np.integer) or self._num_envs < 1:
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if not 0 <= gamma <= 1:
