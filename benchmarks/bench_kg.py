@@ -6,8 +6,10 @@ rank at the middle of its ties (see batchwright.logic.rank.ranking). What is com
     rules     chain rules mined from train, joined in the way that does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid
     hybrid    both, weighted as does best on valid
-    rl        a policy that begins with every rule alike, trained on train with each question's own
-              fact hidden, kept by its MRR on valid; no embedding and no counted confidences
+    rl        the prover's policy `rules`, which begins with every rule alike, trained on train with
+              each question's own fact hidden, by imitation, PPO and supervised passes, kept by its
+              MRR on valid and ranked by the exact sum over its proofs; no embedding and no counted
+              confidences (what PPO brings by itself: bench_prover_policies.py)
 
 What is chosen in a run is chosen on valid; kg_runs.py says how the settings came about. The seed
 changes the tables, the order and the drawn entities of the embedding, the order in which evidence

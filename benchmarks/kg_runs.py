@@ -205,12 +205,12 @@ def rl_seed(folder: Path, runs: Path, name: str, seed: int) -> dict[str, Any]:
 
 
 def parts(run: Path) -> dict[str, float]:
-    """MRR on valid before training, and after each part of it (of gradients, the best)."""
+    """MRR on valid before training, and after each part of it (of supervised passes, the best)."""
     part, found = "untrained", {}
     for event in read_events(run / "events.jsonl"):
         if event.kind == "round":
             part = event.fields["part"]
         elif event.kind == "eval":
             mrr = event.fields["mrr"]
-            found[part] = max(mrr, found.get(part, 0.0)) if part == "gradients" else mrr
+            found[part] = max(mrr, found.get(part, 0.0)) if part == "supervised" else mrr
     return found

@@ -10,20 +10,15 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.checkpoint import latest
-from batchwright.envs.prover.env import FACT, BatchedVecEnv
 from batchwright.errors import ConfigError, Mismatch, MissingFile
-from batchwright.events import read_events
 from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph, shipped_graph
 from batchwright.logic.mine.mining import mine
@@ -32,7 +27,6 @@ from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
-from batchwright.rl.policy import Policy
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.learners import Practice, kge_potential
@@ -40,6 +34,10 @@ from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
 from batchwright.train.prover.policy import rule_policy
 from batchwright.train.prover.program import Asked
 from batchwright.train.prover.scorer import PolicyScorer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from prover_checks import enumerated, same_end, unlike
 
 BIN = Path(sys.executable).parent
 FAMILY = shipped_graph()
@@ -55,54 +53,6 @@ def family() -> Graph:
 @pytest.fixture(scope="module")
 def asked(family: Graph) -> Asked:
     return Asked.of(family, parse_rules(FAMILY / "rules.txt", family.vocab))
-
-
-def unlike(asked: Asked, seed: int = 0) -> Policy:
-    """A policy with likes and dislikes."""
-    policy = rule_policy(asked)
-    numbers = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        policy.actor.rules.normal_(generator=numbers)  # type: ignore[union-attr, operator]
-        policy.actor.end.normal_(generator=numbers)  # type: ignore[union-attr, operator]
-    return policy
-
-
-def enumerated(asked: Asked, policy: Policy, question: Any) -> np.ndarray:
-    """The chance of every answer, from every episode that the environment allows.
-
-    Proofs that use one fact twice in a row do not count.
-    """
-    env = BatchedVecEnv(
-        asked.facts,
-        asked.rules,
-        [question],
-        1,
-        depth=asked.depth,
-        goals=asked.depth - 1,
-        max_candidates=asked.width,
-        ask="tail",
-        inverse=asked.inverse,
-    )
-    chance = np.zeros(asked.steps.num_entities)
-
-    def explore(actions: list[int], likely: float, facts: list[tuple[int, ...]]) -> None:
-        obs = env.reset()
-        step = None
-        for action in actions:
-            step = env.step(np.array([action]))
-        if step is not None and step.done[0]:
-            if step.info["proven"][0] and all(a != b for a, b in pairwise(facts)):
-                chance[step.info["answer"][0]] += likely
-            return
-        logits = policy.logits({name: torch.from_numpy(a.copy()) for name, a in obs.items()})
-        chances = torch.softmax(logits.detach().double(), -1)[0].tolist()
-        rows, mask = obs["candidates"][0].tolist(), obs["mask"][0].copy()
-        for action in np.flatnonzero(mask).tolist():
-            used = [tuple(rows[action][1:])] if rows[action][0] == FACT else []
-            explore([*actions, action], likely * chances[action], facts + used)
-
-    explore([], 1.0, [])
-    return chance
 
 
 def walks(
@@ -312,35 +262,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = ProverConfig(data=str(FAMILY), rules=FAMILY / "rules.txt", run_dir=run, **SMALL)
     assert train_prover(config).finished
     return run
-
-
-def same_end(one: Path, other: Path) -> None:
-    for folder in ("checkpoints", "model"):
-        states = []
-        for run in (one, other):
-            found = latest(run / folder)
-            assert found is not None
-            states.append((found.step, flat(found.state)))
-        assert states[0] == states[1]
-    events = [numbers(run) for run in (one, other)]
-    assert events[0] == events[1]
-
-
-def flat(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {name: flat(value) for name, value in state.items()}
-    return (state.dtype.str, state.tobytes()) if isinstance(state, np.ndarray) else state
-
-
-def numbers(run: Path) -> dict[tuple[str, int], Any]:
-    """What every round came to, without what depends on the clock."""
-    return {
-        (event.kind, event.fields["round"]): {
-            k: v for k, v in event.fields.items() if not k.endswith(("SPS", "_s", "seconds"))
-        }
-        for event in read_events(run / "events.jsonl")
-        if event.kind in ("round", "eval")
-    }
 
 
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from batchwright import rng
 from batchwright.envs.api import Env, Symbolic
 from batchwright.errors import BadLoss, ConfigError
-from batchwright.logic.prove.search import FACT
+from batchwright.logic.prove.search import FACT, RULE
 from batchwright.rl import kernels
 
 __all__ = ["Encoder", "FeatureEncoder", "GoalEncoder", "Policy", "choose", "policy_for"]
@@ -102,16 +102,27 @@ class GoalEncoder(Encoder):
 
     A goal is (predicate, term, term), the query (head, predicate, tail) and a candidate (kind,
     predicate or rule, term, term), as `batchwright.envs.prover` lists them; -1 is padding and
-    masked, in means as well. One embedding table holds all of them, so an entity has the same
-    vector everywhere. In addition a candidate's features say whether its terms are those of the
-    first goal or of the query: that generalizes to entities never seen in training.
+    masked, in attention as well. One embedding table holds all of them, so an entity has the same
+    vector everywhere. The state is made of the first goal and what it attends to among the other
+    goals and the query. A candidate is the sum of the vectors by which it differs from others: its
+    kind, its rule, and those terms of a fact that the goal leaves open. In addition it is seen
+    whether these are the query's own, which generalizes to entities never seen in training. The
+    first `num_constants` terms enter with their vectors multiplied by `constant_scale`: what is
+    learned of single entities then counts less than what is learned of predicates and rules.
 
     Only real goals and candidates that the mask allows are computed: most of a padded [N, K]
     would be waste. (So it does not work under torch's vmap: TorchRL's GAE has `deactivate_vmap`.)
     """
 
     def __init__(
-        self, num_predicates: int, num_terms: int, num_rules: int, *, width: int = 64
+        self,
+        num_predicates: int,
+        num_terms: int,
+        num_rules: int,
+        *,
+        width: int = 64,
+        num_constants: int = 0,
+        constant_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.width = width
@@ -123,42 +134,60 @@ class GoalEncoder(Encoder):
         nn.init.normal_(self.table.weight, 0.0, width**-0.5)
         with torch.no_grad():
             self.table.weight[0] = 0.0
+        scale = torch.ones(size)
+        scale[self._terms : self._terms + num_constants] = constant_scale
+        self.register_buffer("scale", scale, persistent=False)
+        # What a candidate is worth whatever the state.
+        self.worth = nn.Embedding(size, 1, padding_idx=0)
+        nn.init.zeros_(self.worth.weight)
         self.atom = nn.Linear(3 * width, width)
-        self.body = _layers([3 * width, 2 * width, width], nn.ReLU, last=False)
-        self.columns = nn.Parameter(torch.ones(4, width))
-        self.same = nn.Linear(8, width)
-        self.candidate = _layers([width, width], nn.ReLU, last=False)
+        self.body = _layers([2 * width, 2 * width, width], nn.ReLU, last=False)
+        self.same = nn.Linear(width, 4)
 
     def state(self, obs: Tensors) -> Tensor:
-        goals = obs["goals"]
-        atoms = torch.cat([goals, obs["query"][:, None, [1, 0, 2]]], 1)
+        atoms = torch.cat([obs["goals"], obs["query"][:, None, [1, 0, 2]]], 1)
         real = atoms[..., 0] >= 0
         found = self._atoms(atoms[real])
         vectors = found.new_zeros(*real.shape, self.width).index_put((real,), found)
-        number = real[:, 1:-1].sum(1, keepdim=True).clamp(min=1)
-        others = vectors[:, 1:-1].sum(1) / number
-        joined = torch.cat([vectors[:, 0], others, vectors[:, -1]], -1)
-        return cast(Tensor, self.body(joined))
+        first, others = vectors[:, 0], vectors[:, 1:]
+        likeness = (others @ first[..., None]).squeeze(-1) / self.width**0.5
+        # Finite, for slots that show nothing at all.
+        weights = likeness.masked_fill(~real[:, 1:], torch.finfo(likeness.dtype).min).softmax(-1)
+        memory = (weights[:, None] @ others).squeeze(1)
+        return cast(Tensor, self.body(torch.cat([first, memory], -1)))
 
     def point(self, obs: Tensors, state: Tensor) -> Tensor:
         mask = obs["mask"]
         row, column = mask.nonzero(as_tuple=True)
         given = obs["candidates"][row, column].long()  # [M, 4]
-        kind, terms = given[:, :1], given[:, 2:]
-        number = given[:, 1:2] + torch.where(kind == FACT, self._predicates, self._rules)
-        rows = torch.cat([kind + self._kinds, number, terms + self._terms], 1)
-        vector = (self.table(torch.where(given >= 0, rows, 0)) * self.columns).sum(1)
-        known = torch.cat([obs["goals"][:, 0, 1:], obs["query"][:, [0, 2]]], 1)[row]  # [M, 4]
-        equal = (terms[..., None] == known[:, None]) & (terms >= 0)[..., None]
-        vector = vector + self.same(equal.flatten(1).to(vector.dtype))
-        vector = vector + self.candidate(F.relu(vector))
+        kind, number, terms = given[:, 0], given[:, 1], given[:, 2:]
+        fact, rule = kind == FACT, kind == RULE
+        goal = obs["goals"][:, 0, 1:][row]
+        opened = fact[:, None] & (terms != goal)
+        rows = torch.cat(
+            [
+                torch.where(rule, number + self._rules, kind + self._kinds)[:, None],
+                torch.where(opened, terms + self._terms, 0),
+            ],
+            1,
+        )
+        scale = cast(Tensor, self.scale)[rows]
+        vector = F.embedding_bag(
+            rows, self.table.weight, mode="sum", padding_idx=0, per_sample_weights=scale
+        )
+        ends = obs["query"][:, [0, 2]][row]
+        equal = (terms[:, :, None] == ends[:, None]) & opened[:, :, None]
         scores: Tensor = (state[row] * vector).sum(-1) / self.width**0.5
+        scores = scores + (self.worth(rows).squeeze(-1) * scale).sum(1)
+        scores = scores + (self.same(state)[row] * equal.flatten(1)).sum(-1)
         return scores.new_zeros(mask.shape).index_put((row, column), scores)
 
     def _atoms(self, atoms: Tensor) -> Tensor:
         atoms = atoms.long()
         rows = torch.cat([atoms[..., :1] + self._predicates, atoms[..., 1:] + self._terms], -1)
-        joined: Tensor = self.atom(self.table(torch.where(atoms >= 0, rows, 0)).flatten(-2))
+        rows = torch.where(atoms >= 0, rows, 0)
+        vectors = self.table(rows) * cast(Tensor, self.scale)[rows][..., None]
+        joined: Tensor = self.atom(vectors.flatten(-2))
         return F.relu(joined)
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from batchwright.logic.loaders import Graph
     from batchwright.logic.rank.ranking import Scorer
     from batchwright.logic.rank.scorers import RuleScorer
+    from batchwright.train.prover.scorer import PolicyScorer
+    from batchwright.train.prover.search import BeamScorer
 
 __all__ = ["evaluate_prover"]
 
@@ -39,6 +41,13 @@ def evaluate_prover(
     ] = None,
     prover: Annotated[
         Path | None, Parameter(help="Run of `batchwright train prover`, for rl and hybrid.")
+    ] = None,
+    beam: Annotated[
+        int | None,
+        Parameter(
+            help="Partial proofs of a query that beam search keeps; 0: the exact sum over all "
+            "proofs, which only --policy rules has; default: as in training."
+        ),
     ] = None,
     beta: Annotated[
         float | None, Parameter(help="Weight of the proofs in hybrid; default: chosen on valid.")
@@ -77,14 +86,21 @@ def evaluate_prover(
     if mode in ("rules", "kge") and prover is not None:
         raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
 
+    if beam is not None and prover is None:
+        raise ConfigError("--beam is for the proofs of a trained prover; give --prover RUN")
+
     if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
         raise ConfigError("--accept is for rules that use p_kge; give --rules FILE and --kge RUN")
+
+    trained: PolicyScorer | BeamScorer | None = None
 
     def proofs() -> "tuple[Scorer, dict[str, Any]]":
         if prover is not None:
             from batchwright.train.prover.loop import load_prover
 
-            return load_prover(prover, graph), {"prover": str(prover)}
+            nonlocal trained
+            trained = load_prover(prover, graph, beam=beam)
+            return trained, {"prover": str(prover)}
         mined = {"length": length, "min_confidence": min_confidence, "most": most}
         return _rules(graph, rules, mined, learn, seed, quiet, kge, accept)
 
@@ -93,6 +109,8 @@ def evaluate_prover(
         ranks = rank(scorer, triples, graph.known, sampled=sampled, seed=seed, progress=progress)
     found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
     found.update(summary(ranks, graph.vocab.predicates))
+    if trained is not None:
+        found["proofs"] = trained.how()
     if candidates:
         import numpy as np
 
@@ -206,6 +224,13 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         if key in found:
             value = found[key]
             text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
+    if proofs := found.get("proofs"):
+        text += f"\nproofs: {proofs['search']}"
+        if "searches" in proofs:
+            text += (
+                f"; per search {proofs['proofs_found']:.1f} found with probability "
+                f"{proofs['probability_found']:.3f}, {proofs['probability_pruned']:.3f} pruned"
+            )
     if skipped := found.get("skipped_rules"):
         many = (
             "1 rule is not a chain" if len(skipped) == 1 else f"{len(skipped)} rules are not chains"

@@ -13,7 +13,7 @@ COMMANDS = {
     "kge": ("kge:train_kge", "Train an embedding of a knowledge graph, with exact resume."),
     "prover": (
         "prover:train_prover",
-        "Train a prover: behaviour cloning of shortest proofs, PPO, then exact policy gradients.",
+        "Train a prover by PPO; the policy `rules` also by cloning and supervised passes.",
     ),
 }
 

@@ -26,7 +26,7 @@ def train_prover(
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Train a prover: behaviour cloning of shortest proofs, PPO, then exact policy gradients."""
+    """Train a prover by PPO; the policy `rules` also by cloning and supervised passes."""
     config = settings(ProverConfig, given, resume)
     from batchwright.train.prover.loop import train_prover as train
 
@@ -47,8 +47,12 @@ def _table(result: "ProverResult", config: ProverConfig) -> str:
         ["rules", number(result.rules)],
         ["valid queries proved by one sample, before", percent(result.first_proved)],
         ["valid queries proved by one sample, best policy", percent(result.proved)],
-        ["answered correctly", percent(result.right)],
+        ["answered correctly by one sample, best policy", percent(result.right)],
         ["MRR on valid, before", mrr(result.first_mrr)],
+        ["MRR on valid, before PPO", mrr(result.before_ppo_mrr)],
+        ["MRR on valid, after PPO", mrr(result.after_ppo_mrr)],
+        ["answered correctly by one sample, before PPO", percent(result.before_ppo_right)],
+        ["answered correctly by one sample, after PPO", percent(result.after_ppo_right)],
         ["MRR on valid, best policy", mrr(result.best_mrr)],
         ["best after round", number(result.best_round)],
         ["time", seconds(result.seconds)],

@@ -110,6 +110,9 @@ class BatchedVecEnv:
     The query's own fact is hidden for the whole proof, and so is its inverse where `inverse`
     declares one. An action outside the mask ends the episode as unproved and is counted. Copies
     and pickles are environments of their own, at the same place in the same episodes.
+
+    `batch_size="auto"` leaves room in memory for PPO with rollouts of `rollout` steps; 0: for the
+    environment alone.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class BatchedVecEnv:
         teacher: Shortest | None = None,
         potential: Callable[[Ints], NDArray[Any]] | None = None,
         gamma: float = 0.99,
+        rollout: int = 128,
     ) -> None:
         self.facts, self.rules = facts, rules
         self.queries = checked(queries, facts, rules)
@@ -163,7 +167,9 @@ class BatchedVecEnv:
         )
         self._config[layout.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
         self._shape = (goals, max_candidates, depth)
-        self._num_envs = auto_batch(*self._shape) if batch_size == "auto" else batch_size
+        if batch_size == "auto":
+            batch_size = auto_batch(*self._shape, rollout)
+        self._num_envs = batch_size
         if not isinstance(self._num_envs, int | np.integer) or self._num_envs < 1:
             raise ConfigError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
         if not 0 <= gamma <= 1:
@@ -220,6 +226,11 @@ class BatchedVecEnv:
         return np.asarray(self._own.slots[:, layout.ACTIVE] != 0)
 
     @property
+    def observation(self) -> Obs:
+        """What every slot shows now, as `reset` and `step` return it."""
+        return self._obs
+
+    @property
     def episode(self) -> NDArray[np.int64]:
         """The number of the episode in each slot, -1 for none."""
         return self._own.slots[:, layout.EPISODE].copy()
@@ -262,6 +273,37 @@ class BatchedVecEnv:
             self._final,
             info,
         )
+
+    @_alone
+    def ask_anew(self, queries: ArrayLike) -> Obs:
+        """Put as many other queries in place of the present ones, and start from their beginning.
+
+        For evaluations that go through many queries in one environment.
+        """
+        asked = checked(queries, self.facts, self.rules)
+        if asked.shape != self.queries.shape or self._config[layout.C_RATIO] or self._teacher:
+            raise ConfigError(
+                f"an environment without negatives and teacher takes as many queries as it has, "
+                f"{len(self.queries):,}, got {len(asked):,}; build another one"
+            )
+        self.queries = asked
+        view(Task, self._task).queries[...] = asked
+        return self.reset()
+
+    @_alone
+    def copy_slots(self, source: NDArray[np.integer[Any]]) -> None:
+        """Let slot b continue the episode of slot `source[b]` from what is observed there."""
+        own, num_envs = self._own, self._num_envs
+        rows = np.ascontiguousarray(source, np.int64).reshape(num_envs)
+        moved = np.flatnonzero(rows != np.arange(num_envs))
+        rows, final = rows[moved], own.slots[moved, layout.FINAL]
+        for name in ("slots", "goals", "query", "lost", "phi", "candidates", "mask", "n_valid"):
+            array = getattr(own, name)
+            array[moved] = array[rows]
+        history = own.history.reshape(num_envs, -1)
+        history[moved] = history[rows]
+        # The rows in use in the buffers of last observations, which stay.
+        own.slots[moved, layout.FINAL] = final
 
     @_alone
     def random_actions(self, seed: int = 0) -> NDArray[np.int64]:

@@ -132,9 +132,15 @@ def inverses(facts: Facts, inverse: Ints | None) -> Ints:
     return declared
 
 
-def auto_batch(goals: int, width: int, depth: int) -> int:
-    """As many slots as an eighth of the free memory holds, a power of two."""
-    slot_bytes = 2 * (goals * 12 + width * 17 + 32) + (depth + 1) * (goals + 1) * 12 + 256
+def auto_batch(goals: int, width: int, depth: int, rollout: int = 0, embedding: int = 64) -> int:
+    """As many slots as an eighth of the free memory holds, a power of two.
+
+    What PPO needs for rollouts of that many steps is counted: observations, a shuffled copy of
+    them, and in a quarter of them at a time the vectors of all candidates, about eight each.
+    """
+    observed = goals * 12 + width * 17 + 32
+    slot_bytes = 2 * observed + (depth + 1) * (goals + 1) * 12 + 256
+    slot_bytes += rollout * (2 * observed + 8 * width * embedding * 4 // 4)
     free = 1 << 30
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -2,12 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from batchwright.errors import ConfigError
 from batchwright.train.run import RunConfig
 
-__all__ = ["ProverConfig"]
+__all__ = ["ProverConfig", "Recipe"]
+
+Auto = Literal["auto"]
+Objective = Literal["reward", "likelihood"]
+
+
+class Recipe(NamedTuple):
+    """Settings whose defaults depend on the policy."""
+
+    clone_updates: int
+    ppo_steps: int
+    lr: float
+    ppo_epochs: int
+    entropy_coef: float
+    passes: int
+    beam: int
+
+
+RECIPES = {
+    "rules": Recipe(40, 100_000, 0.05, 4, 0.01, 8, 0),
+    "neural": Recipe(0, 500_000, 0.02, 2, 0.05, 0, 256),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,22 +51,36 @@ class ProverConfig(RunConfig):
     min_confidence: float = 0.01
     """Lowest confidence of a mined rule."""
 
-    n_envs: int = 256
-    """Parallel environments: the batch size of the rollout."""
-    n_eval_envs: int = 256
-    """Parallel environments in evaluations on valid."""
+    policy: Literal["rules", "neural"] = "rules"
+    """rules: a logit for each rule, facts uniformly; neural: an actor-critic that embeds
+    predicates, constants, variables and rules."""
+    width: int = 32
+    """Embedding width of the neural policy."""
+    constant_scale: float = 0.0
+    """What the neural actor multiplies vectors of constants by. Above 0 it learns train answers by
+    heart, which a filtered ranking leaves out; at 0 it sees only where constants are equal."""
+
+    n_envs: int | Auto = 256
+    """Parallel environments: the batch size of the rollout; auto: as the free memory allows."""
+    n_eval_envs: int | Auto = 256
+    """Parallel environments in evaluations on valid; auto: as the free memory allows."""
     num_steps: int = 8
     """Rollout length: steps of each environment between two updates."""
 
-    clone_updates: int = 40
-    """Behaviour cloning: rollouts in which shortest proofs are imitated."""
+    clone_updates: int | Auto = "auto"
+    """Behaviour cloning (supervised): rollouts in which shortest proofs are imitated; auto: 40 for
+    rules, 0 for neural."""
     clone_questions: int = 2000
     """Train queries that the exhaustive prover proves for behaviour cloning; 0: all."""
     clone_lr: float = 0.03
     """Learning rate of behaviour cloning (Adam)."""
 
-    ppo_steps: int = 100_000
-    """PPO steps of all environments together; 0: no PPO."""
+    ppo_steps: int | Auto = "auto"
+    """PPO steps of all environments together; 0: no PPO; auto: 100,000 for rules, 500,000 for
+    neural."""
+    objective: Objective = "reward"
+    """What PPO maximises: the expected --reward; or the log-likelihood of the answer that is looked
+    for, where other known answers count neither way."""
     curriculum: bool = True
     """Curriculum over proof depth: start with short proofs, one step more in each part of PPO."""
     negatives: int = 0
@@ -59,26 +94,30 @@ class ProverConfig(RunConfig):
     """Allow the policy to give up a query."""
     kge: Path | None = None
     """A run of `train kge` as potential for reward shaping in PPO; needs --negatives."""
-    lr: float = 0.05
-    """PPO learning rate, annealed to zero in each part."""
-    ppo_epochs: int = 4
-    """PPO epochs: passes over each rollout."""
+    lr: float | Auto = "auto"
+    """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.02 for neural."""
+    ppo_epochs: int | Auto = "auto"
+    """PPO epochs: passes over each rollout; auto: 4 for rules, 2 for neural."""
     minibatches: int = 4
     """Minibatches in a pass."""
     gamma: float = 0.99
     """Discount factor."""
     clip: float = 0.2
     """PPO clip range."""
-    entropy_coef: float = 0.01
-    """Entropy bonus coefficient."""
+    entropy_coef: float | Auto = "auto"
+    """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural."""
 
-    passes: int = 8
-    """Passes of exact policy gradients over train queries, each with its own fact hidden."""
+    passes: int | Auto = "auto"
+    """Supervised passes of the rules policy over train queries, each with its own fact hidden: they
+    maximise the likelihood of the known answers, summed over all proofs; auto: 8 for rules."""
     pass_questions: int = 60_000
     """Queries in a pass, others in each; 0: all."""
     rate: float = 0.5
-    """Adagrad learning rate of exact policy gradients."""
+    """Adagrad learning rate of supervised passes."""
 
+    beam: int | Auto = "auto"
+    """Partial proofs of a query that beam search keeps in evaluations on valid; 0: the exact sum
+    over all proofs, which only rules have; auto: 0 for rules, 256 for neural."""
     eval_every: int = 10
     """Rounds (updates or passes) between evaluations on valid, besides the end of every part."""
     eval_triples: int = 700
@@ -94,16 +133,46 @@ class ProverConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "most", "n_envs", "n_eval_envs", "num_steps", "ppo_epochs", "minibatches")
+        self.at_least(1, *self._given("n_envs", "n_eval_envs", "ppo_epochs"))
+        self.at_least(1, "most", "width", "num_steps", "minibatches")
         self.at_least(1, "eval_every", "save_every")
-        self.at_least(0, "clone_updates", "clone_questions", "ppo_steps", "negatives", "passes")
-        self.at_least(0, "pass_questions", "eval_triples", "stop_after", "entropy_coef")
-        self.above_zero("clone_lr", "lr", "rate", "clip")
+        self.at_least(
+            0, *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam")
+        )
+        self.at_least(0, "clone_questions", "negatives", "constant_scale")
+        self.at_least(0, "pass_questions", "eval_triples", "stop_after")
+        self.above_zero(*self._given("lr"), "clone_lr", "rate", "clip")
         self.from_0_to_1("gamma", "min_confidence")
         if self.rules is not None and self.mine:
             raise ConfigError("--rules and --mine exclude each other; give one of them")
         if self.kge is not None and not self.negatives:
             raise ConfigError("--kge shapes rewards of true and false triples; give --negatives")
+        if self.objective == "likelihood" and self.negatives:
+            raise ConfigError(
+                "--objective likelihood is for open queries; leave out --negatives, or choose "
+                "--objective reward"
+            )
+        if self.policy == "neural" and (self.recipe.passes or not self.recipe.beam):
+            raise ConfigError(
+                f"the exact sum over all proofs is for --policy rules: with neural, --passes must "
+                f"be 0 and --beam at least 1, got {self.recipe.passes} and {self.recipe.beam}"
+            )
+
+    @property
+    def num_envs(self) -> int:
+        """`n_envs` of a run that began: what was `auto` is a number there."""
+        assert self.n_envs != "auto"
+        return self.n_envs
+
+    @property
+    def recipe(self) -> Recipe:
+        """The settings that are `auto`, or else as given."""
+        own = RECIPES[self.policy]
+        return own._replace(**{name: getattr(self, name) for name in self._given(*own._fields)})
+
+    def _given(self, *names: str) -> tuple[str, ...]:
+        """Those of the fields that are not `auto`."""
+        return tuple(name for name in names if getattr(self, name) != "auto")
 
     @property
     def ask(self) -> Literal["tail", "truth"]:
@@ -112,7 +181,8 @@ class ProverConfig(RunConfig):
 
     def named(self) -> Self:
         super().named()
-        if not (self.clone_updates or self.ppo_steps or self.passes):
+        recipe = self.recipe
+        if not (recipe.clone_updates or recipe.ppo_steps or recipe.passes):
             raise ConfigError(
                 "nothing to do: --clone-updates, --ppo-steps and --passes are all 0; raise one"
             )

@@ -1,11 +1,11 @@
-"""The three learners of a prover: behaviour cloning, PPO and exact policy gradients.
+"""The three learners of a prover: behaviour cloning, PPO and supervised passes.
 
 Each does one round at a time, returns its metrics, and resumes from a saved state to the same bits.
 """
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -15,12 +15,14 @@ from torch import Tensor
 from batchwright import rng
 from batchwright.envs.prover.env import BatchedVecEnv
 from batchwright.logic.kge import Kge
-from batchwright.logic.prove.proofs import Shortest, prove_all
+from batchwright.logic.prove.proofs import prove_all
 from batchwright.permutation import permutation
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.ppo import PPO, PPOConfig
+from batchwright.rl.rollout import Runner
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import learn
+from batchwright.train.prover.likelihood import AnswerEnv, LikelihoodRunner
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
 
@@ -62,10 +64,9 @@ class Cloning:
         teacher = prove_all(some, asked.facts, asked.rules, asked.depth, inverse=asked.inverse)
         self.provable = teacher.share
         self._num_steps, self._policy = config.num_steps, policy
-        self._env = _env(
-            asked,
+        self._env = asked.env(
             some,
-            config.n_envs,
+            config.num_envs,
             seed=config.seed,
             ask="truth",
             negatives=config.negatives,
@@ -123,10 +124,12 @@ class Practice:
         updates: int,
         potential: Potential | None = None,
     ) -> None:
-        self._env = _env(
-            asked,
+        recipe = config.recipe
+        likelihood = config.objective == "likelihood"
+        self._env = asked.env(
             questions,
-            config.n_envs,
+            config.num_envs,
+            AnswerEnv if likelihood else BatchedVecEnv,
             seed=rng.key(config.seed, "prover/depth", depth) >> 1,
             ask=config.ask,
             depth=depth,
@@ -141,16 +144,17 @@ class Practice:
             self._env,
             policy,
             PPOConfig(
-                total_steps=updates * config.num_steps * config.n_envs,
+                total_steps=updates * config.num_steps * config.num_envs,
                 num_steps=config.num_steps,
-                epochs=config.ppo_epochs,
+                epochs=recipe.ppo_epochs,
                 minibatches=config.minibatches,
-                lr=config.lr,
+                lr=recipe.lr,
                 gamma=config.gamma,
                 clip=config.clip,
-                entropy_coef=config.entropy_coef,
+                entropy_coef=recipe.entropy_coef,
                 seed=rng.key(config.seed, "prover/ppo", depth) >> 1,
             ),
+            runner=LikelihoodRunner if likelihood else Runner,
         )
 
     def step(self) -> Metrics:
@@ -178,7 +182,7 @@ class Practice:
 
 
 class Passes:
-    """Exact policy gradients: what PPO estimates from samples, summed over all rules and facts."""
+    """Supervised passes: the likelihood of known answers is maximised, summed over all proofs."""
 
     def __init__(self, asked: Asked, policy: Policy, questions: Ints, config: ProverConfig) -> None:
         self._asked, self._questions, self._config = asked, questions, config
@@ -225,11 +229,11 @@ class Asking(NamedTuple):
 
 
 def ask_once(
-    asked: Asked, policy: Policy, triples: Ints, num_envs: int, *, seed: int = 0
+    asked: Asked, policy: Policy, triples: Ints, num_envs: int, ask: str, *, seed: int = 0
 ) -> Asking:
     """Ask both queries of every triple once, each answered by one sample of the policy."""
     questions = asked.questions(triples)
-    env = _env(asked, questions, min(num_envs, len(questions)), ask="tail", once=True)
+    env = asked.env(questions, min(num_envs, len(questions)), ask=ask, once=True)
     obs = env.reset()
     proved = right = turn = 0
     while env.active.any():
@@ -266,43 +270,6 @@ def kge_potential(kge: Kge) -> Potential:
         return found
 
     return values
-
-
-def _env(
-    asked: Asked,
-    questions: Ints,
-    num_envs: int,
-    *,
-    ask: Literal["tail", "truth"],
-    seed: int = 0,
-    depth: int = 0,
-    negatives: int = 0,
-    reward: str = "proved_signed",
-    end_action: bool = True,
-    once: bool = False,
-    teacher: Shortest | None = None,
-    potential: Potential | None = None,
-    gamma: float = 0.99,
-) -> BatchedVecEnv:
-    return BatchedVecEnv(
-        asked.facts,
-        asked.rules,
-        questions,
-        num_envs,
-        seed=seed,
-        depth=depth or asked.depth,
-        max_candidates=asked.width,
-        goals=asked.depth - 1,
-        negatives=negatives,
-        reward=reward,
-        end_action=end_action,
-        ask=ask,
-        once=once,
-        inverse=asked.inverse,
-        teacher=teacher,
-        potential=potential,
-        gamma=gamma,
-    )
 
 
 def _some(questions: Ints, most: int, seed: int, purpose: str, number: int) -> Ints:

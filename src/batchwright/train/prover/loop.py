@@ -1,6 +1,6 @@
 """Training of a prover on a graph, top to bottom.
 
-    facts, rules -> behaviour cloning -> PPO, deeper and deeper -> exact policy gradients -> MRR
+    facts, rules -> behaviour cloning -> PPO, deeper and deeper -> supervised passes -> MRR
 
 Proofs use the train part, with a query's own fact hidden; the policy with the best MRR on valid is
 kept; the test part is not read. Every random number is a function of the seed and a counter, so a
@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchwright.checkpoint import latest, save_checkpoint
+from batchwright.envs.prover.settings import auto_batch
 from batchwright.errors import Mismatch, MissingFile
 from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.kge import load_scorer, vocab_digest
@@ -36,9 +37,10 @@ from batchwright.train.prover.learners import (
     ask_once,
     kge_potential,
 )
-from batchwright.train.prover.policy import rule_policy
+from batchwright.train.prover.policy import neural_policy, rule_policy
 from batchwright.train.prover.program import Asked
 from batchwright.train.prover.scorer import PolicyScorer
+from batchwright.train.prover.search import BeamScorer
 from batchwright.train.run import Run, threads
 
 __all__ = ["ProverResult", "fit_prover", "load_prover", "train_prover"]
@@ -46,6 +48,10 @@ __all__ = ["ProverResult", "fit_prover", "load_prover", "train_prover"]
 Ints = NDArray[np.int32]
 Progress = Callable[[int, int, str], object]
 Weights = dict[str, torch.Tensor]
+Proofs = PolicyScorer | BeamScorer
+
+SIZES = ("n_envs", "n_eval_envs")
+"""Settings that may be `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,14 @@ class ProverResult:
     """Share of valid queries that one sampled episode of that policy answers correctly."""
     first_mrr: float | None
     """On valid, before training."""
+    before_ppo_mrr: float | None
+    """On valid, of the policy that PPO started from; None without PPO."""
+    after_ppo_mrr: float | None
+    """On valid, of the policy that PPO ended with."""
+    before_ppo_right: float | None
+    """Share of valid queries that one sampled episode answers correctly, before PPO."""
+    after_ppo_right: float | None
+    """The same after PPO."""
     best_mrr: float | None
     best_round: int
     seconds: float
@@ -93,6 +107,12 @@ class _At:
     best_round: int = 0
     proved: float | None = None
     right: float | None = None
+    last_mrr: float | None = None
+    last_right: float | None = None
+    before_ppo_mrr: float | None = None
+    after_ppo_mrr: float | None = None
+    before_ppo_right: float | None = None
+    after_ppo_right: float | None = None
 
 
 def train_prover(
@@ -102,6 +122,11 @@ def train_prover(
 
     Ctrl-C once ends the round and saves; a second one stops at once.
     """
+    if resume:
+        # What was `auto` is a number since the run began.
+        began = ProverConfig.of_run(config.run_dir)
+        autos = {n: getattr(began, n) for n in SIZES if getattr(config, n) == "auto"}
+        config = replace(config, **autos)
     with Run(config, resume=resume) as run:
         graph = load_graph(Path(config.data))
         file = run.folder / "rules.txt"
@@ -115,18 +140,20 @@ def train_prover(
 
 def fit_prover(
     config: ProverConfig, graph: Graph, rules: Rules, progress: Progress | None = None
-) -> tuple[PolicyScorer, ProverResult]:
+) -> tuple[Proofs, ProverResult]:
     """Train in memory, with no run directory; the policy that ranks valid best, as a scorer."""
     return _train(config, graph, rules, Run(config, in_memory=True), progress)
 
 
-def load_prover(run: Path, graph: Graph) -> PolicyScorer:
-    """The trained prover of a run as a scorer, if it was trained on this graph."""
+def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
+    """The trained prover of a run as a scorer, if it was trained on this graph.
+
+    It scores by beam search, or with a beam of 0 by the exact sum over all proofs, which a neural
+    policy does not have; None: as the run was evaluated on valid.
+    """
     found = latest(run / "model")
-    if found is None:
-        if (run / "config.toml").exists():
-            # Which says so if it is of another format.
-            ProverConfig.of_run(run)
+    config = ProverConfig.of_run(run) if (run / "config.toml").exists() else None
+    if found is None or config is None:
         raise MissingFile(
             f"no trained prover in {run}; give a finished run of `batchwright train prover`"
         )
@@ -135,18 +162,21 @@ def load_prover(run: Path, graph: Graph) -> PolicyScorer:
             f"the prover {run} was trained on other names than those of {graph.name}; "
             f"evaluate it on the graph it was trained on"
         )
+    if beam is not None:
+        config = replace(config, beam=beam)
     asked = Asked.of(graph, parse_rules(run / "rules.txt", graph.vocab))
-    policy = rule_policy(asked)
+    policy = _policy(config, asked)
     _load(policy, found.state["policy"], found.path)
-    return PolicyScorer(asked, policy)
+    return _scorer(config, asked, policy)
 
 
 def _train(
     config: ProverConfig, graph: Graph, rules: Rules, run: Run, progress: Progress | None
-) -> tuple[PolicyScorer, ProverResult]:
+) -> tuple[Proofs, ProverResult]:
     began = time.perf_counter()
     asked, potential = Asked.of(graph, rules), _potential(config, graph)
-    policy = rule_policy(asked, config.seed)
+    config = run.config = _sized(config, asked)
+    policy = _policy(config, asked)
     questions = asked.questions(graph.train)
     valid = evenly_spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth)
@@ -170,9 +200,13 @@ def _train(
         if not len(valid):
             best.update(_copied(policy))
             return replace(at, best_round=at.round)
-        mrr = rank(PolicyScorer(asked, policy), valid, graph.known).metrics().mrr
-        shares = ask_once(asked, policy, valid, config.n_eval_envs, seed=config.seed)
-        run.event("eval", round=at.round, mrr=mrr, **shares._asdict())
+        scorer = _scorer(config, asked, policy)
+        mrr = rank(scorer, valid, graph.known).metrics().mrr
+        shares = ask_once(
+            asked, policy, valid, int(config.n_eval_envs), config.ask, seed=config.seed
+        )
+        run.event("eval", round=at.round, mrr=mrr, proofs=scorer.how(), **shares._asdict())
+        at = replace(at, last_mrr=mrr, last_right=shares.right)
         if at.round == 0:
             at = replace(at, first_mrr=mrr, first_proved=shares.proved)
         # At equal MRR, the policy that answers more queries by itself is better.
@@ -194,14 +228,18 @@ def _train(
                 if saved is not None and here.number > 0:
                     learner.load_state_dict(saved)
                 saved = None
+            if here.part == "ppo" and (at.round == 0 or plan[at.round - 1].part != "ppo"):
+                at = replace(at, before_ppo_mrr=at.last_mrr, before_ppo_right=at.last_right)
             start = time.perf_counter()
             metrics = learner.step()
             at = replace(at, round=at.round + 1)
             seconds = time.perf_counter() - start
             run.event("round", round=at.round, part=here.part, **metrics, seconds=seconds)
             last = here.number == here.of - 1
-            if last or here.part == "gradients" or at.round % config.eval_every == 0:
+            if last or here.part == "supervised" or at.round % config.eval_every == 0:
                 at = evaluated(at)
+                if here.part == "ppo":
+                    at = replace(at, after_ppo_mrr=at.last_mrr, after_ppo_right=at.last_right)
             if progress:
                 progress(at.round, len(plan), _said(here, metrics, at))
             stopping = stop(at.round - begun_at) and at.round < len(plan)
@@ -219,10 +257,11 @@ def _train(
         state = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
         save_checkpoint(run.folder / "model", at.best_round, state, keep=1)
     why = "done" if finished else "stopped"
-    run.event("stop", round=at.round, why=why, mrr=at.best_mrr)
-    kept = rule_policy(asked)
+    brought = {n: getattr(at, n) for n in ("before_ppo_mrr", "after_ppo_mrr")}
+    run.event("stop", round=at.round, why=why, mrr=at.best_mrr, **brought)
+    kept = _policy(config, asked)
     kept.load_state_dict(best)
-    return PolicyScorer(asked, kept), ProverResult(
+    return _scorer(config, asked, kept), ProverResult(
         run_dir=run.folder,
         finished=finished,
         rounds=at.round,
@@ -232,6 +271,10 @@ def _train(
         proved=at.proved,
         right=at.right,
         first_mrr=at.first_mrr,
+        before_ppo_mrr=at.before_ppo_mrr,
+        after_ppo_mrr=at.after_ppo_mrr,
+        before_ppo_right=at.before_ppo_right,
+        after_ppo_right=at.after_ppo_right,
         best_mrr=at.best_mrr,
         best_round=at.best_round,
         seconds=time.perf_counter() - began,
@@ -240,15 +283,39 @@ def _train(
 
 def _plan(config: ProverConfig, depth: int) -> list[_Round]:
     """Every round of the run, in order; PPO's are split evenly over the depths."""
+    recipe = config.recipe
     plan = [
-        _Round("imitation", depth, n, config.clone_updates) for n in range(config.clone_updates)
+        _Round("imitation", depth, n, recipe.clone_updates) for n in range(recipe.clone_updates)
     ]
-    updates = -(-config.ppo_steps // (config.num_steps * config.n_envs))
+    updates = -(-recipe.ppo_steps // (config.num_steps * config.num_envs))
     depths = list(range(2, depth + 1)) if config.curriculum else [depth]
     bounds = [updates * i // len(depths) for i in range(len(depths) + 1)]
     for level, low, high in zip(depths, bounds[:-1], bounds[1:], strict=True):
         plan += [_Round("ppo", level, n, high - low) for n in range(high - low)]
-    return plan + [_Round("gradients", depth, n, config.passes) for n in range(config.passes)]
+    return plan + [_Round("supervised", depth, n, recipe.passes) for n in range(recipe.passes)]
+
+
+def _sized(config: ProverConfig, asked: Asked) -> ProverConfig:
+    """The settings with numbers of environments that fit into memory where they are `auto`."""
+    shape = asked.goals, asked.width, asked.depth
+    if config.n_envs == "auto":
+        config = replace(config, n_envs=auto_batch(*shape, config.num_steps, config.width))
+    if config.n_eval_envs == "auto":
+        config = replace(config, n_eval_envs=auto_batch(*shape))
+    return config
+
+
+def _policy(config: ProverConfig, asked: Asked) -> Policy:
+    if config.policy == "neural":
+        return neural_policy(asked, config.width, config.constant_scale, config.seed)
+    return rule_policy(asked, config.seed)
+
+
+def _scorer(config: ProverConfig, asked: Asked, policy: Policy) -> Proofs:
+    beam = config.recipe.beam
+    if not beam:
+        return PolicyScorer(asked, policy)
+    return BeamScorer(asked, policy, beam, ask=config.ask, num_envs=int(config.n_eval_envs))
 
 
 def _learner(
@@ -261,7 +328,7 @@ def _learner(
 ) -> Learner:
     if here.part == "imitation":
         return Cloning(asked, policy, questions, config)
-    if here.part == "gradients":
+    if here.part == "supervised":
         return Passes(asked, policy, questions, config)
     return Practice(asked, policy, questions, config, here.depth, here.of, potential)
 

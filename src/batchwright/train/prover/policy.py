@@ -1,7 +1,10 @@
-"""The prover's policy: learned logits for rules, a uniform distribution over facts.
+"""The two policies of a prover.
 
-A rule's logit is one number, so what is learned from one query holds for every entity, seen before
-or not. A query can be given up at its beginning; a rule once begun is followed.
+That of rules has learned logits for rules and a uniform distribution over facts. A rule's logit is
+one number, so what is learned from one query holds for every entity, seen before or not. A query
+can be given up at its beginning; a rule once begun is followed.
+
+The neural one embeds predicates, constants, variables and rules, and chooses facts as well.
 """
 
 import torch
@@ -9,10 +12,10 @@ from torch import Tensor, nn
 
 from batchwright import rng
 from batchwright.envs.prover.env import END, RULE
-from batchwright.rl.policy import Encoder, Policy, Tensors
+from batchwright.rl.policy import Encoder, GoalEncoder, Policy, Tensors
 from batchwright.train.prover.program import Asked
 
-__all__ = ["GIVEN_UP_LATE", "RuleActor", "RuleCritic", "rule_policy"]
+__all__ = ["GIVEN_UP_LATE", "RuleActor", "RuleCritic", "neural_policy", "rule_policy"]
 
 GIVEN_UP_LATE = -30.0
 """The logit of giving up in the middle of a rule: negligible, and finite for the sums."""
@@ -71,3 +74,15 @@ def rule_policy(asked: Asked, seed: int = 0) -> Policy:
         torch.manual_seed(rng.key(seed, "policy"))
         actor = RuleActor(len(asked.rules), first, questions)
         return Policy(actor, RuleCritic(first, questions, asked.depth - 1))
+
+
+def neural_policy(asked: Asked, width: int, constant_scale: float, seed: int = 0) -> Policy:
+    """An untrained actor-critic with a row for every predicate, `_kge` ones too, term and rule."""
+    constants = asked.steps.num_entities
+    sizes = asked.facts.num_predicates, constants + 2 * asked.goals + 1, len(asked.rules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.key(seed, "policy"))
+        actor = GoalEncoder(
+            *sizes, width=width, num_constants=constants, constant_scale=constant_scale
+        )
+        return Policy(actor, GoalEncoder(*sizes, width=width))

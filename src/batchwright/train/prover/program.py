@@ -14,10 +14,12 @@ the fact that a query is about, in whichever direction it is read.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.envs.prover.env import BatchedVecEnv
 from batchwright.errors import ConfigError
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph
@@ -83,9 +85,36 @@ class Asked:
         return 1 + int(self.chains.lengths.max())
 
     @property
+    def goals(self) -> int:
+        """Goals of the longest body."""
+        return self.depth - 1
+
+    @property
     def width(self) -> int:
         """Actions that hold every choice there can be on one page."""
         return 2 + max(int(np.diff(self.chains.ptr).max()), int(np.diff(self.steps.ptr).max()))
+
+    def env(
+        self,
+        questions: Ints,
+        num_envs: int,
+        kind: type[BatchedVecEnv] = BatchedVecEnv,
+        *,
+        depth: int = 0,
+        **more: Any,
+    ) -> BatchedVecEnv:
+        """An environment that asks these, with room for every choice there is; 0: full depth."""
+        return kind(
+            self.facts,
+            self.rules,
+            questions,
+            num_envs,
+            depth=depth or self.depth,
+            max_candidates=self.width,
+            goals=self.goals,
+            inverse=self.inverse,
+            **more,
+        )
 
     def questions(self, triples: Ints) -> Ints:
         """Both questions of each triple, all that ask for tails first, as triples [2 n, 3]."""

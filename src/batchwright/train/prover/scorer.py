@@ -7,6 +7,7 @@ forth, are left out. No embedding is involved.
 """
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from batchwright.train.prover.kernels import answer
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
 
-__all__ = ["FLOOR", "PolicyScorer"]
+__all__ = ["FLOOR", "PolicyScorer", "log_scores"]
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -41,6 +42,10 @@ class PolicyScorer:
         self.probabilities = _softmax(rules, end, asked.chains.ptr)
         """[R]: of drawing each rule for its query."""
 
+    def how(self) -> dict[str, Any]:
+        """How proofs were found, ready for JSON."""
+        return {"search": "exact sum over all proofs"}
+
     def mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
         """The probability that the policy answers with each entity, [Q, N]."""
         steps, chains = self.asked.steps, self.asked.chains
@@ -57,9 +62,13 @@ class PolicyScorer:
         # A query with several answers is ranked once for each, and scored only once.
         pairs = predicates.astype(np.int64) * self.asked.steps.num_entities + given
         _, first, place = np.unique(pairs, return_index=True, return_inverse=True)
-        mass = self.mass(given[first], predicates[first], side)
-        mass *= 1 / FLOOR
-        return np.log1p(mass, out=mass).astype(np.float32)[place]
+        return log_scores(self.mass(given[first], predicates[first], side))[place]
+
+
+def log_scores(mass: Doubles) -> Floats:
+    """Scores log(1 + probability / FLOOR), made in place of the probabilities."""
+    mass *= 1 / FLOOR
+    return np.log1p(mass, out=mass).astype(np.float32)
 
 
 def _softmax(rules: Doubles, end: Doubles, ptr: NDArray[np.int64]) -> Doubles:
