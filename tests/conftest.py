@@ -82,7 +82,7 @@ test_wn18rr_pipeline
 TRAINING = """
 test_chat_templates test_cli_resume test_cli_train test_integration_hf
 test_integration_trl test_sft test_sft_online test_sft_ranks
-test_trackers test_train_prover
+test_neural_prover test_trackers test_train_prover
 """
 """Modules of whole training runs, by our trainers and by others: `make training`."""
 
