@@ -31,7 +31,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "neural": {},
     "neural, all of the constants": {"constant_scale": 1.0},
     "neural, a tenth of the constants": {"constant_scale": 0.1},
-    "neural, likelihood": {"objective": "likelihood"},
     "neural, entropy bonus 0.01": {"entropy_coef": 0.01},
     "neural, curriculum by depth": {"curriculum": True},
     "rules": {"policy": "rules"},
