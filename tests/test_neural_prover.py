@@ -176,14 +176,6 @@ def test_a_neural_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
     same_end(tmp_path / "part", whole)
 
 
-def test_likelihood_is_resumed_to_the_same_bits(tmp_path: Path, call: Callable[..., Any]) -> None:
-    line = f"{LINE} --objective likelihood".replace("1536", "1024")
-    assert call(f"{line} --run-dir whole", tmp_path).code == 0
-    assert call(f"{line} --run-dir part --stop-after 1", tmp_path).code == 0
-    assert call("train prover --resume part --quiet", tmp_path).code == 0
-    same_end(tmp_path / "part", tmp_path / "whole")
-
-
 def test_a_neural_prover_is_evaluated_alone_and_with_an_embedding(
     whole: Path, family: Graph, tmp_path: Path, call: Callable[..., Any]
 ) -> None:
@@ -293,7 +285,6 @@ def test_auto_is_a_number_in_the_run_and_leaves_room_for_rollouts(
     [
         ("--passes 1", "--passes must be 0 and --beam at least 1, got 1 and 256"),
         ("--beam 0", "got 0 and 0"),
-        ("--objective likelihood --negatives 1", "is for open queries"),
         ("--n-envs 0", "--n-envs must be at least 1, got 0"),
         ("--constant-scale -1", "--constant-scale must be at least 0, got -1.0"),
         ("--ppo-steps 0", "nothing to do"),

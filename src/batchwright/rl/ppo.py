@@ -192,7 +192,6 @@ class PPO:
             rollout.final_values,
             rollout.valid,
         )
-        advantages_TB *= rollout.weights
         steps = np.flatnonzero(rollout.valid)
         if not len(steps):
             # Nothing to train on. A run in which every call fails is stopped by the error budget

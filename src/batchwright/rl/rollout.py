@@ -45,8 +45,6 @@ class Rollout:
     """The value of the last observation of a truncated episode; 0 elsewhere."""
     last_value: Floats
     """[B]: the value of the observation that the next rollout starts with."""
-    weights: Floats
-    """What advantages are multiplied by: 1, unless a collector says otherwise."""
     episode_returns: list[float] = field(default_factory=list)
     """Returns of the episodes that ended in this rollout and had no invalid step."""
     episode_lengths: list[int] = field(default_factory=list)
@@ -68,7 +66,6 @@ class Rollout:
             values=floats[2],
             final_values=floats[3],
             last_value=np.zeros(env.num_envs, np.float32),
-            weights=np.ones(shape, np.float32),
         )
 
 

@@ -10,7 +10,6 @@ from batchwright.train.run import RunConfig
 __all__ = ["ProverConfig", "Recipe"]
 
 Auto = Literal["auto"]
-Objective = Literal["reward", "likelihood"]
 
 
 class Recipe(NamedTuple):
@@ -18,6 +17,7 @@ class Recipe(NamedTuple):
 
     clone_updates: int
     ppo_steps: int
+    curriculum: bool
     lr: float
     ppo_epochs: int
     entropy_coef: float
@@ -26,8 +26,8 @@ class Recipe(NamedTuple):
 
 
 RECIPES = {
-    "rules": Recipe(40, 100_000, 0.05, 4, 0.01, 8, 0),
-    "neural": Recipe(0, 500_000, 0.02, 2, 0.05, 0, 256),
+    "rules": Recipe(40, 100_000, True, 0.05, 4, 0.01, 8, 0),
+    "neural": Recipe(0, 500_000, False, 0.02, 2, 0.05, 0, 256),
 }
 
 
@@ -78,11 +78,9 @@ class ProverConfig(RunConfig):
     ppo_steps: int | Auto = "auto"
     """PPO steps of all environments together; 0: no PPO; auto: 100,000 for rules, 500,000 for
     neural."""
-    objective: Objective = "reward"
-    """What PPO maximises: the expected --reward; or the log-likelihood of the answer that is looked
-    for, where other known answers count neither way."""
-    curriculum: bool = True
-    """Curriculum over proof depth: start with short proofs, one step more in each part of PPO."""
+    curriculum: bool | Auto = "auto"
+    """Curriculum over proof depth: start with short proofs, one step more in each part of PPO;
+    auto: for rules only."""
     negatives: int = 0
     """0: query p(h, ?) and penalise wrong answers; else classify triples as true or false, with
     this many corrupted ones after each."""
@@ -147,11 +145,6 @@ class ProverConfig(RunConfig):
             raise ConfigError("--rules and --mine exclude each other; give one of them")
         if self.kge is not None and not self.negatives:
             raise ConfigError("--kge shapes rewards of true and false triples; give --negatives")
-        if self.objective == "likelihood" and self.negatives:
-            raise ConfigError(
-                "--objective likelihood is for open queries; leave out --negatives, or choose "
-                "--objective reward"
-            )
         if self.policy == "neural" and (self.recipe.passes or not self.recipe.beam):
             raise ConfigError(
                 f"the exact sum over all proofs is for --policy rules: with neural, --passes must "

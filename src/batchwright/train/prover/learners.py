@@ -13,16 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchwright import rng
-from batchwright.envs.prover.env import BatchedVecEnv
 from batchwright.logic.kge import Kge
 from batchwright.logic.prove.proofs import prove_all
 from batchwright.permutation import permutation
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.ppo import PPO, PPOConfig
-from batchwright.rl.rollout import Runner
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import learn
-from batchwright.train.prover.likelihood import AnswerEnv, LikelihoodRunner
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
 
@@ -125,11 +122,9 @@ class Practice:
         potential: Potential | None = None,
     ) -> None:
         recipe = config.recipe
-        likelihood = config.objective == "likelihood"
         self._env = asked.env(
             questions,
             config.num_envs,
-            AnswerEnv if likelihood else BatchedVecEnv,
             seed=rng.key(config.seed, "prover/depth", depth) >> 1,
             ask=config.ask,
             depth=depth,
@@ -154,7 +149,6 @@ class Practice:
                 entropy_coef=recipe.entropy_coef,
                 seed=rng.key(config.seed, "prover/ppo", depth) >> 1,
             ),
-            runner=LikelihoodRunner if likelihood else Runner,
         )
 
     def step(self) -> Metrics:

@@ -288,7 +288,7 @@ def _plan(config: ProverConfig, depth: int) -> list[_Round]:
         _Round("imitation", depth, n, recipe.clone_updates) for n in range(recipe.clone_updates)
     ]
     updates = -(-recipe.ppo_steps // (config.num_steps * config.num_envs))
-    depths = list(range(2, depth + 1)) if config.curriculum else [depth]
+    depths = list(range(2, depth + 1)) if recipe.curriculum else [depth]
     bounds = [updates * i // len(depths) for i in range(len(depths) + 1)]
     for level, low, high in zip(depths, bounds[:-1], bounds[1:], strict=True):
         plan += [_Round("ppo", level, n, high - low) for n in range(high - low)]

@@ -94,17 +94,9 @@ class Asked:
         """Actions that hold every choice there can be on one page."""
         return 2 + max(int(np.diff(self.chains.ptr).max()), int(np.diff(self.steps.ptr).max()))
 
-    def env(
-        self,
-        questions: Ints,
-        num_envs: int,
-        kind: type[BatchedVecEnv] = BatchedVecEnv,
-        *,
-        depth: int = 0,
-        **more: Any,
-    ) -> BatchedVecEnv:
+    def env(self, questions: Ints, num_envs: int, *, depth: int = 0, **more: Any) -> BatchedVecEnv:
         """An environment that asks these, with room for every choice there is; 0: full depth."""
-        return kind(
+        return BatchedVecEnv(
             self.facts,
             self.rules,
             questions,
