@@ -62,7 +62,7 @@ TRAINERS = {
         f"--data {FAMILY} --rules {FAMILY}/rules.txt --n-envs 16 --clone-updates 2 "
         f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2",
         "--save-every 3 --stop-after 1",
-        {"mine": False},
+        {"mine": False, "policy": "rules"},
     ),
     "query-mutator": Trainer(
         QueryMutatorConfig,
@@ -78,6 +78,11 @@ TRAINERS = {
 def another(hint: Any, *taken: Any) -> Any:
     """A value of this type that is none of those taken, or None if there is no other."""
     options: Any = ()
+    kinds = {kind for kind in get_args(hint) if kind in (int, float, bool)}
+    if kinds and "auto" in str(hint):
+        # A number, or `auto`.
+        (hint,) = kinds
+        taken = tuple(value if value != "auto" else 0 for value in taken)
     if get_origin(hint) is Literal:
         options = get_args(hint)
     elif hint is bool:
