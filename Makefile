@@ -46,7 +46,7 @@ test: lint
 guides: $(VENV)/.installed
 	$(PYTEST) -m 'guides and not slow'
 
-# Whole training runs: resumed, killed, on several ranks.
+# Whole training runs, resumed, killed, on several ranks; and the classes of other libraries.
 training: $(VENV)/.installed
 	$(PYTEST) -m 'training and not slow'
 
