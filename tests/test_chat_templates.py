@@ -192,10 +192,14 @@ def tokenizers() -> tuple[Any, Any]:
     return inner, transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **TOKENS)
 
 
+@cache
+def tokenizer(name: str) -> FileTokenizer:
+    return FileTokenizer(tokenizers()[0], "gpt2", "test", tokens=TOKENS, template=source(name))
+
+
 @cases([name for name in NAMES if name.endswith("_training")])
 def test_ids_and_mask_are_those_of_apply_chat_template(name: str, chat: str) -> None:
-    inner, theirs = tokenizers()
-    ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=source(name))
+    ours, theirs = tokenizer(name), tokenizers()[1]
     messages = CHATS[chat]
     if (name, chat) in REFUSED or (name.removesuffix("_training"), chat) == EMPTY_MARK:
         return
@@ -211,8 +215,7 @@ def test_ids_and_mask_are_those_of_apply_chat_template(name: str, chat: str) -> 
 
 @pytest.mark.parametrize("name", [*PARTS, "llava_next", "gptoss", "phi3", "qwen3", "llama3"])
 def test_a_row_never_loses_its_answers_to_the_template(name: str) -> None:
-    inner, _ = tokenizers()
-    ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=source(name))
+    ours = tokenizer(name)
     sample = encode_row({"messages": CHATS["two turns"]}, ours, "0")
     learned = ours.decode(sample.input_ids[sample.loss_mask == 1])
 
