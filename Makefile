@@ -44,11 +44,11 @@ test: lint
 
 # Every page of docs/ and the README, typed as they stand, and the installer behind `make`.
 guides: $(VENV)/.installed
-	$(PYTEST) -m 'guides and not slow'
+	$(PYTEST) tests/test_docs.py tests/test_install.py -m 'guides and not slow'
 
 # Whole training runs, resumed, killed, on several ranks; and the classes of other libraries.
 training: $(VENV)/.installed
-	$(PYTEST) -m 'training and not slow'
+	$(PYTEST) tests -m 'training and not slow'
 
 test-all: lint
 	$(PYTEST)

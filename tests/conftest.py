@@ -83,6 +83,9 @@ test_sft_ranks test_trackers test_train_prover
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 
+GUIDES = ("test_docs", "test_install")
+"""Modules that `make guides` names."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -101,6 +104,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.stem in TRAINING.split():
             item.add_marker(pytest.mark.training)
+        if item.get_closest_marker("guides") and item.path.stem not in GUIDES:
+            raise pytest.UsageError(f"`make guides` does not run {item.nodeid}; name its module")
     if config.getoption("--quick"):
         slow = [item for item in items if PROCESSES & set(getattr(item, "fixturenames", ()))]
         items[:] = [item for item in items if item not in slow]
