@@ -331,6 +331,25 @@ def changes(**fields: Any) -> Damage:
     return change
 
 
+async def twice(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line + line)
+
+
+async def unasked(line: bytes, writer: asyncio.StreamWriter) -> None:
+    """A result that would be the one of the next move."""
+    result = json.loads(line)
+    won = {"done": True, "success": True, "reward": 1.0, "moves": result["moves"] + 1}
+    writer.write(line + json.dumps(result | won).encode() + b"\n")
+
+
+async def half_a_line_more(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line + b'{"type":')
+
+
+async def key_twice(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line.replace(b'{"type"', b'{"reward": 1.0, "type"', 1))
+
+
 FAULTS = {
     "the connection is cut": cut,
     "half a line, then nothing": half,
@@ -353,6 +372,16 @@ FAULTS = {
     "no reward": changes(reward=None),
     "a success that is not done": changes(success=True, done=False),
     "done in words": changes(done="yes"),
+    "a line twice": twice,
+    "a success that nobody asked for": unasked,
+    "half a line that nobody asked for": half_a_line_more,
+    "moves that were not made": changes(moves=7),
+    "a puzzle that is not played": changes(puzzle_type="guess"),
+    "a difficulty that is not played": changes(difficulty=0.123),
+    "no information": changes(info=None),
+    "no limit of moves": changes(info={"valid": True}),
+    "a key twice": key_twice,
+    "an error without a message": says(b'{"type":"error","code":"x","message":null}'),
 }
 
 
@@ -380,6 +409,66 @@ def test_an_episode_that_a_fault_ends_gives_no_sample_and_the_next_ones_do(
     assert {s.episode_id for s in samples} == {f"gym_42_{k:06d}" for k in (1, 2, 3)}
     assert stream.last_error
     assert "\n" not in stream.last_error
+
+
+def spoiled(server: int, kind: str, damage: Damage, **fields: Any) -> GymEpisodeStream:
+    """A stream of two episodes after its end, the first reply of this kind was damaged."""
+    done = False
+
+    async def spoil(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
+        nonlocal done
+        if done or json.loads(line)["type"] != kind:
+            return False
+        done = True
+        await damage(line, writer)
+        return True
+
+    async def play() -> GymEpisodeStream:
+        async with proxy(server, spoil) as port:
+            stream = GymEpisodeStream(at(port, puzzle_types=("sort",), **fields), num_episodes=2)
+            async for sample in stream:
+                assert sample.episode_id == "gym_42_000001"
+            return stream
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("mode", {"mode": "agent"}, "should have the mode json"),
+        ("mode", {"mode": None}, "mode should be a str"),
+        ("difficulty", {"low": 0.0}, "should have the low 0.3"),
+        ("puzzle", {"difficulty": 0.9}, "asked for a difficulty from 0.3 to 0.5"),
+        ("puzzle", {"seed": 1}, "should have the seed"),
+        ("observation", {"moves": 1}, "should have the moves 0"),
+    ],
+)
+def test_a_reply_that_is_not_of_what_was_asked_ends_the_episode(
+    server: int, kind: str, fields: dict[str, Any], sentence: str
+) -> None:
+    stream = spoiled(server, kind, changes(**fields), difficulty_range=(0.3, 0.5))
+
+    assert dict(stream.status_counts) == {"error": 1, "success": 1}
+    assert sentence in stream.last_error
+
+
+def test_a_claim_that_comes_in_time_is_found_by_the_board_after_it(server: int) -> None:
+    async def hold(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
+        if (number, place) != (0, 6):
+            return False
+        won = json.loads(line) | {"done": True, "success": True, "reward": 1.0}
+        writer.write(json.dumps(won).encode() + b"\n")
+        await asyncio.sleep(0.1)
+        return False
+
+    async def play() -> GymEpisodeStream:
+        async with proxy(server, hold) as port:
+            stream = GymEpisodeStream(at(port, puzzle_types=("sort",)), num_episodes=1)
+            assert [sample async for sample in stream] == []
+            return stream
+
+    assert dict(asyncio.run(play()).status_counts) == {"error": 1}
 
 
 def test_a_line_of_100_mb_is_not_read_to_its_end(server: int) -> None:
@@ -639,7 +728,7 @@ def test_telnet_commands_vanish_wherever_a_chunk_is_cut(
     raw = b"".join(parts) + b"\n"
     plain = b"".join(part for part in parts if part not in TELNET) + b"\n"
     places = [0, *sorted(cuts), len(raw)]
-    splitter = LineSplitter()
+    splitter = LineSplitter(telnet=True)
 
     lines = [line for a, b in pairwise(places) for line in splitter.feed(raw[a:b])]
 

@@ -57,7 +57,7 @@ class GymServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.counts["connections"] += 1
         self._writers.add(writer)
-        session, splitter = Session(self), LineSplitter()
+        session, splitter = Session(self), LineSplitter(telnet=True)
         try:
             await _send(writer, HELLO)
             while not session.quit and (chunk := await reader.read(CHUNK)):
@@ -120,7 +120,9 @@ class Session:
         if kind not in PUZZLES:
             return _error("unknown_puzzle", f"known: random, {', '.join(PUZZLES)}, got {kind}")
         low, high = self._range
-        difficulty = low + (high - low) * float(rng.stream(number, "gym/difficulty").random())
+        part = float(rng.stream(number, "gym/difficulty").random())
+        # The sum may be rounded to above the range.
+        difficulty = min(high, low + (high - low) * part)
         self._kind, self._puzzle = kind, PUZZLES[kind](number, difficulty)
         self._server.counts["puzzles"] += 1
         return {
