@@ -276,8 +276,21 @@ def test_a_model_cannot_leave_its_puzzle(server: int, trick: str) -> None:
 
     assert dict(stream.status_counts) == {"failure": 2}
     prompts = [load_tokenizer("bytes").decode(s.input_ids.tolist()) for s in samples]
-    assert all('"moves":0' in prompt for prompt in prompts)
+    # The server counts it as a malformed move, and the board stays as it is.
+    assert all(f'"moves":{s.step_index}' in p for s, p in zip(samples, prompts, strict=True))
+    assert len({p.partition('"observation"')[2] for p in prompts[:3]}) == 1
     assert {s.reward for s in samples} == {0.0}
+
+
+def test_a_model_that_writes_no_move_fails_by_the_limit_of_the_server(server: int) -> None:
+    with Pool(Endpoint(lambda requests: ["I give up"] * len(requests))) as pool:
+        config = at(server, puzzle_types=("guess",), difficulty_range=(0.0, 0.0))
+        stream = GymEpisodeStream(config, policy=ModelPolicy(pool, "m"), num_episodes=1)
+        samples = list(stream)
+
+    # 8 numbers: as many moves as 8 has bits, and two more.
+    assert len(samples) == 6
+    assert (dict(stream.status_counts), stream.unscored) == ({"failure": 1}, 0)
 
 
 def test_a_call_that_fails_is_no_action(server: int) -> None:
@@ -442,6 +455,13 @@ def spoiled(server: int, kind: str, damage: Damage, **fields: Any) -> GymEpisode
         ("puzzle", {"difficulty": 0.9}, "asked for a difficulty from 0.3 to 0.5"),
         ("puzzle", {"seed": 1}, "should have the seed"),
         ("observation", {"moves": 1}, "should have the moves 0"),
+        ("puzzle", {"grammar": ""}, "the grammar should be"),
+        ("puzzle", {"grammar": "swap A\nB"}, "the grammar should be"),
+        ("puzzle", {"grammar": "quit A B"}, "the grammar should be"),
+        ("puzzle", {"grammar": "swap A B C"}, "the grammar should be"),
+        ("puzzle", {"ranges": {}}, "the grammar should be"),
+        ("puzzle", {"ranges": {"A": [1, 5], "B": [1, 10**7]}}, "the range of B"),
+        ("hint", {"action": "press 1 2"}, "the hint 'press 1 2' does not fit 'swap A B'"),
     ],
 )
 def test_a_reply_that_is_not_of_what_was_asked_ends_the_episode(

@@ -36,6 +36,12 @@ __all__ = [
 PROTOCOL, VERSION = "batchwright-gym", 1
 """What our server says of itself; a client refuses another version."""
 NUMBER = r"\d{1,6}"
+LARGEST = 999_999
+"""The greatest number of a move."""
+MALFORMED = "malformed"
+"""Sent to our server for a move that does not fit the grammar: it counts it as one."""
+COMMANDS = ("mode", "difficulty", "puzzle", "observe", "hint", "quit", MALFORMED)
+"""No move of our protocol begins with one of these."""
 MAX_LINES = 1000
 """Lines of one reply; the longest of chuk-puzzles-gym has about a hundred."""
 
@@ -105,6 +111,13 @@ class Dialect(ABC):
     async def act(self, action: str) -> Move:
         """Make a move that fits the grammar."""
 
+    async def act_malformed(self) -> Move | None:
+        """Tell the server of a move that does not fit the grammar, whose text is not sent.
+
+        None if the server has no word for that, so that it did not score the move.
+        """
+        return None
+
     def text(self) -> str:
         """The newest observation in the output mode of the settings."""
         if self.config.output_mode is GymOutputMode.JSON:
@@ -165,11 +178,13 @@ class LineJson(Dialect):
             raise BadReply(f"asked for a difficulty from {low} to {high}, got {_short(given)}")
         self._kind, self._difficulty, self._moves = kind, difficulty, 0
         await self._observe()
-        grammar, ranges = _field(given, "grammar", str), _field(given, "ranges", dict)
-        return Task(kind, difficulty, grammar, {name: _range(ranges, name) for name in ranges})
+        return Task(kind, difficulty, *_moves_of(given))
 
     async def hint(self) -> str | None:
         return str(_field(await self._ask("hint", "hint"), "action", str))
+
+    async def act_malformed(self) -> Move:
+        return await self.act(MALFORMED)
 
     async def act(self, action: str) -> Move:
         self._moves += 1
@@ -273,7 +288,10 @@ class Arcade(Dialect):
         self._playing, self._rules = True, ARCADE_GAMES[kind]
         # The rules come first, as text; before that, a new connection has sent the whole menu.
         self.observation = _observation(_json(said[-1]))
-        if (self.observation["seed"], self.observation["difficulty"]) != (seed, level):
+        # Its games have titles: binary is `Binary Puzzle`.
+        title = re.sub("[^a-z]", "", self.observation["game"].lower())
+        seen = self.observation["seed"], self.observation["difficulty"]
+        if seen != (seed, level) or not title.startswith(kind):
             raise BadReply(f"asked for {kind} {level} {seed}, got {_short(said[-1])}")
         match self.observation["grid"]:
             case [[_, *_] as first, *_] as grid:
@@ -299,12 +317,23 @@ class Arcade(Dialect):
         kinds = [reply.get("type") for reply in (result, *rest)]
         if kinds[0] != "result" or not {*kinds[1:]} <= {"observation", "complete"}:
             raise BadReply(f"unknown reply to {action!r}: {_short(' '.join(said))}")
+        # Not the line `complete`: it follows a puzzle that is over, and always claims success.
+        solved = self._complete(_field(result, "state", dict))
+        if solved and not _field(result, "success", bool):
+            raise BadReply(f"a move that failed completes the puzzle: {_short(said[0])}")
         for reply in rest:
             if reply["type"] == "observation":
-                self.observation = _observation(reply)
-        # Not the line `complete`: it follows a puzzle that is over, and always claims success.
-        solved = _field(_field(result, "state", dict), "is_complete", bool)
+                if self._complete(_observation(reply)) != solved:
+                    raise BadReply(f"complete and then not, or not and then: {_short(reply)}")
+                self.observation = reply
         return Move(float(solved), solved, solved)
+
+    def _complete(self, state: Mapping[str, Any]) -> bool:
+        """Whether the puzzle that is being played is complete; another one is a bad reply."""
+        for name, value in self.observation.items():
+            if name in ("game", "seed", "difficulty") and state.get(name) != value:
+                raise BadReply(f"the {name} of this puzzle is {value}, got {_short(state)}")
+        return bool(_field(state, "is_complete", bool))
 
     async def _exchange(self, *commands: str) -> list[str]:
         """The lines that answer these commands, without echo and prompt."""
@@ -392,11 +421,28 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _moves_of(given: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The grammar and the ranges of a puzzle, if they allow a move to be written."""
+    grammar, ranges = _field(given, "grammar", str), _field(given, "ranges", dict)
+    words = grammar.split(" ")
+    numbers = [word for word in words if word.isupper()]
+    plain = all(word.isascii() and word.isalnum() for word in words)
+    if not plain or not numbers or words[0] in (*numbers, *COMMANDS) or {*numbers} != {*ranges}:
+        raise BadReply(
+            f"the grammar should be a verb and words in capitals, each with its range, "
+            f"got {_short(given)}"
+        )
+    return grammar, {name: _range(ranges, name) for name in ranges}
+
+
 def _range(ranges: Mapping[str, Any], name: str) -> tuple[int, int]:
     match ranges[name]:
-        case [int(low), int(high)] if 0 <= low <= high:
+        case [int(low), int(high)] if 0 <= low <= high <= LARGEST:
             return low, high
-    raise BadReply(f"the range of {name} should be two ascending numbers, got {_short(ranges)}")
+    raise BadReply(
+        f"the range of {name} should be two ascending numbers from 0 to {LARGEST}, "
+        f"got {_short(ranges)}"
+    )
 
 
 def _field(reply: Mapping[str, Any], name: str, kind: type) -> Any:
