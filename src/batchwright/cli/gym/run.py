@@ -215,9 +215,9 @@ def _fill(
         # As of a command that SIGTERM ends by itself.
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        # Once stopped, the command ends: another Ctrl-C finds nothing that it could do.
-        for number, handler in before.items() if not stop.number else ():
-            signal.signal(number, handler)
+        for number, handler in before.items():
+            # Once stopped, the command ends by itself, with the code of the first signal.
+            signal.signal(number, signal.SIG_IGN if stop.number else handler)
 
 
 class _Stop:
