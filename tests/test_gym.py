@@ -542,7 +542,7 @@ def test_a_fault_that_stays_is_raised_after_the_retries(
                 async for _ in stream:
                     raise AssertionError("no episode was earned")
             finally:
-                assert dict(stream.status_counts) == {"error": 2}
+                assert dict(stream.status_counts) == {"error": 3}
 
     with pytest.raises(error):
         asyncio.run(play())
@@ -646,8 +646,9 @@ def test_a_port_that_speaks_tls_is_no_gym(transport: str) -> None:
             async for _ in GymEpisodeStream(config):
                 pass
 
-    with pytest.raises(NoServer):
+    with pytest.raises(NoServer, match=r"127\.0\.0\.1:\d+.*; check ") as caught:
         asyncio.run(play())
+    assert len(str(caught.value)) < 250
 
 
 def test_the_server_survives_tls_noise_and_clients_that_leave(server: int) -> None:
@@ -665,11 +666,23 @@ def test_the_server_survives_tls_noise_and_clients_that_leave(server: int) -> No
     assert stream.status_counts["success"] == 2
 
 
-def test_a_server_of_another_version_is_refused(server: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"version": 2}, "speaks batchwright-gym 2, this client batchwright-gym 1"),
+        ({"version": "1"}, 'speaks batchwright-gym "1", this client batchwright-gym 1'),
+        ({"version": True}, "speaks batchwright-gym true, this client batchwright-gym 1"),
+        ({"puzzles": []}, "offers no puzzles that can be named"),
+        ({"puzzles": [7]}, "offers no puzzles that can be named"),
+    ],
+)
+def test_a_greeting_of_another_version_or_without_puzzles_is_refused(
+    server: int, fields: dict[str, Any], sentence: str
+) -> None:
     async def spoil(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
         if place:
             return False
-        await changes(version=2)(line, writer)
+        await changes(**fields)(line, writer)
         return True
 
     async def play() -> None:
@@ -677,8 +690,49 @@ def test_a_server_of_another_version_is_refused(server: int) -> None:
             async for _ in GymEpisodeStream(at(port)):
                 pass
 
-    with pytest.raises(BadReply, match="speaks batchwright-gym 2, this client batchwright-gym 1"):
+    with pytest.raises(BadReply, match=sentence):
         asyncio.run(play())
+
+
+def test_a_websocket_to_a_port_of_lines_is_one_sentence(server: int) -> None:
+    with pytest.raises(NoServer, match="does not speak HTTP; check the port, or use the") as caught:
+        list(GymEpisodeStream(at(server, transport="websocket", max_retries=0)))
+    assert "hello" not in str(caught.value)
+
+
+def test_only_telnet_has_telnet_commands(server: int) -> None:
+    async def negotiate(line: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff\xfb\x01" + line)
+
+    assert LineSplitter(telnet=True).feed(b"\xff\xfb\x01a\n") == ["a"]
+    with pytest.raises(BadReply, match="not UTF-8"):
+        LineSplitter(telnet=False).feed(b"\xff\xfb\x01a\n")
+    stream = spoiled(server, "result", negotiate, transport="tcp")
+    assert dict(stream.status_counts) == {"error": 1, "success": 1}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (b"\xc3\x28", "not_utf8", "UTF-8"),
+        (b"x" * 1_100_000, "too_long", "short line"),
+        (b"difficulty 1 0", "bad_range", "LOW not above HIGH, got LOW 1 and HIGH 0"),
+        ("puzzle sort \u0661".encode(), "bad_seed", "at most 19 digits"),
+        (b"puzzle sort 1_0", "bad_seed", "at most 19 digits"),
+        (b"puzzle sort -1", "bad_seed", "at most 19 digits"),
+    ],
+)
+def test_a_command_that_cannot_be_has_a_code_of_its_own(
+    server: int, command: bytes, code: str, words: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", server), timeout=5) as client:
+        lines = client.makefile("rb")
+        lines.readline()
+        client.sendall(command + b"\n")
+        reply = json.loads(lines.readline())
+
+    assert (reply["type"], reply["code"]) == ("error", code)
+    assert words in reply["message"]
 
 
 @settings(max_examples=60, deadline=None)

@@ -166,7 +166,10 @@ def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
     from batchwright.calls.endpoints import parse_model
     from batchwright.streaming.gym import ModelPolicy
 
-    endpoint, model = parse_model(text)
+    try:
+        endpoint, model = parse_model(text)
+    except ConfigError as error:
+        raise ConfigError(f"--policy must be hint, random or a model: {error}") from None
     with Pool(endpoint) as pool:
         yield ModelPolicy(pool, model)
 
@@ -254,7 +257,8 @@ def _saved_often(
     buffer: "ReplayBuffer", output: Path | None
 ) -> "Iterator[Callable[[StreamSample], None]]":
     """Adds samples to a buffer that is saved every few seconds if it goes to a folder."""
-    lock, over, failed = threading.Lock(), threading.Event(), []
+    lock, over = threading.Lock(), threading.Event()
+    failed: list[BatchwrightError] = []
 
     def add(sample: "StreamSample") -> None:
         with lock:

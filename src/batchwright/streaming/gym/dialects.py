@@ -405,7 +405,9 @@ def _json(line: str) -> dict[str, Any]:
         value = json.loads(line, parse_constant=_refuse, object_pairs_hook=_unique)
     # A line of a million brackets is too deep for the parser.
     except (ValueError, RecursionError):
-        raise BadReply(f"the server sent {_short(line)!r}, which is not JSON with every key once") from None
+        raise BadReply(
+            f"the server sent {_short(line)!r}, which is not JSON with every key once"
+        ) from None
     if not isinstance(value, dict):
         raise BadReply(f"the server sent {_short(line)!r}, which is not a JSON object")
     return value

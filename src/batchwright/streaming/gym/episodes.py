@@ -46,6 +46,8 @@ class Episode:
     """Moves that did not fit the grammar and that the server could not be told of."""
     error: str = ""
     """Why it ended as `error` or `timeout`."""
+    last: NoServer | BadReply | None = None
+    """What the stream ends with, once this episode was counted."""
 
     @property
     def finished(self) -> bool:
@@ -156,8 +158,11 @@ class GymEpisodeStream:
                     break
                 # Left in the queue until it is done: a cancelled wait must not lose it.
                 await asyncio.wait([ahead[0]])
-                for sample in self._consume(ahead.popleft().result()):
+                episode = ahead.popleft().result()
+                for sample in self._consume(episode):
                     yield sample
+                if episode.last is not None:
+                    raise episode.last
             self._episode = 0
         finally:
             for task in ahead:
@@ -199,7 +204,8 @@ class GymEpisodeStream:
             # The stream ends with this, so nobody needs the slot any more.
             await slot.drop()
             raise
-        slots.put_nowait(slot)
+        if episode.last is None:
+            slots.put_nowait(slot)
         return episode
 
     async def _on(self, slot: _Slot, number: int) -> Episode:
@@ -214,13 +220,19 @@ class GymEpisodeStream:
                 await self._play(episode, slot.dialect)
         except TimeoutError:
             episode.status = EpisodeStatus.TIMEOUT
-            episode.error = f"episode {number} took over {self.config.episode_timeout:g} s"
-            await self._failed(slot, NoServer(episode.error))
+            failure: NoServer | BadReply = NoServer(
+                f"episode {number} took over {self.config.episode_timeout:g} s"
+            )
         except (NoServer, BadReply) as error:
-            episode.status, episode.error = EpisodeStatus.ERROR, str(error)
-            await self._failed(slot, error)
+            episode.status, failure = EpisodeStatus.ERROR, error
         else:
             slot.failures = 0
+            return episode
+        episode.error = str(failure)
+        try:
+            await self._failed(slot, failure)
+        except (NoServer, BadReply) as last:
+            episode.last = last
         return episode
 
     async def _open(self) -> Dialect:
@@ -238,6 +250,11 @@ class GymEpisodeStream:
                 raise NoServer(
                     f"{config.address} {what} within {config.connect_timeout:g} s; check host, "
                     f"port and transport"
+                ) from None
+            if isinstance(error, NoServer | BadReply) and config.address not in str(error):
+                raise type(error)(
+                    f"{config.address} did not greet as a gym: {error}; check host, port and "
+                    f"transport (a port that speaks TLS needs a tunnel that ends it)"
                 ) from None
             raise
 

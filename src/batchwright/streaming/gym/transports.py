@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 
@@ -84,8 +85,8 @@ class LineSplitter:
             raise BadReply(f"the server sent a line of more than {MAX_LINE:,} bytes; is it a gym?")
         try:
             return [line.rstrip(b"\r").decode() for line in lines]
-        except UnicodeDecodeError:
-            raise BadReply("the server sent bytes that are not UTF-8; is it a gym?") from None
+        except UnicodeDecodeError as error:
+            raise BadReply("the server sent bytes that are not UTF-8; is it a gym?") from error
 
     def _strip(self, chunk: bytes) -> bytes:
         kept = bytearray()
@@ -174,17 +175,28 @@ class _WebSocket(Lines):
         super().__init__(telnet=False)
         self._session = aiohttp.ClientSession()
 
-    async def open(self, url: str) -> None:
+    async def open(self, config: GymConfig) -> None:
         import aiohttp
 
+        url = f"http://{config.address}/ws"
         try:
             self._socket = await self._session.ws_connect(url, max_msg_size=MAX_LINE)
-        except (aiohttp.ClientError, OSError) as error:
+        except BaseException as error:
             await self.close()
-            raise NoServer(f"no websocket at {url}: {one_line(error)[:200]}") from None
-        except BaseException:
-            await self.close()
-            raise
+            match error:
+                case aiohttp.ClientConnectorError(os_error=reason):
+                    raise _unreachable(config, reason) from None
+                case aiohttp.WSServerHandshakeError(status=status):
+                    what = f"an HTTP server answers {status} at /ws"
+                case aiohttp.ClientError() | OSError():
+                    # Its own words would be a dump of what the parser saw.
+                    what = "what answers there does not speak HTTP"
+                case _:
+                    raise
+            raise NoServer(
+                f"no websocket at {config.address}: {what}; check the port, or use the transport "
+                f"telnet or tcp"
+            ) from None
 
     async def send(self, *lines: str) -> None:
         try:
@@ -205,17 +217,26 @@ class _WebSocket(Lines):
 async def connect(config: GymConfig) -> Lines:
     """A connection by the transport of the settings; the caller has the deadline."""
     if config.transport is GymTransport.WEBSOCKET:
-        socket = _WebSocket()
-        await socket.open(f"http://{config.address}/ws")
-        return socket
+        messages = _WebSocket()
+        await messages.open(config)
+        return messages
     try:
         ends = await asyncio.open_connection(config.host, config.port)
     except OSError as error:
-        raise NoServer(
-            f"no gym at {config.address}: {one_line(error)}; start one with: batchwright gym serve "
-            f"--port {config.port}"
-        ) from None
+        raise _unreachable(config, error) from None
     stream = _Stream(*ends, telnet=config.transport is GymTransport.TELNET)
     if config.transport is GymTransport.TELNET:
         await stream.greet()
     return stream
+
+
+def _unreachable(config: GymConfig, error: OSError) -> NoServer:
+    """Why nobody answers, and what to do about it: only on this machine a server can be started."""
+    here = config.host in ("localhost", "::1") or config.host.startswith("127.")
+    if isinstance(error, socket.gaierror):
+        way = f"check the host's name, {config.host}"
+    elif here and config.transport is not GymTransport.WEBSOCKET:
+        way = f"start one with: batchwright gym serve --port {config.port}"
+    else:
+        way = "check that it runs, its host and its port"
+    return NoServer(f"no gym at {config.address}: {one_line(error)}; {way}")
