@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ def test_info_as_json_has_the_defaults_and_the_puzzles(call: Run, tmp_path: Path
 
     assert (data["config"]["host"], data["config"]["port"]) == ("localhost", 8023)
     assert data["buffer"]["max_size"] == 100_000
+    wait = (data["config"]["connect_timeout"], data["config"]["read_timeout"])
+    words = " ".join(call("gym run --help", tmp_path).out.replace("│", " ").split())
+    assert "Seconds for a connection ({:g}), and for each reply ({:g}).".format(*wait) in words
     assert ["guess", "lights", "sort"] in data["servers"].values()
 
 
@@ -119,12 +123,19 @@ def test_a_simulated_model_plays_and_fails(call: Run, server: int, tmp_path: Pat
         ("--port 1 --retries 0", "start one with: batchwright gym serve --port 1"),
         ("--port 0", "port=0"),
         ("--mock --policy random", "--policy is for a server only; leave it out"),
+        ("--mock --host localhost", "--host is for a server only; leave it out"),
+        ("--mock --port 8023", "--port is for a server only; leave it out"),
+        ("--mock --transport tcp", "--transport is for a server only; leave it out"),
+        ("--mock --output-mode json", "--output-mode is for a server only; leave it out"),
+        ("--mock --timeout 1", "--timeout is for a server only; leave it out"),
+        ("--mock --retries 1", "--retries is for a server only; leave it out"),
         ("--success-rate 0.5", "--success-rate is for --mock only; leave it out"),
         ("--mock --success-rate 1.5", "success_rate must be from 0 to 1, got 1.5"),
         ("--mock --num-episodes 0", "--num-episodes must be at least 1, got 0"),
         ("--mock --difficulty-min 0.7 --difficulty-max 0.2", "difficulty_range must ascend"),
         ("--mock --buffer-size 0", "--buffer-size must be at least 1, got 0"),
-        ("--policy nonsense", "cannot parse the model 'nonsense'"),
+        ("--policy nonsense", "--policy must be hint, random or a model: cannot parse the model"),
+        ("--host no.such.invalid --retries 0", "; check the host's name, no.such.invalid"),
         ("--mock -o no/such/buffer.json", "the folder no/such of --output is not there"),
         ("--mock -t nonsense", "nonsense"),
     ],
@@ -158,10 +169,27 @@ def test_a_puzzle_that_is_not_there_ends_before_anything_is_saved(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["b.json", "b.safetensors", "folder"])
+def test_an_output_that_is_there_already_is_left_alone(
+    call: Run, tmp_path: Path, name: str
+) -> None:
+    mock = f"gym run -t bytes --mock -o {name}"
+    (tmp_path / "notes.json").write_text("[1, 2]")
+    assert call(mock, tmp_path).code == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    for line in (mock, "gym run -t bytes --mock -o notes.json"):
+        again = call(line, tmp_path)
+        assert (again.code, again.out) == (1, "")
+        assert "is already there; name another, or remove it first" in again.err
+
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
 async def interrupted(
-    server: int, folder: Path, words: str, number: int | None
+    server: int, folder: Path, words: str, *numbers: int
 ) -> tuple[int | None, str, str]:
-    """`gym run` that gets a signal, or loses its server, in the middle; how it ended."""
+    """`gym run` that gets signals, or loses its server, in the middle; how it ended."""
     enough, gone = asyncio.Event(), False
 
     async def spoil(count: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
@@ -181,31 +209,53 @@ async def interrupted(
             stderr=asyncio.subprocess.PIPE,
         )
         await asyncio.wait_for(enough.wait(), timeout=120)
-        if number is None:
-            gone = True
-        else:
+        gone = not numbers
+        for number in numbers:
             process.send_signal(number)
+            await asyncio.sleep(0.02)
         out, err = await asyncio.wait_for(process.communicate(), timeout=120)
     return process.returncode, out.decode(), err.decode()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_what_was_earned(server: int, tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize(
+    ("ended", "numbers"),
+    [
+        (130, [signal.SIGINT]),
+        (143, [signal.SIGTERM]),
+        (130, [signal.SIGINT, signal.SIGINT, signal.SIGTERM]),
+    ],
+)
+def test_ctrl_c_saves_what_was_earned(
+    server: int, tmp_path: Path, ended: int, numbers: list[int]
+) -> None:
     words = "-o buffer.safetensors --format json"
 
-    code, out, err = asyncio.run(interrupted(server, tmp_path, words, number))
+    code, out, err = asyncio.run(interrupted(server, tmp_path, words, *numbers))
 
-    assert code == 130, err
+    assert code == ended, err
     assert err.strip() == "stopped"
     buffer = ReplayBuffer.load(tmp_path / "buffer.safetensors")
     assert len(buffer) == json.loads(out)["buffer"]["size"] > 0
     assert {sample.episode_status for sample in buffer} == {EpisodeStatus.SUCCESS}
 
 
+def test_a_folder_survives_kill_9(server: int, tmp_path: Path) -> None:
+    line = f"gym run -t bytes --host 127.0.0.1 --port {server} --num-episodes 1000000 -o folder"
+    folder = tmp_path / "folder"
+    with subprocess.Popen([COMMAND, *line.split()], cwd=tmp_path) as process:
+        for _ in range(600):
+            if list(folder.glob("0*.safetensors")):
+                break
+            time.sleep(0.1)
+        process.kill()
+
+    assert len(ReplayBuffer.load(folder)) > 0
+
+
 def test_a_server_that_goes_away_leaves_what_was_earned(server: int, tmp_path: Path) -> None:
     words = "--retries 0 -o buffer.json"
 
-    code, out, err = asyncio.run(interrupted(server, tmp_path, words, None))
+    code, out, err = asyncio.run(interrupted(server, tmp_path, words))
 
     assert code == 1
     assert err.startswith("error: ")

@@ -276,8 +276,21 @@ def test_a_model_cannot_leave_its_puzzle(server: int, trick: str) -> None:
 
     assert dict(stream.status_counts) == {"failure": 2}
     prompts = [load_tokenizer("bytes").decode(s.input_ids.tolist()) for s in samples]
-    assert all('"moves":0' in prompt for prompt in prompts)
+    # The server counts it as a malformed move, and the board stays as it is.
+    assert all(f'"moves":{s.step_index}' in p for s, p in zip(samples, prompts, strict=True))
+    assert len({p.partition('"observation"')[2] for p in prompts[:3]}) == 1
     assert {s.reward for s in samples} == {0.0}
+
+
+def test_a_model_that_writes_no_move_fails_by_the_limit_of_the_server(server: int) -> None:
+    with Pool(Endpoint(lambda requests: ["I give up"] * len(requests))) as pool:
+        config = at(server, puzzle_types=("guess",), difficulty_range=(0.0, 0.0))
+        stream = GymEpisodeStream(config, policy=ModelPolicy(pool, "m"), num_episodes=1)
+        samples = list(stream)
+
+    # 8 numbers: as many moves as 8 has bits, and two more.
+    assert len(samples) == 6
+    assert (dict(stream.status_counts), stream.unscored) == ({"failure": 1}, 0)
 
 
 def test_a_call_that_fails_is_no_action(server: int) -> None:
@@ -331,6 +344,25 @@ def changes(**fields: Any) -> Damage:
     return change
 
 
+async def twice(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line + line)
+
+
+async def unasked(line: bytes, writer: asyncio.StreamWriter) -> None:
+    """A result that would be the one of the next move."""
+    result = json.loads(line)
+    won = {"done": True, "success": True, "reward": 1.0, "moves": result["moves"] + 1}
+    writer.write(line + json.dumps(result | won).encode() + b"\n")
+
+
+async def half_a_line_more(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line + b'{"type":')
+
+
+async def key_twice(line: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(line.replace(b'{"type"', b'{"reward": 1.0, "type"', 1))
+
+
 FAULTS = {
     "the connection is cut": cut,
     "half a line, then nothing": half,
@@ -353,6 +385,16 @@ FAULTS = {
     "no reward": changes(reward=None),
     "a success that is not done": changes(success=True, done=False),
     "done in words": changes(done="yes"),
+    "a line twice": twice,
+    "a success that nobody asked for": unasked,
+    "half a line that nobody asked for": half_a_line_more,
+    "moves that were not made": changes(moves=7),
+    "a puzzle that is not played": changes(puzzle_type="guess"),
+    "a difficulty that is not played": changes(difficulty=0.123),
+    "no information": changes(info=None),
+    "no limit of moves": changes(info={"valid": True}),
+    "a key twice": key_twice,
+    "an error without a message": says(b'{"type":"error","code":"x","message":null}'),
 }
 
 
@@ -380,6 +422,73 @@ def test_an_episode_that_a_fault_ends_gives_no_sample_and_the_next_ones_do(
     assert {s.episode_id for s in samples} == {f"gym_42_{k:06d}" for k in (1, 2, 3)}
     assert stream.last_error
     assert "\n" not in stream.last_error
+
+
+def spoiled(server: int, kind: str, damage: Damage, **fields: Any) -> GymEpisodeStream:
+    """A stream of two episodes after its end, the first reply of this kind was damaged."""
+    done = False
+
+    async def spoil(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
+        nonlocal done
+        if done or json.loads(line)["type"] != kind:
+            return False
+        done = True
+        await damage(line, writer)
+        return True
+
+    async def play() -> GymEpisodeStream:
+        async with proxy(server, spoil) as port:
+            stream = GymEpisodeStream(at(port, puzzle_types=("sort",), **fields), num_episodes=2)
+            async for sample in stream:
+                assert sample.episode_id == "gym_42_000001"
+            return stream
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "sentence"),
+    [
+        ("mode", {"mode": "agent"}, "should have the mode json"),
+        ("mode", {"mode": None}, "mode should be a str"),
+        ("difficulty", {"low": 0.0}, "should have the low 0.3"),
+        ("puzzle", {"difficulty": 0.9}, "asked for a difficulty from 0.3 to 0.5"),
+        ("puzzle", {"seed": 1}, "should have the seed"),
+        ("observation", {"moves": 1}, "should have the moves 0"),
+        ("puzzle", {"grammar": ""}, "the grammar should be"),
+        ("puzzle", {"grammar": "swap A\nB"}, "the grammar should be"),
+        ("puzzle", {"grammar": "quit A B"}, "the grammar should be"),
+        ("puzzle", {"grammar": "swap A B C"}, "the grammar should be"),
+        ("puzzle", {"ranges": {}}, "the grammar should be"),
+        ("puzzle", {"ranges": {"A": [1, 5], "B": [1, 10**7]}}, "the range of B"),
+        ("hint", {"action": "press 1 2"}, "the hint 'press 1 2' does not fit 'swap A B'"),
+    ],
+)
+def test_a_reply_that_is_not_of_what_was_asked_ends_the_episode(
+    server: int, kind: str, fields: dict[str, Any], sentence: str
+) -> None:
+    stream = spoiled(server, kind, changes(**fields), difficulty_range=(0.3, 0.5))
+
+    assert dict(stream.status_counts) == {"error": 1, "success": 1}
+    assert sentence in stream.last_error
+
+
+def test_a_claim_that_comes_in_time_is_found_by_the_board_after_it(server: int) -> None:
+    async def hold(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
+        if (number, place) != (0, 6):
+            return False
+        won = json.loads(line) | {"done": True, "success": True, "reward": 1.0}
+        writer.write(json.dumps(won).encode() + b"\n")
+        await asyncio.sleep(0.1)
+        return False
+
+    async def play() -> GymEpisodeStream:
+        async with proxy(server, hold) as port:
+            stream = GymEpisodeStream(at(port, puzzle_types=("sort",)), num_episodes=1)
+            assert [sample async for sample in stream] == []
+            return stream
+
+    assert dict(asyncio.run(play()).status_counts) == {"error": 1}
 
 
 def test_a_line_of_100_mb_is_not_read_to_its_end(server: int) -> None:
@@ -433,7 +542,7 @@ def test_a_fault_that_stays_is_raised_after_the_retries(
                 async for _ in stream:
                     raise AssertionError("no episode was earned")
             finally:
-                assert dict(stream.status_counts) == {"error": 2}
+                assert dict(stream.status_counts) == {"error": 3}
 
     with pytest.raises(error):
         asyncio.run(play())
@@ -537,8 +646,9 @@ def test_a_port_that_speaks_tls_is_no_gym(transport: str) -> None:
             async for _ in GymEpisodeStream(config):
                 pass
 
-    with pytest.raises(NoServer):
+    with pytest.raises(NoServer, match=r"127\.0\.0\.1:\d+.*; check ") as caught:
         asyncio.run(play())
+    assert len(str(caught.value)) < 250
 
 
 def test_the_server_survives_tls_noise_and_clients_that_leave(server: int) -> None:
@@ -556,11 +666,23 @@ def test_the_server_survives_tls_noise_and_clients_that_leave(server: int) -> No
     assert stream.status_counts["success"] == 2
 
 
-def test_a_server_of_another_version_is_refused(server: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"version": 2}, "speaks batchwright-gym 2, this client batchwright-gym 1"),
+        ({"version": "1"}, 'speaks batchwright-gym "1", this client batchwright-gym 1'),
+        ({"version": True}, "speaks batchwright-gym true, this client batchwright-gym 1"),
+        ({"puzzles": []}, "offers no puzzles that can be named"),
+        ({"puzzles": [7]}, "offers no puzzles that can be named"),
+    ],
+)
+def test_a_greeting_of_another_version_or_without_puzzles_is_refused(
+    server: int, fields: dict[str, Any], sentence: str
+) -> None:
     async def spoil(number: int, place: int, line: bytes, writer: asyncio.StreamWriter) -> bool:
         if place:
             return False
-        await changes(version=2)(line, writer)
+        await changes(**fields)(line, writer)
         return True
 
     async def play() -> None:
@@ -568,8 +690,49 @@ def test_a_server_of_another_version_is_refused(server: int) -> None:
             async for _ in GymEpisodeStream(at(port)):
                 pass
 
-    with pytest.raises(BadReply, match="speaks batchwright-gym 2, this client batchwright-gym 1"):
+    with pytest.raises(BadReply, match=sentence):
         asyncio.run(play())
+
+
+def test_a_websocket_to_a_port_of_lines_is_one_sentence(server: int) -> None:
+    with pytest.raises(NoServer, match="does not speak HTTP; check the port, or use the") as caught:
+        list(GymEpisodeStream(at(server, transport="websocket", max_retries=0)))
+    assert "hello" not in str(caught.value)
+
+
+def test_only_telnet_has_telnet_commands(server: int) -> None:
+    async def negotiate(line: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\xff\xfb\x01" + line)
+
+    assert LineSplitter(telnet=True).feed(b"\xff\xfb\x01a\n") == ["a"]
+    with pytest.raises(BadReply, match="not UTF-8"):
+        LineSplitter(telnet=False).feed(b"\xff\xfb\x01a\n")
+    stream = spoiled(server, "result", negotiate, transport="tcp")
+    assert dict(stream.status_counts) == {"error": 1, "success": 1}
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (b"\xc3\x28", "not_utf8", "UTF-8"),
+        (b"x" * 1_100_000, "too_long", "short line"),
+        (b"difficulty 1 0", "bad_range", "LOW not above HIGH, got LOW 1 and HIGH 0"),
+        ("puzzle sort \u0661".encode(), "bad_seed", "at most 19 digits"),
+        (b"puzzle sort 1_0", "bad_seed", "at most 19 digits"),
+        (b"puzzle sort -1", "bad_seed", "at most 19 digits"),
+    ],
+)
+def test_a_command_that_cannot_be_has_a_code_of_its_own(
+    server: int, command: bytes, code: str, words: str
+) -> None:
+    with socket.create_connection(("127.0.0.1", server), timeout=5) as client:
+        lines = client.makefile("rb")
+        lines.readline()
+        client.sendall(command + b"\n")
+        reply = json.loads(lines.readline())
+
+    assert (reply["type"], reply["code"]) == ("error", code)
+    assert words in reply["message"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -639,7 +802,7 @@ def test_telnet_commands_vanish_wherever_a_chunk_is_cut(
     raw = b"".join(parts) + b"\n"
     plain = b"".join(part for part in parts if part not in TELNET) + b"\n"
     places = [0, *sorted(cuts), len(raw)]
-    splitter = LineSplitter()
+    splitter = LineSplitter(telnet=True)
 
     lines = [line for a, b in pairwise(places) for line in splitter.feed(raw[a:b])]
 

@@ -166,9 +166,9 @@ def test_a_model_that_asks_for_the_solution_gets_nothing(
         stream = GymEpisodeStream(config, policy=ModelPolicy(pool, "m"), num_episodes=1)
         samples = list(stream)
 
+    # The server has no word for a malformed move, so it scored nothing that could be a sample.
+    assert (samples, stream.unscored) == ([], 2)
     assert dict(stream.status_counts) == {"failure": 1}
-    assert {s.reward for s in samples} == {0.0}
-    assert text_of(samples[0], 0) == text_of(samples[1], 0)
 
 
 def test_what_the_server_does_not_have_is_one_sentence(port_of: Callable[[str], int]) -> None:
@@ -222,6 +222,14 @@ LIES = {
     "a hint in two lines": lambda line: line + line,
     "a hint in other words": lambda line: b"Hint: think harder\r\n",
     "no board": lambda line: re.sub(rb'"grid":\[\[.*?\]\]', b'"grid":[]', line),
+    "a failed move that completes": lambda line: line.replace(b"true", b"false", 1).replace(
+        b'"is_complete":false', b'"is_complete":true'
+    ),
+    "complete, and then not": lambda line: line.replace(
+        b'"is_complete":false', b'"is_complete":true'
+    ),
+    "another seed": lambda line: re.sub(rb'"seed":\d+', b'"seed":1', line),
+    "another game": lambda line: line.replace(b"Futoshiki", b"Sudoku"),
     "a state in words": lambda line: line.replace(b'"is_complete":false', b'"is_complete":"yes"'),
 }
 

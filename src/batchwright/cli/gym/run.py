@@ -1,18 +1,22 @@
 """`batchwright gym run`: episodes in, a replay buffer out."""
 
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from batchwright.cli.flags import at_least
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import CannotWrite, ConfigError
+from batchwright.errors import BatchwrightError, CannotWrite, ConfigError
 
 if TYPE_CHECKING:
-    from batchwright.streaming import GymEpisodeStream, MockGymStream, ReplayBuffer
+    from batchwright.streaming import GymEpisodeStream, MockGymStream, ReplayBuffer, StreamSample
     from batchwright.streaming.gym import GymPolicy
 
 __all__ = ["run"]
@@ -20,6 +24,8 @@ __all__ = ["run"]
 POLICIES: dict[str, Literal["hint", "random"]] = {"hint": "hint", "random": "random"}
 BINS = 5
 """Parts of the difficulty for which the success rate is shown."""
+SAVE_EVERY_S = 5.0
+"""What a killed run may lose of a folder."""
 
 
 def run(
@@ -27,18 +33,23 @@ def run(
     tokenizer: Annotated[
         str, Parameter(name=["--tokenizer", "-t"], help="gpt2, bytes, or a tokenizer's folder.")
     ],
-    host: Annotated[str, Parameter(help="Of the gym server.")] = "localhost",
-    port: Annotated[int, Parameter(help="Of the gym server.")] = 8023,
+    host: Annotated[str | None, Parameter(help="Of the gym server (localhost).")] = None,
+    port: Annotated[int | None, Parameter(help="Of the gym server (8023).")] = None,
     transport: Annotated[
-        Literal["telnet", "tcp", "websocket"], Parameter(help="What carries the lines.")
-    ] = "telnet",
+        Literal["telnet", "tcp", "websocket"] | None,
+        Parameter(help="What carries the lines (telnet)."),
+    ] = None,
     output_mode: Annotated[
-        Literal["normal", "agent", "json"],
-        Parameter(help="How prompts show a board: as drawn, between markers, as JSON."),
-    ] = "json",
+        Literal["normal", "agent", "json"] | None,
+        Parameter(help="How prompts show a board: as drawn, between markers, as JSON (json)."),
+    ] = None,
     output: Annotated[
         Path | None,
-        Parameter(name=["--output", "-o"], help="Buffer to write: *.json, *.safetensors, folder."),
+        Parameter(
+            name=["--output", "-o"],
+            help="New buffer: *.json or *.safetensors, saved at the end, or a folder, saved every "
+            "5 seconds; one that is there already is refused.",
+        ),
     ] = None,
     buffer_size: Annotated[
         int, Parameter(help="Samples the buffer holds; older ones are evicted.")
@@ -61,9 +72,11 @@ def run(
     ] = None,
     connections: Annotated[int | None, Parameter(help="Episodes played at once (1).")] = None,
     timeout: Annotated[
-        float, Parameter(help="Seconds to wait for a connection, and for each reply.")
-    ] = 10.0,
-    retries: Annotated[int, Parameter(help="Failures in a row before it gives up.")] = 3,
+        float | None, Parameter(help="Seconds for a connection (10), and for each reply (30).")
+    ] = None,
+    retries: Annotated[
+        int | None, Parameter(help="Failures in a row before it gives up (3).")
+    ] = None,
     mock: Annotated[
         bool, Parameter(negative="", help="Generated episodes of sums, without a server.")
     ] = False,
@@ -74,18 +87,19 @@ def run(
 ) -> None:
     """Play episodes and keep their samples. Ctrl-C stops and saves what was earned."""
     from batchwright.streaming import GymConfig, MockGymStream, ReplayBuffer, ReplayBufferConfig
-    from batchwright.streaming.gym import GymEpisodeStream, GymOutputMode, GymTransport
+    from batchwright.streaming.gym import GymEpisodeStream
 
     at_least(1, num_episodes=num_episodes, max_samples=max_samples, buffer_size=buffer_size)
     at_least(1, steps_per_episode=steps_per_episode, connections=connections)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise CannotWrite(f"the folder {output.parent} of --output is not there; make it first")
+    _check_new(output)
     if num_episodes is None and max_samples is None:
         num_episodes = 10
     difficulties = (difficulty_min, difficulty_max)
     buffer = ReplayBuffer(ReplayBufferConfig(max_size=buffer_size, seed=seed))
     if mock:
-        _only("a server", puzzle=puzzle, policy=policy, connections=connections)
+        _only("a server", puzzle=puzzle, policy=policy, connections=connections, host=host)
+        _only("a server", port=port, transport=transport, output_mode=output_mode)
+        _only("a server", timeout=timeout, retries=retries)
         steps = steps_per_episode or 5
         stream: MockGymStream | GymEpisodeStream = MockGymStream(
             tokenizer,
@@ -98,18 +112,19 @@ def run(
         _fill(stream, buffer, num_episodes, max_samples, output, quiet, format)
         return
     _only("--mock", success_rate=success_rate)
-    config = GymConfig(
-        host=host,
-        port=port,
-        transport=GymTransport(transport),
-        output_mode=GymOutputMode(output_mode),
-        connect_timeout=timeout,
-        read_timeout=timeout,
-        puzzle_types=tuple(puzzle) if puzzle else None,
-        difficulty_range=difficulties,
-        max_steps=steps_per_episode or 200,
-        max_retries=retries,
-    )
+    asked: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "transport": transport,
+        "output_mode": output_mode,
+        "connect_timeout": timeout,
+        "read_timeout": timeout,
+        "puzzle_types": tuple(puzzle) if puzzle else None,
+        "max_steps": steps_per_episode,
+        "max_retries": retries,
+    }
+    given = {name: value for name, value in asked.items() if value is not None}
+    config = GymConfig(difficulty_range=difficulties, **given)
     with _policy(policy or "hint") as player:
         stream = GymEpisodeStream(
             config,
@@ -130,6 +145,18 @@ def _only(what: str, **given: object) -> None:
             raise ConfigError(f"{flag} is for {what} only; leave it out")
 
 
+def _check_new(output: Path | None) -> None:
+    """Refuse an output before anything is played for it."""
+    if output is None:
+        return
+    if not output.absolute().parent.is_dir():
+        raise CannotWrite(f"the folder {output.parent} of --output is not there; make it first")
+    folder = output.is_dir() and output.suffix not in (".json", ".safetensors")
+    # A folder with nothing but its lock is what a run that earned nothing leaves.
+    if any(path.name != ".lock" for path in output.iterdir()) if folder else output.exists():
+        raise CannotWrite(f"--output {output} is already there; name another, or remove it first")
+
+
 @contextmanager
 def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
     if text in POLICIES:
@@ -139,7 +166,10 @@ def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
     from batchwright.calls.endpoints import parse_model
     from batchwright.streaming.gym import ModelPolicy
 
-    endpoint, model = parse_model(text)
+    try:
+        endpoint, model = parse_model(text)
+    except ConfigError as error:
+        raise ConfigError(f"--policy must be hint, random or a model: {error}") from None
     with Pool(endpoint) as pool:
         yield ModelPolicy(pool, model)
 
@@ -154,32 +184,110 @@ def _fill(
     format: str,
 ) -> None:
     """Take samples until there are enough; whatever ends it, what was earned is saved."""
-    import signal
-
-    # As Ctrl-C: what was earned is saved as well when the machine shuts down.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = _Stop()
+    # SIGTERM as Ctrl-C: what was earned is saved as well when the machine shuts down.
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     by_difficulty = [[0, 0] for _ in range(BINS)]
     try:
-        with progress_bar("samples" if num_episodes is None else "episodes", quiet) as progress:
-            for count, sample in enumerate(stream, start=1):
-                buffer.add(sample)
-                if sample.step_index == (sample.total_steps or 0) - 1:
-                    part = by_difficulty[min(int((sample.difficulty or 0) * BINS), BINS - 1)]
-                    part[0] += 1
-                    part[1] += bool(sample.success)
-                if progress is not None:
-                    done = count if num_episodes is None else _episodes(stream)["episodes"]
-                    progress(done, num_episodes or max_samples or 0, _note(by_difficulty))
-                if count == max_samples:
-                    break
-    except BaseException:
-        if not len(buffer):
+        try:
+            with (
+                progress_bar("samples" if num_episodes is None else "episodes", quiet) as progress,
+                _saved_often(buffer, output) as add,
+            ):
+                for count, sample in enumerate(stop.between(stream), start=1):
+                    add(sample)
+                    if sample.step_index == (sample.total_steps or 0) - 1:
+                        part = by_difficulty[min(int((sample.difficulty or 0) * BINS), BINS - 1)]
+                        part[0] += 1
+                        part[1] += bool(sample.success)
+                    if progress is not None:
+                        done = count if num_episodes is None else _episodes(stream)["episodes"]
+                        progress(done, num_episodes or max_samples or 0, _note(by_difficulty))
+                    if count == max_samples:
+                        break
+        except BaseException:
+            if len(buffer):
+                _save(stream, buffer, by_difficulty, output, format)
             raise
         _save(stream, buffer, by_difficulty, output, format)
-        raise
+        stop.check()
+    except KeyboardInterrupt:
+        if stop.number != signal.SIGTERM:
+            raise
+        print("stopped", file=sys.stderr)
+        # As of a command that SIGTERM ends by itself.
+        raise SystemExit(128 + signal.SIGTERM) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
-    _save(stream, buffer, by_difficulty, output, format)
+        for number, handler in before.items():
+            # Once stopped, the command ends by itself, with the code of the first signal.
+            signal.signal(number, signal.SIG_IGN if stop.number else handler)
+
+
+class _Stop:
+    """Handler of signals: the first one stops the wait for a sample, never a save."""
+
+    number = 0
+    _waiting = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number = number
+            if self._waiting:
+                raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+
+    def between(self, stream: "MockGymStream | GymEpisodeStream") -> "Iterator[StreamSample]":
+        """The samples of a stream, until a signal comes."""
+        samples = iter(stream)
+        while True:
+            self._waiting = True
+            self.check()
+            sample = next(samples, None)
+            self._waiting = False
+            if sample is None:
+                return
+            yield sample
+
+
+@contextmanager
+def _saved_often(
+    buffer: "ReplayBuffer", output: Path | None
+) -> "Iterator[Callable[[StreamSample], None]]":
+    """Adds samples to a buffer that is saved every few seconds if it goes to a folder."""
+    lock, over = threading.Lock(), threading.Event()
+    failed: list[BatchwrightError] = []
+
+    def add(sample: "StreamSample") -> None:
+        with lock:
+            if failed:
+                raise failed[0]
+            buffer.add(sample)
+
+    def save(folder: Path) -> None:
+        saved = 0
+        while not over.wait(SAVE_EVERY_S):
+            with lock:
+                try:
+                    if buffer.total_added != saved:
+                        buffer.save(folder)
+                        saved = buffer.total_added
+                except BatchwrightError as error:
+                    failed.append(error)
+                    return
+
+    if output is None or output.suffix in (".json", ".safetensors"):
+        yield add
+        return
+    thread = threading.Thread(target=save, args=(output,), daemon=True)
+    thread.start()
+    try:
+        yield add
+    finally:
+        over.set()
+        thread.join()
 
 
 def _episodes(stream: "MockGymStream | GymEpisodeStream") -> dict[str, int]:
@@ -222,6 +330,7 @@ def _save(
     ]
     data: dict[str, Any] = {
         **counts,
+        "unscored": getattr(stream, "unscored", 0),
         "last_error": getattr(stream, "last_error", "") or None,
         "metrics": metrics.to_dict(),
         "by_difficulty": parts,
@@ -239,6 +348,8 @@ def _save(
         f"{metrics.samples_produced:,} samples, {metrics.total_tokens:,} tokens "
         f"({metrics.loss_tokens:,} with loss), mean reward {reward}",
     ]
+    if data["unscored"]:
+        lines.append(f"{data['unscored']:,} malformed moves that the server does not score")
     if data["last_error"]:
         lines.append(f"last error: {data['last_error']}")
     if parts:

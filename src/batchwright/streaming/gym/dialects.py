@@ -36,6 +36,12 @@ __all__ = [
 PROTOCOL, VERSION = "batchwright-gym", 1
 """What our server says of itself; a client refuses another version."""
 NUMBER = r"\d{1,6}"
+LARGEST = 999_999
+"""The greatest number of a move."""
+MALFORMED = "malformed"
+"""Sent to our server for a move that does not fit the grammar: it counts it as one."""
+COMMANDS = ("mode", "difficulty", "puzzle", "observe", "hint", "quit", MALFORMED)
+"""No move of our protocol begins with one of these."""
 MAX_LINES = 1000
 """Lines of one reply; the longest of chuk-puzzles-gym has about a hundred."""
 
@@ -105,6 +111,13 @@ class Dialect(ABC):
     async def act(self, action: str) -> Move:
         """Make a move that fits the grammar."""
 
+    async def act_malformed(self) -> Move | None:
+        """Tell the server of a move that does not fit the grammar, whose text is not sent.
+
+        None if the server has no word for that, so that it did not score the move.
+        """
+        return None
+
     def text(self) -> str:
         """The newest observation in the output mode of the settings."""
         if self.config.output_mode is GymOutputMode.JSON:
@@ -135,62 +148,93 @@ class LineJson(Dialect):
     """Our own protocol; `batchwright gym serve` speaks it."""
 
     game, board = "puzzle_type", "observation"
+    _ready = False
+    _kind, _difficulty, _moves = "", 0.0, 0
+    """The game that is being played; every reply must be of it."""
 
     def __init__(self, lines: Lines, config: GymConfig, hello: Mapping[str, Any]) -> None:
         super().__init__(lines, config)
-        if hello.get("protocol") != PROTOCOL or hello.get("version") != VERSION:
+        protocol, version = hello.get("protocol"), hello.get("version")
+        if (protocol, version, type(version)) != (PROTOCOL, VERSION, int):
             raise BadReply(
-                f"{config.address} speaks {hello.get('protocol')} {hello.get('version')}, "
+                f"{config.address} speaks {_short(protocol)} {_short(json.dumps(version))}, "
                 f"this client {PROTOCOL} {VERSION}; use a server of the same version"
             )
         self._offered = _field(hello, "puzzles", list)
-        self._ready = False
+        if not self._offered or not all(isinstance(name, str) for name in self._offered):
+            raise BadReply(f"{config.address} offers no puzzles that can be named: {_short(hello)}")
 
     async def start(self, seed: int) -> Task:
         kinds = _known(self.config.puzzle_types, self._offered, "the server")
+        low, high = self.config.difficulty_range
         if not self._ready:
-            low, high = self.config.difficulty_range
-            await self._ask("mode json", "mode")
-            await self._ask(f"difficulty {low} {high}", "difficulty")
+            await self._ask("mode json", "mode", mode="json")
+            await self._ask(f"difficulty {low} {high}", "difficulty", low=low, high=high)
             self._ready = True
         kind = kinds[key(seed, "gym/puzzle") % len(kinds)]
-        given = await self._ask(f"puzzle {kind} {seed}", "puzzle")
-        if (_field(given, "puzzle_type", str), _field(given, "seed", int)) != (kind, seed):
-            raise BadReply(f"asked for {kind} {seed}, got {_short(given)}")
-        self._see(await self._ask("observe", "observation"))
+        given = await self._ask(f"puzzle {kind} {seed}", "puzzle", puzzle_type=kind, seed=seed)
         difficulty = float(_field(given, "difficulty", float))
-        if not 0.0 <= difficulty <= 1.0:
-            raise BadReply(f"a difficulty is from 0 to 1, got {_short(given)}")
-        grammar, ranges = _field(given, "grammar", str), _field(given, "ranges", dict)
-        return Task(kind, difficulty, grammar, {name: _range(ranges, name) for name in ranges})
+        if not low <= difficulty <= high:
+            raise BadReply(f"asked for a difficulty from {low} to {high}, got {_short(given)}")
+        self._kind, self._difficulty, self._moves = kind, difficulty, 0
+        await self._observe()
+        return Task(kind, difficulty, *_moves_of(given))
 
     async def hint(self) -> str | None:
         return str(_field(await self._ask("hint", "hint"), "action", str))
 
+    async def act_malformed(self) -> Move:
+        return await self.act(MALFORMED)
+
     async def act(self, action: str) -> Move:
-        reply = await self._ask(action, "result")
+        self._moves += 1
+        reply = await self._ask(action, "result", **self._played())
         self._see(reply)
         done, success = _field(reply, "done", bool), _field(reply, "success", bool)
         if success and not done:
             raise BadReply(f"a success that is not done: {_short(reply)}")
-        return Move(float(_field(reply, "reward", float)), done, success)
+        info = _field(reply, "info", dict)
+        _field(info, "valid", bool)
+        _field(info, "max_moves", int)
+        reward = float(_field(reply, "reward", float))
+        if done and await self._observe() != self.observation:
+            raise BadReply(f"{_short(reply)} is followed by {_short(self.observation)}")
+        return Move(reward, done, success)
+
+    async def _observe(self) -> Mapping[str, Any]:
+        """Look at the board; what was seen before."""
+        before = self.observation
+        self._see(await self._ask("observe", "observation", **self._played()))
+        return before
+
+    def _played(self) -> dict[str, Any]:
+        return {
+            "puzzle_type": self._kind,
+            "difficulty": self._difficulty,
+            "moves": self._moves,
+        }
 
     def _see(self, reply: Mapping[str, Any]) -> None:
-        self.observation = {name: _field(reply, name, kind) for name, kind in _OBSERVED.items()}
+        self.observation = {**self._played(), "observation": _field(reply, "observation", str)}
 
-    async def _ask(self, command: str, kind: str) -> dict[str, Any]:
+    async def _ask(self, command: str, kind: str, **same: Any) -> dict[str, Any]:
+        """The reply to a command, which must be of this kind and have these values."""
+        if unasked := await self.lines.unasked():
+            raise BadReply(f"before {command!r} was sent the server said {_short(unasked)!r}")
         async with self.deadline(command):
             await self.lines.send(command)
             line = await self.lines.receive()
         reply = _json(line)
         if reply.get("type") == "error":
-            raise BadReply(f"the server refused {command!r}: {reply.get('message')}")
+            raise BadReply(f"the server refused {command!r}: {_field(reply, 'message', str)}")
         if reply.get("type") != kind:
             raise BadReply(f"the reply to {command!r} should be a {kind}, got {_short(line)}")
+        for name, value in same.items():
+            if _field(reply, name, type(value)) != value:
+                raise BadReply(
+                    f"the reply to {command!r} should have the {name} {value}, got {_short(line)}"
+                )
         return reply
-
-
-_OBSERVED = {"puzzle_type": str, "difficulty": float, "moves": int, "observation": str}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +288,10 @@ class Arcade(Dialect):
         self._playing, self._rules = True, ARCADE_GAMES[kind]
         # The rules come first, as text; before that, a new connection has sent the whole menu.
         self.observation = _observation(_json(said[-1]))
-        if (self.observation["seed"], self.observation["difficulty"]) != (seed, level):
+        # Its games have titles: binary is `Binary Puzzle`.
+        title = re.sub("[^a-z]", "", self.observation["game"].lower())
+        seen = self.observation["seed"], self.observation["difficulty"]
+        if seen != (seed, level) or not title.startswith(kind):
             raise BadReply(f"asked for {kind} {level} {seed}, got {_short(said[-1])}")
         match self.observation["grid"]:
             case [[_, *_] as first, *_] as grid:
@@ -270,12 +317,23 @@ class Arcade(Dialect):
         kinds = [reply.get("type") for reply in (result, *rest)]
         if kinds[0] != "result" or not {*kinds[1:]} <= {"observation", "complete"}:
             raise BadReply(f"unknown reply to {action!r}: {_short(' '.join(said))}")
+        # Not the line `complete`: it follows a puzzle that is over, and always claims success.
+        solved = self._complete(_field(result, "state", dict))
+        if solved and not _field(result, "success", bool):
+            raise BadReply(f"a move that failed completes the puzzle: {_short(said[0])}")
         for reply in rest:
             if reply["type"] == "observation":
-                self.observation = _observation(reply)
-        # Not the line `complete`: it follows a puzzle that is over, and always claims success.
-        solved = _field(_field(result, "state", dict), "is_complete", bool)
+                if self._complete(_observation(reply)) != solved:
+                    raise BadReply(f"complete and then not, or not and then: {_short(reply)}")
+                self.observation = reply
         return Move(float(solved), solved, solved)
+
+    def _complete(self, state: Mapping[str, Any]) -> bool:
+        """Whether the puzzle that is being played is complete; another one is a bad reply."""
+        for name, value in self.observation.items():
+            if name in ("game", "seed", "difficulty") and state.get(name) != value:
+                raise BadReply(f"the {name} of this puzzle is {value}, got {_short(state)}")
+        return bool(_field(state, "is_complete", bool))
 
     async def _exchange(self, *commands: str) -> list[str]:
         """The lines that answer these commands, without echo and prompt."""
@@ -319,7 +377,7 @@ async def greeted(lines: Lines, config: GymConfig) -> Dialect:
 def _known(wanted: tuple[str, ...] | None, offered: Sequence[Any], who: str) -> Sequence[str]:
     names = [str(name) for name in offered]
     unknown = [name for name in wanted or () if name not in names]
-    if unknown or not names:
+    if unknown:
         raise ConfigError(
             f"{who} does not know the puzzle {', '.join(unknown)}; known: {', '.join(names)}"
         )
@@ -344,24 +402,49 @@ _ARCADE_OBSERVED = {
 
 def _json(line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line, parse_constant=_refuse)
+        value = json.loads(line, parse_constant=_refuse, object_pairs_hook=_unique)
     # A line of a million brackets is too deep for the parser.
     except (ValueError, RecursionError):
-        raise BadReply(f"the server sent {_short(line)!r}, which is not JSON") from None
+        raise BadReply(
+            f"the server sent {_short(line)!r}, which is not JSON with every key once"
+        ) from None
     if not isinstance(value, dict):
         raise BadReply(f"the server sent {_short(line)!r}, which is not a JSON object")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a key is there twice")
+    return dict(pairs)
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+def _moves_of(given: Mapping[str, Any]) -> tuple[str, dict[str, tuple[int, int]]]:
+    """The grammar and the ranges of a puzzle, if they allow a move to be written."""
+    grammar, ranges = _field(given, "grammar", str), _field(given, "ranges", dict)
+    words = grammar.split(" ")
+    numbers = [word for word in words if word.isupper()]
+    plain = all(word.isascii() and word.isalnum() for word in words)
+    if not plain or not numbers or words[0] in (*numbers, *COMMANDS) or {*numbers} != {*ranges}:
+        raise BadReply(
+            f"the grammar should be a verb and words in capitals, each with its range, "
+            f"got {_short(given)}"
+        )
+    return grammar, {name: _range(ranges, name) for name in ranges}
+
+
 def _range(ranges: Mapping[str, Any], name: str) -> tuple[int, int]:
     match ranges[name]:
-        case [int(low), int(high)] if 0 <= low <= high:
+        case [int(low), int(high)] if 0 <= low <= high <= LARGEST:
             return low, high
-    raise BadReply(f"the range of {name} should be two ascending numbers, got {_short(ranges)}")
+    raise BadReply(
+        f"the range of {name} should be two ascending numbers from 0 to {LARGEST}, "
+        f"got {_short(ranges)}"
+    )
 
 
 def _field(reply: Mapping[str, Any], name: str, kind: type) -> Any:

@@ -14,7 +14,7 @@ from batchwright.data.rows.sample import encode_rows
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadReply, BadRow, ConfigError, Mismatch, NoServer
 from batchwright.streaming.gym.config import GymConfig
-from batchwright.streaming.gym.dialects import Dialect, Move, Task, greeted
+from batchwright.streaming.gym.dialects import Dialect, Task, greeted
 from batchwright.streaming.gym.policies import GymPolicy, PolicyName, Turn, policy_of
 from batchwright.streaming.gym.transports import connect
 from batchwright.streaming.sample import EpisodeStatus, SampleSource, StreamMetrics, StreamSample
@@ -25,8 +25,6 @@ AHEAD = 2
 """Episodes for each connection that are being played or wait to be consumed: while a long one
 holds up those behind it, the other connections have something to do."""
 MAX_DELAY_S = 60.0
-NO_MOVE = Move(reward=0.0, done=False, success=False)
-"""For what does not fit the grammar, and is not sent."""
 
 
 @dataclass(slots=True)
@@ -44,8 +42,12 @@ class Episode:
     status: EpisodeStatus = EpisodeStatus.RUNNING
     task: Task | None = None
     steps: list[_Step] = field(default_factory=list)
+    unscored: int = 0
+    """Moves that did not fit the grammar and that the server could not be told of."""
     error: str = ""
     """Why it ended as `error` or `timeout`."""
+    last: NoServer | BadReply | None = None
+    """What the stream ends with, once this episode was counted."""
 
     @property
     def finished(self) -> bool:
@@ -103,6 +105,9 @@ class GymEpisodeStream:
         self.metrics = StreamMetrics()
         self.status_counts: Counter[str] = Counter()
         """Episodes by how they ended: success, failure, timeout, error."""
+        self.unscored = 0
+        """Moves that did not fit the grammar, on a server that scores no such move; they count
+        towards `max_steps` and give no sample."""
         self.last_error = ""
         self._episode = 0
         self._given = 0
@@ -153,8 +158,11 @@ class GymEpisodeStream:
                     break
                 # Left in the queue until it is done: a cancelled wait must not lose it.
                 await asyncio.wait([ahead[0]])
-                for sample in self._consume(ahead.popleft().result()):
+                episode = ahead.popleft().result()
+                for sample in self._consume(episode):
                     yield sample
+                if episode.last is not None:
+                    raise episode.last
             self._episode = 0
         finally:
             for task in ahead:
@@ -181,6 +189,7 @@ class GymEpisodeStream:
 
     def _end(self, episode: Episode) -> None:
         self.status_counts[episode.status.value] += 1
+        self.unscored += episode.unscored
         self.last_error = episode.error or self.last_error
         if episode.finished:
             self.metrics.record_episode(episode.status is EpisodeStatus.SUCCESS)
@@ -195,7 +204,8 @@ class GymEpisodeStream:
             # The stream ends with this, so nobody needs the slot any more.
             await slot.drop()
             raise
-        slots.put_nowait(slot)
+        if episode.last is None:
+            slots.put_nowait(slot)
         return episode
 
     async def _on(self, slot: _Slot, number: int) -> Episode:
@@ -210,13 +220,19 @@ class GymEpisodeStream:
                 await self._play(episode, slot.dialect)
         except TimeoutError:
             episode.status = EpisodeStatus.TIMEOUT
-            episode.error = f"episode {number} took over {self.config.episode_timeout:g} s"
-            await self._failed(slot, NoServer(episode.error))
+            failure: NoServer | BadReply = NoServer(
+                f"episode {number} took over {self.config.episode_timeout:g} s"
+            )
         except (NoServer, BadReply) as error:
-            episode.status, episode.error = EpisodeStatus.ERROR, str(error)
-            await self._failed(slot, error)
+            episode.status, failure = EpisodeStatus.ERROR, error
         else:
             slot.failures = 0
+            return episode
+        episode.error = str(failure)
+        try:
+            await self._failed(slot, failure)
+        except (NoServer, BadReply) as last:
+            episode.last = last
         return episode
 
     async def _open(self) -> Dialect:
@@ -235,6 +251,11 @@ class GymEpisodeStream:
                     f"{config.address} {what} within {config.connect_timeout:g} s; check host, "
                     f"port and transport"
                 ) from None
+            if isinstance(error, NoServer | BadReply) and config.address not in str(error):
+                raise type(error)(
+                    f"{config.address} did not greet as a gym: {error}; check host, port and "
+                    f"transport (a port that speaks TLS needs a tunnel that ends it)"
+                ) from None
             raise
 
     async def _failed(self, slot: _Slot, error: NoServer | BadReply) -> None:
@@ -248,19 +269,30 @@ class GymEpisodeStream:
     async def _play(self, episode: Episode, dialect: Dialect) -> None:
         task = await dialect.start(rng.key(self.seed, "gym/episode", episode.number) % 2**31)
         episode.task = task
-        move = NO_MOVE
+
+        async def hint() -> str | None:
+            action = await dialect.hint()
+            if action is not None and not task.fits(action):
+                raise BadReply(f"the hint {action[:80]!r} does not fit {task.grammar!r}")
+            return action
+
         for step in range(self.config.max_steps):
             prompt = f"{task.puzzle}: {task.grammar}\n{dialect.text()}\n"
             random = rng.stream(self.seed, "gym/policy", episode.number, step)
-            written = await self.policy.act(Turn(prompt, step, random, dialect.hint, task))
+            written = await self.policy.act(Turn(prompt, step, random, hint, task))
             if written is None:
                 break
             action = _action(written)
-            move = await dialect.act(action) if task.fits(action) else NO_MOVE
+            fits = task.fits(action)
+            move = await (dialect.act(action) if fits else dialect.act_malformed())
+            if move is None:
+                episode.unscored += 1
+                continue
             episode.steps.append(_Step(prompt, written, move.reward))
             if move.done:
-                break
-        episode.status = EpisodeStatus.SUCCESS if move.success else EpisodeStatus.FAILURE
+                episode.status = EpisodeStatus.SUCCESS if move.success else EpisodeStatus.FAILURE
+                return
+        episode.status = EpisodeStatus.FAILURE
 
     def _samples(self, episode: Episode) -> list[StreamSample]:
         if not episode.finished or episode.task is None:
@@ -295,6 +327,7 @@ class GymEpisodeStream:
         """Restart at episode 0."""
         self._episode = self._given = 0
         self.metrics, self.status_counts, self.last_error = StreamMetrics(), Counter(), ""
+        self.unscored = 0
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -302,6 +335,7 @@ class GymEpisodeStream:
             "episode": self._episode,
             "given": self._given,
             "status_counts": dict(self.status_counts),
+            "unscored": self.unscored,
             "metrics": self.metrics.model_dump(),
         }
 
@@ -313,6 +347,7 @@ class GymEpisodeStream:
             )
         self._episode, self._given = int(state["episode"]), int(state["given"])
         self.status_counts = Counter(state["status_counts"])
+        self.unscored = int(state["unscored"])
         self.metrics = StreamMetrics(**state["metrics"])
 
     def _settings(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A gym server of our own: one command a line in, one JSON line out, puzzles by seed."""
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -57,14 +58,16 @@ class GymServer:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.counts["connections"] += 1
         self._writers.add(writer)
-        session, splitter = Session(self), LineSplitter()
+        session, splitter = Session(self), LineSplitter(telnet=True)
         try:
             await _send(writer, HELLO)
             while not session.quit and (chunk := await reader.read(CHUNK)):
                 for line in splitter.feed(chunk):
                     await _send(writer, session.reply(line))
-        except BadReply:
-            await _send(writer, _error("too_long", "a command is one short line of UTF-8"))
+        except BadReply as error:
+            code = "not_utf8" if isinstance(error.__cause__, UnicodeDecodeError) else "too_long"
+            with contextlib.suppress(OSError):
+                await _send(writer, _error(code, "a command is one short line of UTF-8"))
         except OSError:
             # Its client has gone.
             pass
@@ -109,18 +112,25 @@ class Session:
     def _difficulty(self, low: str, high: str) -> dict[str, Any]:
         given = float(low), float(high)
         if not 0.0 <= given[0] <= given[1] <= 1.0:
-            return _error("bad_range", f"a difficulty is from 0 to 1, got {low} {high}")
+            return _error(
+                "bad_range",
+                f"a difficulty is from 0 to 1, LOW not above HIGH, got LOW {low} and HIGH {high}",
+            )
         self._range = given
         return {"type": "difficulty", "low": given[0], "high": given[1]}
 
     def _start(self, kind: str, seed: str | None = None) -> dict[str, Any]:
+        if seed is not None and not (seed.isascii() and seed.isdecimal() and len(seed) < 20):
+            return _error("bad_seed", f"a seed is a number of at most 19 digits, got {seed}")
         number = self._server.next_seed() if seed is None else int(seed)
         if kind == "random":
             kind = list(PUZZLES)[rng.key(number, "gym/kind") % len(PUZZLES)]
         if kind not in PUZZLES:
             return _error("unknown_puzzle", f"known: random, {', '.join(PUZZLES)}, got {kind}")
         low, high = self._range
-        difficulty = low + (high - low) * float(rng.stream(number, "gym/difficulty").random())
+        part = float(rng.stream(number, "gym/difficulty").random())
+        # The sum may be rounded to above the range.
+        difficulty = min(high, low + (high - low) * part)
         self._kind, self._puzzle = kind, PUZZLES[kind](number, difficulty)
         self._server.counts["puzzles"] += 1
         return {
