@@ -4,6 +4,7 @@ import bisect
 import itertools
 import json
 from collections import Counter
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -494,3 +495,41 @@ def test_a_batch_reads_like_a_list():
     assert batch[-1].sample_id == "2"
     assert batch.lengths.tolist() == [3, 3, 3]
     assert repr(batch) == "ReplayBatch(3 samples, 9 tokens)"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, np.array, Decimal])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1"])
+def test_a_priority_that_is_no_finite_number_from_0_is_refused_in_every_type(kind, value):
+    buffer = filled([1, 2])
+    bad = kind(float(value)) if kind is np.array else kind(value)
+    for call in (
+        lambda: buffer.add(sample("new"), bad),
+        lambda: buffer.add_batch([sample("new").model_construct(priority=bad)]),
+        lambda: buffer.update_priority("0", bad),
+        lambda: buffer.update_priorities(buffer.snapshot(), [1.0, bad]),
+    ):
+        with pytest.raises(ConfigError, match="priority must be from 0 to 1e"):
+            call()
+    assert buffer.snapshot().priorities.tolist() == [1, 2]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", ["1", b"1", None, 1j, np.complex64(1), [1.0], np.ones(1), 10**400])
+def test_a_priority_that_is_no_number_is_refused(bad):
+    buffer = filled([1, 2])
+    with pytest.raises(ConfigError, match="priority must be"):
+        buffer.update_priority("0", bad)
+    with pytest.raises(ConfigError, match="priorit"):
+        buffer.update_priorities(buffer.snapshot(), [1.0, bad])
+    assert buffer.snapshot().priorities.tolist() == [1, 2]
+
+
+def test_priorities_may_be_tensors():
+    torch = pytest.importorskip("torch")
+    buffer = filled([1, 2])
+    buffer.add(sample("new"), torch.tensor(3.0))
+    buffer.update_priorities(buffer.snapshot(), torch.tensor([4.0, 5.0]))
+    assert sorted(buffer.snapshot().priorities) == [4, 5]
+    with pytest.raises(ConfigError, match="priority must be"):
+        buffer.add(sample("new"), torch.tensor(float("inf")))

@@ -24,7 +24,7 @@ from batchwright.streaming.rows import (
     pack,
     unpack,
 )
-from batchwright.streaming.sample import StreamSample, StreamSettings
+from batchwright.streaming.sample import StreamSample, StreamSettings, real_number
 
 if TYPE_CHECKING:
     from batchwright.streaming.replay_files import Saved
@@ -39,6 +39,8 @@ __all__ = [
 
 RENEWED = 3
 """Of `_dirty`: the sample itself changed, not only its numbers (1), since the last save."""
+
+MOST_PRIORITY = 1e100
 
 
 class BufferEvictionPolicy(StrEnum):
@@ -64,7 +66,7 @@ class ReplayBufferConfig(StreamSettings):
     """Exponent of the importance weights: 1 corrects the bias of prioritized sampling fully."""
     seed: int = 42
     min_samples_before_sampling: int = Field(default=1, ge=1)
-    default_priority: float = Field(default=1.0, ge=0.0, le=1e100)
+    default_priority: float = Field(default=1.0, ge=0.0, le=MOST_PRIORITY)
     """Priority of a sample that is added without one of its own."""
 
 
@@ -232,8 +234,9 @@ class ReplayBuffer:
         if priority is None:
             given = "priority" in sample.model_fields_set
             priority = sample.priority if given else self.config.default_priority
+        priority = _priority(priority)
         weight = self._weight(priority)
-        row, content = pack(sample, float(priority), self.total_added)
+        row, content = pack(sample, priority, self.total_added)
         slot = self._size
         if slot < self.config.max_size:
             self._size += 1
@@ -308,9 +311,9 @@ class ReplayBuffer:
 
     def update_priority(self, sample_id: str, priority: float) -> bool:
         """Set the priority of every sample with this id; False if there is none."""
-        self._weight(priority)
+        number = _priority(priority)
         slots = np.array(self._slots_of(sample_id), np.int64)
-        given = np.full(len(slots), float(priority))
+        given = np.full(len(slots), number)
         return self._update(slots, self._serials[slots], given) > 0
 
     def update_priorities(self, batch: ReplayBatch, priorities: ArrayLike) -> int:
@@ -319,15 +322,14 @@ class ReplayBuffer:
         Samples evicted since are skipped, even if their slots hold new ones. For a sample that
         was drawn twice the last priority counts.
         """
-        given = np.asarray(priorities, np.float64)
+        given = _priorities(priorities)
         if given.shape != (len(batch),):
             raise ConfigError(
                 f"got priorities of shape {given.shape} for a batch of {len(batch):,} samples; "
                 f"give one number for each"
             )
-        if not (given.min(initial=0.0) >= 0.0 and given.max(initial=0.0) <= 1e100):
-            bad = float(given[~((given >= 0.0) & (given <= 1e100))][0])
-            raise ConfigError(f"priority must be from 0 to 1e100, got {bad}")
+        if not (given.min(initial=0.0) >= 0.0 and given.max(initial=0.0) <= MOST_PRIORITY):
+            _priority(float(given[~((given >= 0.0) & (given <= MOST_PRIORITY))][0]))
         done = self._update(batch.slots, batch.serials, given)
         if done < len(batch):
             done += self._update_moved(batch, given)
@@ -582,9 +584,7 @@ class ReplayBuffer:
         )
 
     def _weight(self, priority: float) -> float:
-        if not 0.0 <= priority <= 1e100:
-            raise ConfigError(f"priority must be from 0 to 1e100, got {priority}")
-        weight: float = float(priority) ** self.config.priority_alpha
+        weight: float = priority**self.config.priority_alpha
         return weight
 
     def _check_draw(self, n: int, replace: bool) -> None:
@@ -648,6 +648,22 @@ class ReplayBuffer:
             sumtree.place(*trees, slot, weight)
         self._contents[last] = None
         self._size = last
+
+
+def _priority(given: Any) -> float:
+    return real_number("priority", given, 0.0, MOST_PRIORITY)
+
+
+def _priorities(given: ArrayLike) -> NDArray[np.float64]:
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind in "fiubO":
+            return array.astype(np.float64)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise ConfigError(
+        f"priorities must be one number for each sample of the batch, got {type(given).__name__}"
+    )
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

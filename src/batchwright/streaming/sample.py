@@ -1,8 +1,10 @@
 """One sample of a stream with its provenance, and the metrics of a stream."""
 
+import operator
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +29,8 @@ __all__ = [
     "StreamSample",
     "StreamSettings",
     "first_reason",
+    "real_number",
+    "whole_number",
 ]
 
 MOST = 2**31 - 1
@@ -100,6 +104,33 @@ def first_reason(error: ValidationError) -> str:
     shown = repr(first["input"])
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
     return f"{name}={shown}: {reason}" if name else reason
+
+
+def real_number(name: str, value: Any, low: float, high: float) -> float:
+    """`value`, of whatever number type, as a float from `low` to `high`; else `ConfigError`."""
+    number = float("nan")
+    # A string would become a number, an array of one be taken for its entry.
+    if not isinstance(value, str | bytes | np.complexfloating) and not getattr(value, "ndim", 0):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            pass
+    # As Python floats: a type of fewer bits would round the bounds to infinity.
+    if not low <= number <= high:
+        bounds = f"from {low:g} to {high:g}".replace("e+", "e")
+        raise ConfigError(f"{name} must be {bounds}, got {value!r}")
+    return number
+
+
+def whole_number(name: str, value: Any, low: int) -> int:
+    """`value`, of whatever integer type, as an int of at least `low`; else `ConfigError`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+    if number < low:
+        raise ConfigError(f"{name} must be at least {low}, got {number}")
+    return number
 
 
 class StreamSample(BaseModel):
