@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from batchwright import rng
 from batchwright.checkpoint import load_checkpoint, save_checkpoint
-from batchwright.errors import ConfigError, Mismatch, UnknownSample
+from batchwright.errors import BadRow, ConfigError, Mismatch, UnknownSample
 from batchwright.jit import interpreted
 from batchwright.permutation import mix
 from batchwright.streaming import (
@@ -533,3 +533,48 @@ def test_priorities_may_be_tensors():
     assert sorted(buffer.snapshot().priorities) == [4, 5]
     with pytest.raises(ConfigError, match="priority must be"):
         buffer.add(sample("new"), torch.tensor(float("inf")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": np.arange(3)},
+        {"input_ids": np.arange(-1, 2, dtype=np.int32)},
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)},
+        {"loss_mask": np.ones(2, np.uint8)},
+        {"loss_mask": np.full(3, 2, np.uint8)},
+        {"segment_ids": np.zeros(2, np.int32)},
+        {"difficulty": 5.0},
+        {"reward": float("nan")},
+        {"reward": "1"},
+        {"step_index": 1.5},
+        {"replay_count": 2**70},
+        {"replay_count": 2**63 - 1},
+        {"replay_count": 2**62},
+        {"replay_count": None},
+        {"source": "dream"},
+        {"sample_id": "\ud800"},
+        {"sample_id": ""},
+        {"timestamp": "now"},
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sample_made_past_its_checks_is_refused_and_changes_nothing(fields, size):
+    buffer = ReplayBuffer(ReplayBufferConfig(max_size=size))
+    buffer.add(sample("a"))
+    before = buffer.to_dict()
+    made = StreamSample.model_construct(**{**dict(sample("b")), **fields})
+    with pytest.raises((BadRow, ConfigError)):
+        buffer.add(made)
+    assert buffer.to_dict() == before
+    buffer.add(sample("c"))
+    assert "c" in ReplayBuffer.from_dict(buffer.to_dict())
+
+
+def test_the_largest_replay_count_can_be_drawn_and_saved(tmp_path):
+    buffer = ReplayBuffer()
+    buffer.add(sample("a", replay_count=2**61))
+    assert buffer.sample(9)[0].replay_count == 2**61 + 9
+    for name in ("b.json", "b.safetensors"):
+        assert same(ReplayBuffer.load(buffer.save(tmp_path / name)), buffer)

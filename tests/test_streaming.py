@@ -1,7 +1,9 @@
 """Streams: what they give, what they count, and that they continue where they were stopped."""
 
 import asyncio
+import copy
 import json
+import pickle
 import threading
 import time
 from collections import Counter
@@ -541,3 +543,50 @@ def test_settings_of_a_queue_are_checked():
         shuffle(mocks(1)[0], 0)
     with pytest.raises(Mismatch, match="2 streams, here are 1"):
         prefetch(mocks(1)[0]).load_state_dict(prefetch(*mocks(1, 1)).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        ({"input_ids": [1, 2]}, "loss_mask has 3 entries for 2 input_ids"),
+        ({"loss_mask": np.ones(4)}, "must be a list of integers"),
+        ({"difficulty": 5.0}, "difficulty=5.0"),
+        ({"replay_count": 2**70}, "replay_count="),
+        ({"colour": "red"}, "colour='red'"),
+    ],
+)
+def test_a_changed_copy_is_checked_as_a_new_sample(update, reason):
+    with pytest.raises(BadRow, match=reason):
+        sample().model_copy(update=update)
+
+
+def test_a_changed_copy_has_the_types_of_a_sample_and_what_was_given_before():
+    made = sample(priority=2.0).model_copy(update={"input_ids": np.arange(3), "reward": 1})
+    assert made.input_ids.dtype == np.int32
+    assert not made.input_ids.flags.writeable
+    assert type(made.reward) is float
+    assert {"priority", "reward"} <= made.model_fields_set
+    assert "priority" not in sample().model_copy(update={"reward": 1}).model_fields_set
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda made: pickle.loads(pickle.dumps(made)),
+        lambda made: made.model_copy(deep=True),
+        lambda made: made.model_copy(update={"reward": 1.0}, deep=True),
+        lambda made: copy.deepcopy([made])[0],
+    ],
+)
+def test_copies_of_a_sample_cannot_be_changed(copied):
+    made = sample(segment_ids=[0, 0, 1], reward=1.0)
+    again = copied(made)
+    assert again == made
+    assert again.model_fields_set == made.model_fields_set
+    for array in (again.input_ids, again.loss_mask, again.segment_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            array.flags.writeable = True

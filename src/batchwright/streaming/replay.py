@@ -1,5 +1,6 @@
 """A prioritized replay buffer over arrays: add, sample, update and evict in O(log n)."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,6 +42,9 @@ RENEWED = 3
 """Of `_dirty`: the sample itself changed, not only its numbers (1), since the last save."""
 
 MOST_PRIORITY = 1e100
+
+MOST_REPLAYS = 2**61
+"""As many again can be drawn before a count is more than `StreamSample` takes."""
 
 
 class BufferEvictionPolicy(StrEnum):
@@ -229,14 +233,21 @@ class ReplayBuffer:
         """Add a sample; a full buffer evicts one first, by its policy.
 
         Without `priority` the sample's own counts if it was given one, else the default. Two
-        samples of one id are two entries.
+        samples of one id are two entries. What is refused changes nothing.
         """
+        if not isinstance(sample, StreamSample):
+            raise ConfigError(f"add takes a StreamSample, got {type(sample).__name__}")
         if priority is None:
             given = "priority" in sample.model_fields_set
             priority = sample.priority if given else self.config.default_priority
         priority = _priority(priority)
         weight = self._weight(priority)
         row, content = pack(sample, priority, self.total_added)
+        if sample.replay_count > MOST_REPLAYS:
+            raise ConfigError(
+                f"replay_count must be at most 2**61 in a buffer, which counts on from it, "
+                f"got {sample.replay_count}"
+            )
         slot = self._size
         if slot < self.config.max_size:
             self._size += 1
@@ -655,12 +666,10 @@ def _priority(given: Any) -> float:
 
 
 def _priorities(given: ArrayLike) -> NDArray[np.float64]:
-    try:
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
         array = np.asarray(given)
         if array.dtype.kind in "fiubO":
             return array.astype(np.float64)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        pass
     raise ConfigError(
         f"priorities must be one number for each sample of the batch, got {type(given).__name__}"
     )
