@@ -578,3 +578,65 @@ def test_the_largest_replay_count_can_be_drawn_and_saved(tmp_path):
     assert buffer.sample(9)[0].replay_count == 2**61 + 9
     for name in ("b.json", "b.safetensors"):
         assert same(ReplayBuffer.load(buffer.save(tmp_path / name)), buffer)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.1, float("nan"), np.float32("inf"), "1"])
+def test_a_beta_out_of_range_is_refused_and_nothing_is_drawn(beta):
+    buffer = filled([1, 2])
+    before = buffer.to_dict()
+    with pytest.raises(ConfigError, match="beta must be from 0 to 1, got"):
+        buffer.sample(2, beta=beta)
+    assert buffer.to_dict() == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mine=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    theirs=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    evicted=st.integers(0, 3),
+)
+def test_a_batch_of_another_buffer_never_changes_a_sample_that_is_not_in_it(mine, theirs, evicted):
+    a, b = ReplayBuffer(), ReplayBuffer()
+    a.add_batch(sample(name) for name in mine)
+    b.add_batch(sample(name) for name in theirs)
+    b.evict(evicted)
+    names = a.snapshot().sample_ids
+    before = b.snapshot()
+    try:
+        a_batch = a.snapshot()
+        b.update_priorities(a_batch, np.full(len(a_batch), 9.0))
+    except Mismatch as error:
+        assert "drawn from another buffer" in str(error)
+        assert b.snapshot().priorities.tolist() == before.priorities.tolist()
+    changed = b.snapshot().priorities == 9.0
+    for serial, name in zip(before.serials[changed], before.take(changed).sample_ids, strict=True):
+        assert names[serial] == name
+
+
+def test_a_batch_can_update_a_restored_buffer_but_no_other():
+    buffer = filled([1, 2, 3])
+    batch = buffer.sample(8)
+    again = ReplayBuffer.from_dict(buffer.to_dict())
+    assert again.update_priorities(batch, [4.0] * 8) == 8
+    other = ReplayBuffer()
+    other.add_batch(sample(f"other {number}") for number in range(3))
+    with pytest.raises(Mismatch, match="drawn from another buffer"):
+        other.update_priorities(batch, [4.0] * 8)
+    with pytest.raises(ConfigError, match="takes the batch that was drawn, got list"):
+        buffer.update_priorities([1, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("n", [2.0, "2", None, -1])
+def test_numbers_of_samples_are_integers(n):
+    buffer = filled([1, 2])
+    for call in (buffer.sample, buffer.sample_uniform, buffer.evict):
+        with pytest.raises(ConfigError, match="n must be"):
+            call(n)
+    assert len(buffer) == 2
+    assert len(buffer.sample(np.int32(2))) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"sample_id": "a"}, None, "a"])
+def test_only_a_sample_can_be_added(wrong):
+    with pytest.raises(ConfigError, match="add takes a StreamSample, got"):
+        ReplayBuffer().add(wrong)

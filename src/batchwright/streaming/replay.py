@@ -25,7 +25,7 @@ from batchwright.streaming.rows import (
     pack,
     unpack,
 )
-from batchwright.streaming.sample import StreamSample, StreamSettings, real_number
+from batchwright.streaming.sample import StreamSample, StreamSettings, real_number, whole_number
 
 if TYPE_CHECKING:
     from batchwright.streaming.replay_files import Saved
@@ -285,7 +285,8 @@ class ReplayBuffer:
         give or take one. Without replacement each draw is proportional to what is left. Every
         draw increments the sample's `replay_count`.
         """
-        self._check_draw(n, replace)
+        n = self._checked_draw(n, replace)
+        beta = self.config.priority_beta if beta is None else real_number("beta", beta, 0.0, 1.0)
         slots = np.empty(n, np.int64)
         if uniform:
             sumtree.draw_uniform(self._size, self._sample_key, self.draws, not replace, slots)
@@ -306,7 +307,6 @@ class ReplayBuffer:
         self.draws += 1
         weights = np.empty(n)
         sumtree.mark(self._tree, slots, self._replays, self._dirty, weights)
-        beta = self.config.priority_beta if beta is None else beta
         if uniform or beta == 0.0:
             weights[:] = 1.0
         else:
@@ -331,8 +331,12 @@ class ReplayBuffer:
         """Set one priority for each sample of a batch; returns how many were still there.
 
         Samples evicted since are skipped, even if their slots hold new ones. For a sample that
-        was drawn twice the last priority counts.
+        was drawn twice the last priority counts. A batch of another buffer is refused.
         """
+        if not isinstance(batch, ReplayBatch):
+            raise ConfigError(
+                f"update_priorities takes the batch that was drawn, got {type(batch).__name__}"
+            )
         given = _priorities(priorities)
         if given.shape != (len(batch),):
             raise ConfigError(
@@ -341,10 +345,27 @@ class ReplayBuffer:
             )
         if not (given.min(initial=0.0) >= 0.0 and given.max(initial=0.0) <= MOST_PRIORITY):
             _priority(float(given[~((given >= 0.0) & (given <= MOST_PRIORITY))][0]))
+        here = self._still_here(batch)
         done = self._update(batch.slots, batch.serials, given)
         if done < len(batch):
-            done += self._update_moved(batch, given)
+            done += self._update_moved(batch, given, here)
         return done
+
+    def _still_here(self, batch: ReplayBatch) -> NDArray[np.bool_]:
+        """Which samples of a batch stand where they stood; `Mismatch` if it is not of this buffer.
+
+        Serial numbers are only those of one buffer: what stands under one must be the sample.
+        """
+        serials = batch.serials
+        near = np.clip(batch.slots, 0, max(0, self._size - 1))
+        here: NDArray[np.bool_] = (near == batch.slots) & (self._serials[near] == serials)
+        here &= near < self._size
+        foreign = here & (self._contents[near] != batch.contents)
+        if foreign.any() or serials.max(initial=-1) >= self.total_added:
+            raise Mismatch(
+                "the batch was drawn from another buffer; update the one it was drawn from"
+            )
+        return here
 
     def _update(
         self, slots: NDArray[np.int64], serials: NDArray[np.int64], given: NDArray[np.float64]
@@ -365,16 +386,17 @@ class ReplayBuffer:
             )
         )
 
-    def _update_moved(self, batch: ReplayBatch, given: NDArray[np.float64]) -> int:
+    def _update_moved(
+        self, batch: ReplayBatch, given: NDArray[np.float64], here: NDArray[np.bool_]
+    ) -> int:
         """Update samples of a batch that stand in another slot since, because one was evicted."""
         serials = batch.serials
-        near = np.minimum(batch.slots, self._size - 1)
-        here = (near == batch.slots) & (near >= 0) & (self._serials[near] == serials)
         moved = [
             (slot, place)
             for place in np.flatnonzero(~here).tolist()
             for slot in self._slots_of(id_of(batch.rows[place], batch.contents[place]))
             if self._serials[slot] == serials[place]
+            and self._contents[slot] == batch.contents[place]
         ]
         if not moved:
             return 0
@@ -392,6 +414,7 @@ class ReplayBuffer:
 
     def evict(self, n: int = 1) -> int:
         """Evict up to `n` samples by the policy; returns how many were evicted."""
+        n = whole_number("n", n, 0)
         done = 0
         while done < n and self._size:
             self._remove(self._victim())
@@ -598,9 +621,8 @@ class ReplayBuffer:
         weight: float = priority**self.config.priority_alpha
         return weight
 
-    def _check_draw(self, n: int, replace: bool) -> None:
-        if n < 1:
-            raise ConfigError(f"n must be at least 1, got {n}")
+    def _checked_draw(self, n: int, replace: bool) -> int:
+        n = whole_number("n", n, 1)
         if not self.can_sample:
             raise ConfigError(
                 f"the buffer holds {self._size:,} samples, sampling needs at least "
@@ -612,6 +634,7 @@ class ReplayBuffer:
                 f"cannot sample {n:,} of {self._size:,} without replacement; "
                 f"sample fewer, or pass replace=True"
             )
+        return n
 
     def _victim(self) -> int:
         if self._first.size:
