@@ -605,8 +605,7 @@ def test_a_batch_of_another_buffer_never_changes_a_sample_that_is_not_in_it(mine
     try:
         a_batch = a.snapshot()
         b.update_priorities(a_batch, np.full(len(a_batch), 9.0))
-    except Mismatch as error:
-        assert "drawn from another buffer" in str(error)
+    except Mismatch:
         assert b.snapshot().priorities.tolist() == before.priorities.tolist()
     changed = b.snapshot().priorities == 9.0
     for serial, name in zip(before.serials[changed], before.take(changed).sample_ids, strict=True):
