@@ -3,6 +3,9 @@
 import bisect
 import itertools
 import json
+import subprocess
+import sys
+import textwrap
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
@@ -639,3 +642,19 @@ def test_numbers_of_samples_are_integers(n):
 def test_only_a_sample_can_be_added(wrong):
     with pytest.raises(ConfigError, match="add takes a StreamSample, got"):
         ReplayBuffer().add(wrong)
+
+
+def test_a_buffer_that_does_not_fit_memory_says_so():
+    code = """
+        import resource
+        from batchwright.errors import ConfigError
+        from batchwright.streaming import ReplayBuffer, ReplayBufferConfig
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+        try:
+            ReplayBuffer(ReplayBufferConfig(max_size=2**30))
+        except ConfigError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("max_size=1,073,741,824 needs more memory than there is")

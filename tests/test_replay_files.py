@@ -485,3 +485,10 @@ def test_two_readers_see_whole_states_while_a_writer_saves(tmp_path):
             started.stdout.close()
 
     assert all(output.startswith("all whole") for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["priorities", "serials"])
+def test_a_list_of_another_length_than_the_samples_is_named(name):
+    data = grown(5).to_dict()
+    with pytest.raises(BadFile, match=f"it has 6 {name} for 5 samples"):
+        ReplayBuffer.from_dict({**data, name: [*data[name], 9]})

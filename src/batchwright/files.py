@@ -41,8 +41,10 @@ def writing(path: Path) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         temporary = Path(name)
-        # Held until the end, also that of a killed process: `remove_leftovers` asks for it.
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        # Held until the end, also that of a killed process: `remove_leftovers` asks for it, and
+        # removes nothing where a file system has no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield temporary
         _settle(temporary)
         temporary.replace(path)

@@ -14,6 +14,7 @@ from pydantic import Field
 from batchwright import rng
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
 from batchwright.streaming import sumtree
+from batchwright.streaming.protocols import check_state
 from batchwright.streaming.rows import (
     REPLAYED,
     ROW,
@@ -192,7 +193,12 @@ class ReplayBuffer:
         self._evict_key = np.uint64(rng.key(self.config.seed, "replay/evict"))
         self._by_priority = self.config.eviction_policy is BufferEvictionPolicy.PRIORITY
         self._size = self.total_added = self.total_evicted = self.draws = 0
-        self._allocate()
+        try:
+            self._allocate()
+        except MemoryError:
+            raise ConfigError(
+                f"max_size={self.config.max_size:,} needs more memory than there is; choose less"
+            ) from None
         self.saved: Saved | None = None
         """Where it was last saved in parts."""
 
@@ -501,6 +507,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the buffer from `state`; `Mismatch` if its config differs."""
+        check_state(state, "ReplayBuffer", "config", "counters", "samples")
         if dict(state["config"]) != self.config.model_dump(mode="json"):
             raise Mismatch(
                 "the state is of a replay buffer with another config; "

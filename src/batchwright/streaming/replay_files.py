@@ -133,6 +133,9 @@ def from_dict(data: Mapping[str, Any], what: str) -> "ReplayBuffer":
         samples = [StreamSample(**fields) for fields in data["samples"]]
         first = int(data["total_added"]) - len(samples)
         serials = data.get("serials", range(first, first + len(samples)))
+        for name, listed in (("priorities", data["priorities"]), ("serials", serials)):
+            if len(listed) != len(samples):
+                raise Mismatch(f"it has {len(listed):,} {name} for {len(samples):,} samples")
         packed = [
             pack(sample, float(priority), int(serial))
             for sample, priority, serial in zip(samples, data["priorities"], serials, strict=True)

@@ -121,13 +121,13 @@ def real_number(name: str, value: Any, low: float, high: float) -> float:
     return number
 
 
-def whole_number(name: str, value: Any, low: int) -> int:
+def whole_number(name: str, value: Any, low: int | None = None) -> int:
     """`value`, of whatever integer type, as an int of at least `low`; else `ConfigError`."""
     try:
         number = operator.index(value)
     except TypeError:
         raise ConfigError(f"{name} must be an integer, got {value!r}") from None
-    if number < low:
+    if low is not None and number < low:
         raise ConfigError(f"{name} must be at least {low}, got {number}")
     return number
 
