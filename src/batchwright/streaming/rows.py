@@ -110,7 +110,7 @@ def _check(sample: StreamSample) -> None:
     """Refuse a sample that was made past its own checks, as by `model_construct`."""
     try:
         ids, mask, segments = sample.input_ids, sample.loss_mask, sample.segment_ids
-        arrays = [(ids, np.int32), (mask, np.uint8)]
+        arrays: list[tuple[NDArray[Any], type]] = [(ids, np.int32), (mask, np.uint8)]
         arrays += [] if segments is None else [(segments, np.int32)]
         sound = (
             all(array.dtype == dtype and array.shape == (len(ids),) for array, dtype in arrays)
@@ -144,8 +144,8 @@ def _check(sample: StreamSample) -> None:
         )
 
 
-def _within(value: Any, kind: type, low: float, high: float) -> bool:
-    return value is None or (type(value) is kind and low <= value <= high)
+def _within(value: Any, kind: type[float], low: float, high: float) -> bool:
+    return value is None or (type(value) is kind and bool(low <= value <= high))
 
 
 def unpack(row: np.void, content: bytes) -> StreamSample:
