@@ -3,7 +3,11 @@
 import bisect
 import itertools
 import json
+import subprocess
+import sys
+import textwrap
 from collections import Counter
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -13,7 +17,7 @@ from hypothesis import strategies as st
 
 from batchwright import rng
 from batchwright.checkpoint import load_checkpoint, save_checkpoint
-from batchwright.errors import ConfigError, Mismatch, UnknownSample
+from batchwright.errors import BadRow, ConfigError, Mismatch, UnknownSample
 from batchwright.jit import interpreted
 from batchwright.permutation import mix
 from batchwright.streaming import (
@@ -494,3 +498,163 @@ def test_a_batch_reads_like_a_list():
     assert batch[-1].sample_id == "2"
     assert batch.lengths.tolist() == [3, 3, 3]
     assert repr(batch) == "ReplayBatch(3 samples, 9 tokens)"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, np.array, Decimal])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1"])
+def test_a_priority_that_is_no_finite_number_from_0_is_refused_in_every_type(kind, value):
+    buffer = filled([1, 2])
+    bad = kind(float(value)) if kind is np.array else kind(value)
+    for call in (
+        lambda: buffer.add(sample("new"), bad),
+        lambda: buffer.add_batch([sample("new").model_construct(priority=bad)]),
+        lambda: buffer.update_priority("0", bad),
+        lambda: buffer.update_priorities(buffer.snapshot(), [1.0, bad]),
+    ):
+        with pytest.raises(ConfigError, match="priority must be from 0 to 1e"):
+            call()
+    assert buffer.snapshot().priorities.tolist() == [1, 2]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("bad", ["1", b"1", None, 1j, np.complex64(1), [1.0], np.ones(1), 10**400])
+def test_a_priority_that_is_no_number_is_refused(bad):
+    buffer = filled([1, 2])
+    with pytest.raises(ConfigError, match="priority must be"):
+        buffer.update_priority("0", bad)
+    with pytest.raises(ConfigError, match="priorit"):
+        buffer.update_priorities(buffer.snapshot(), [1.0, bad])
+    assert buffer.snapshot().priorities.tolist() == [1, 2]
+
+
+def test_priorities_may_be_tensors():
+    torch = pytest.importorskip("torch")
+    buffer = filled([1, 2])
+    buffer.add(sample("new"), torch.tensor(3.0))
+    buffer.update_priorities(buffer.snapshot(), torch.tensor([4.0, 5.0]))
+    assert sorted(buffer.snapshot().priorities) == [4, 5]
+    with pytest.raises(ConfigError, match="priority must be"):
+        buffer.add(sample("new"), torch.tensor(float("inf")))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input_ids": np.arange(3)},
+        {"input_ids": np.arange(-1, 2, dtype=np.int32)},
+        {"input_ids": [1, 2, 3]},
+        {"input_ids": np.zeros(0, np.int32), "loss_mask": np.zeros(0, np.uint8)},
+        {"loss_mask": np.ones(2, np.uint8)},
+        {"loss_mask": np.full(3, 2, np.uint8)},
+        {"segment_ids": np.zeros(2, np.int32)},
+        {"difficulty": 5.0},
+        {"reward": float("nan")},
+        {"reward": "1"},
+        {"step_index": 1.5},
+        {"replay_count": 2**70},
+        {"replay_count": 2**63 - 1},
+        {"replay_count": 2**62},
+        {"replay_count": None},
+        {"source": "dream"},
+        {"sample_id": "\ud800"},
+        {"sample_id": ""},
+        {"timestamp": "now"},
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_sample_made_past_its_checks_is_refused_and_changes_nothing(fields, size):
+    buffer = ReplayBuffer(ReplayBufferConfig(max_size=size))
+    buffer.add(sample("a"))
+    before = buffer.to_dict()
+    made = StreamSample.model_construct(**{**dict(sample("b")), **fields})
+    with pytest.raises((BadRow, ConfigError)):
+        buffer.add(made)
+    assert buffer.to_dict() == before
+    buffer.add(sample("c"))
+    assert "c" in ReplayBuffer.from_dict(buffer.to_dict())
+
+
+def test_the_largest_replay_count_can_be_drawn_and_saved(tmp_path):
+    buffer = ReplayBuffer()
+    buffer.add(sample("a", replay_count=2**61))
+    assert buffer.sample(9)[0].replay_count == 2**61 + 9
+    for name in ("b.json", "b.safetensors"):
+        assert same(ReplayBuffer.load(buffer.save(tmp_path / name)), buffer)
+
+
+@pytest.mark.parametrize("beta", [-0.1, 1.1, float("nan"), np.float32("inf"), "1"])
+def test_a_beta_out_of_range_is_refused_and_nothing_is_drawn(beta):
+    buffer = filled([1, 2])
+    before = buffer.to_dict()
+    with pytest.raises(ConfigError, match="beta must be from 0 to 1, got"):
+        buffer.sample(2, beta=beta)
+    assert buffer.to_dict() == before
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    mine=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    theirs=st.lists(st.integers(0, 5), min_size=1, max_size=8),
+    evicted=st.integers(0, 3),
+)
+def test_a_batch_of_another_buffer_never_changes_a_sample_that_is_not_in_it(mine, theirs, evicted):
+    a, b = ReplayBuffer(), ReplayBuffer()
+    a.add_batch(sample(name) for name in mine)
+    b.add_batch(sample(name) for name in theirs)
+    b.evict(evicted)
+    names = a.snapshot().sample_ids
+    before = b.snapshot()
+    try:
+        a_batch = a.snapshot()
+        b.update_priorities(a_batch, np.full(len(a_batch), 9.0))
+    except Mismatch:
+        assert b.snapshot().priorities.tolist() == before.priorities.tolist()
+    changed = b.snapshot().priorities == 9.0
+    for serial, name in zip(before.serials[changed], before.take(changed).sample_ids, strict=True):
+        assert names[serial] == name
+
+
+def test_a_batch_can_update_a_restored_buffer_but_no_other():
+    buffer = filled([1, 2, 3])
+    batch = buffer.sample(8)
+    again = ReplayBuffer.from_dict(buffer.to_dict())
+    assert again.update_priorities(batch, [4.0] * 8) == 8
+    other = ReplayBuffer()
+    other.add_batch(sample(f"other {number}") for number in range(3))
+    with pytest.raises(Mismatch, match="drawn from another buffer"):
+        other.update_priorities(batch, [4.0] * 8)
+    with pytest.raises(ConfigError, match="takes the batch that was drawn, got list"):
+        buffer.update_priorities([1, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("n", [2.0, "2", None, -1])
+def test_numbers_of_samples_are_integers(n):
+    buffer = filled([1, 2])
+    for call in (buffer.sample, buffer.sample_uniform, buffer.evict):
+        with pytest.raises(ConfigError, match="n must be"):
+            call(n)
+    assert len(buffer) == 2
+    assert len(buffer.sample(np.int32(2))) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"sample_id": "a"}, None, "a"])
+def test_only_a_sample_can_be_added(wrong):
+    with pytest.raises(ConfigError, match="add takes a StreamSample, got"):
+        ReplayBuffer().add(wrong)
+
+
+def test_a_buffer_that_does_not_fit_memory_says_so():
+    code = """
+        import resource
+        from batchwright.errors import ConfigError
+        from batchwright.streaming import ReplayBuffer, ReplayBufferConfig
+        resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+        try:
+            ReplayBuffer(ReplayBufferConfig(max_size=2**30))
+        except ConfigError as error:
+            print(error)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("max_size=1,073,741,824 needs more memory than there is")

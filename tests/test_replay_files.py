@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.errors import BadFile, ConfigError, MissingFile
+from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile
 from batchwright.streaming import ReplayBuffer, ReplayBufferConfig, StreamSample
 
 FORMS = ("buffer.json", "buffer.safetensors", "buffer")
@@ -301,17 +302,56 @@ def test_a_buffer_saved_over_another_replaces_it(tmp_path):
     assert len(list(folder.glob("*.safetensors"))) == 1
 
 
-def test_two_writers_of_one_folder_never_mix(tmp_path):
-    a = ReplayBuffer.load(saved_folder(tmp_path, 10, 1))
-    b = ReplayBuffer.load(tmp_path / "buffer")
+def test_a_writer_that_was_overtaken_by_another_is_refused(tmp_path):
+    folder = saved_folder(tmp_path, 10, 1)
+    a, b = ReplayBuffer.load(folder), ReplayBuffer.load(folder)
+    older = ReplayBuffer.load(folder, part=1)
     grow(a, 11)
     grow(b, 12)
-    a.save(tmp_path / "buffer")
-    b.save(tmp_path / "buffer")
+    a.save(folder)
+    for late in (b, older):
+        with pytest.raises(Mismatch, match=r"another writer has saved to .* load this one again"):
+            late.save(folder)
 
-    assert same(ReplayBuffer.load(tmp_path / "buffer"), b)
-    a.save(tmp_path / "buffer")
-    assert same(ReplayBuffer.load(tmp_path / "buffer"), a)
+    assert same(ReplayBuffer.load(folder), a)
+    a.save(folder)
+    assert same(ReplayBuffer.load(b.save(tmp_path / "elsewhere")), b)
+
+
+def test_a_folder_in_which_nothing_was_saved_yet_has_its_own_sentence(tmp_path):
+    (tmp_path / ".lock").touch()
+    with pytest.raises(MissingFile, match="has no saved buffer yet; wait until its writer"):
+        ReplayBuffer.load(tmp_path)
+    assert same(ReplayBuffer.load(grown(3).save(tmp_path)), grown(3))
+
+
+STOPPED = """
+    import os, signal, sys
+    from pathlib import Path
+    from batchwright.files import writing
+    with writing(Path(sys.argv[1])) as temporary:
+        print(temporary, flush=True)
+        signal.pause()
+"""
+
+
+@pytest.mark.parametrize("form", ["buffer.json", "buffer.safetensors"])
+def test_what_a_killed_writer_left_goes_with_the_next_save_and_no_sooner(form, tmp_path):
+    other = tmp_path / f".{form}.notes"
+    other.write_text("mine")
+    code = textwrap.dedent(STOPPED)
+    command = [sys.executable, "-c", code, str(tmp_path / form)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        left = Path(process.stdout.readline().strip())
+        grown(3).save(tmp_path / form)
+        assert left.exists()
+    finally:
+        process.kill()
+        process.communicate()
+    assert left.exists()
+    grown(3).save(tmp_path / form)
+    assert sorted(tmp_path.iterdir()) == sorted([other, tmp_path / form])
 
 
 def test_places_that_hold_something_else_are_refused(tmp_path):
@@ -445,3 +485,10 @@ def test_two_readers_see_whole_states_while_a_writer_saves(tmp_path):
             started.stdout.close()
 
     assert all(output.startswith("all whole") for output in outputs)
+
+
+@pytest.mark.parametrize("name", ["priorities", "serials"])
+def test_a_list_of_another_length_than_the_samples_is_named(name):
+    data = grown(5).to_dict()
+    with pytest.raises(BadFile, match=f"it has 6 {name} for 5 samples"):
+        ReplayBuffer.from_dict({**data, name: [*data[name], 9]})

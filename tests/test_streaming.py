@@ -1,7 +1,9 @@
 """Streams: what they give, what they count, and that they continue where they were stopped."""
 
 import asyncio
+import copy
 import json
+import pickle
 import threading
 import time
 from collections import Counter
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from batchwright import streaming
 from batchwright.checkpoint import load_checkpoint, save_checkpoint
+from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, ConfigError, Mismatch
 from batchwright.streaming import (
     AsyncOfflineDatasetStream,
@@ -541,3 +544,145 @@ def test_settings_of_a_queue_are_checked():
         shuffle(mocks(1)[0], 0)
     with pytest.raises(Mismatch, match="2 streams, here are 1"):
         prefetch(mocks(1)[0]).load_state_dict(prefetch(*mocks(1, 1)).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("update", "reason"),
+    [
+        ({"input_ids": [1, 2]}, "loss_mask has 3 entries for 2 input_ids"),
+        ({"loss_mask": np.ones(4)}, "must be a list of integers"),
+        ({"difficulty": 5.0}, "difficulty=5.0"),
+        ({"replay_count": 2**70}, "replay_count="),
+        ({"colour": "red"}, "colour='red'"),
+    ],
+)
+def test_a_changed_copy_is_checked_as_a_new_sample(update, reason):
+    with pytest.raises(BadRow, match=reason):
+        sample().model_copy(update=update)
+
+
+def test_a_changed_copy_has_the_types_of_a_sample_and_what_was_given_before():
+    made = sample(priority=2.0).model_copy(update={"input_ids": np.arange(3), "reward": 1})
+    assert made.input_ids.dtype == np.int32
+    assert not made.input_ids.flags.writeable
+    assert type(made.reward) is float
+    assert {"priority", "reward"} <= made.model_fields_set
+    assert "priority" not in sample().model_copy(update={"reward": 1}).model_fields_set
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda made: pickle.loads(pickle.dumps(made)),
+        lambda made: made.model_copy(deep=True),
+        lambda made: made.model_copy(update={"reward": 1.0}, deep=True),
+        lambda made: copy.deepcopy([made])[0],
+    ],
+)
+def test_copies_of_a_sample_cannot_be_changed(copied):
+    made = sample(segment_ids=[0, 0, 1], reward=1.0)
+    again = copied(made)
+    assert again == made
+    assert again.model_fields_set == made.model_fields_set
+    for array in (again.input_ids, again.loss_mask, again.segment_ids):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+        with pytest.raises(ValueError, match="cannot set WRITEABLE"):
+            array.flags.writeable = True
+
+
+def test_a_stream_does_not_continue_on_data_that_changed(rows):
+    stream = OfflineDatasetStream(rows)
+    next(iter(stream))
+    state = stream.state_dict()
+    rows.write_text(rows.read_text().replace('"r7"', '"x7"'))
+
+    other = OfflineDatasetStream(rows)
+    with pytest.raises(Mismatch, match="has changed since the state was taken, though it has as"):
+        other.load_state_dict(state)
+    assert other.state_dict()["position"] == 0
+
+
+STREAMS = {
+    "OfflineDatasetStream": OfflineDatasetStream,
+    "MockGymStream": lambda rows: MockGymStream(num_episodes=2),
+    "Merged": lambda rows: merge(OfflineDatasetStream(rows)),
+    "Shuffled": lambda rows: shuffle(OfflineDatasetStream(rows)),
+    "RateLimited": lambda rows: rate_limit(OfflineDatasetStream(rows), 9.0),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_state_that_lacks_a_key_or_is_of_another_stream_is_refused_by_name(kind, rows):
+    stream = STREAMS[kind](rows)
+    state = stream.state_dict()
+    for name in state:
+        with pytest.raises(Mismatch, match=f"the state has no '{name}', so it is not .* {kind}"):
+            stream.load_state_dict({key: state[key] for key in state if key != name})
+    for other in STREAMS.keys() - {kind}:
+        with pytest.raises(Mismatch, match=f"the state is of a {other}, this is a {kind}"):
+            stream.load_state_dict(STREAMS[other](rows).state_dict())
+    with pytest.raises(Mismatch, match="is a dictionary, got list"):
+        stream.load_state_dict([1])
+    with pytest.raises(Mismatch, match="metrics of the state cannot be read"):
+        stream.load_state_dict({**state, "metrics": {"colour": 1}})
+    stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["OfflineDatasetStream", "MockGymStream"])
+@pytest.mark.parametrize("position", [-1, 151, 1.5, None])
+def test_a_position_outside_the_stream_is_refused(kind, position, rows):
+    stream = STREAMS[kind](rows)
+    with pytest.raises(Mismatch, match="position of the state must be"):
+        stream.load_state_dict({**stream.state_dict(), "position": position})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_episodes": 2.5}, "num_episodes must be an integer, got 2.5"),
+        ({"num_episodes": 0}, "num_episodes must be at least 1, got 0"),
+        ({"steps_per_episode": "5"}, "steps_per_episode must be an integer, got '5'"),
+        ({"seed": 1.5}, "seed must be an integer, got 1.5"),
+        ({"success_rate": float("nan")}, "success_rate must be from 0 to 1, got nan"),
+        ({"difficulty_range": (0.0, "1")}, "difficulty_range must be from 0 to 1, got '1'"),
+    ],
+)
+def test_the_mock_gym_refuses_settings_of_other_types(fields, reason):
+    with pytest.raises(ConfigError, match=reason):
+        MockGymStream(**fields)
+
+
+def test_a_transform_returns_a_sample(rows):
+    with pytest.raises(ConfigError, match="a transform must return a StreamSample, print returned"):
+        list(OfflineDatasetStream(rows, transforms=[print]))
+
+
+def test_only_streams_are_combined():
+    with pytest.raises(ConfigError, match="a list is no stream of samples"):
+        merge([1, 2])
+    with pytest.raises(ConfigError, match=r"buffer_size must be an integer, got 2.5"):
+        shuffle(MockGymStream(), 2.5)
+
+
+@pytest.mark.parametrize("field", ["difficulty", "reward"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999"])
+def test_a_row_whose_number_is_not_finite_is_a_bad_row(field, value, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"input_ids": [1]}}\n{{"input_ids": [2], "{field}": {value}}}\n')
+
+    with pytest.raises(BadRow, match=r"rows.jsonl:2: .*"):
+        list(OfflineDatasetStream(path))
+    stream = OfflineDatasetStream(path, on_bad_row="skip")
+    assert len(list(stream)) == stream.metrics.samples_errored == 1
+
+
+def test_the_way_out_of_an_unused_column_is_one_for_python_too(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b", "explanation": "c"}\n')
+
+    with pytest.raises(BadRow, match=r'in Python with open_source\(path, \["explanation"\]\)'):
+        list(OfflineDatasetStream(path, tokenizer="bytes"))
+    assert list(OfflineDatasetStream(open_source(path, ["explanation"]), tokenizer="bytes"))

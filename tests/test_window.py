@@ -291,3 +291,20 @@ def test_settings_that_no_plan_can_follow_are_refused_at_once():
     with pytest.raises(ConfigError, match="overlap_fraction=1"):
         WindowConfig(overlap_fraction=1.0)
     assert WindowConfig(token_budget=64).batching(0).limit == 64
+
+
+@given(percent=st.integers(0, 99), microbatches=st.integers(1, 1000))
+def test_the_overlap_is_that_of_the_fraction_as_it_is_written(percent, microbatches):
+    config = WindowConfig(overlap_fraction=percent / 100, window_microbatches=microbatches)
+    assert config.overlap_microbatches == percent * microbatches // 100
+
+
+def test_a_window_is_built_over_a_batch_and_restored_from_its_own_state():
+    window = RollingBatchPlanWindow(ReplayBuffer())
+    with pytest.raises(ConfigError, match=r"samples must be a ReplayBatch, .* got list"):
+        window.build_next_window([1, 2])
+    for holder in (window, window.buffer):
+        state = holder.state_dict()
+        for name in state:
+            with pytest.raises(Mismatch, match=f"the state has no '{name}'"):
+                holder.load_state_dict({key: state[key] for key in state if key != name})

@@ -1,7 +1,9 @@
 """Files that are either whole or not there."""
 
 import contextlib
+import fcntl
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ __all__ = [
     "check_replaceable",
     "existing",
     "fsync_folder",
+    "remove_leftovers",
     "write_atomic",
     "writing",
 ]
@@ -33,11 +36,15 @@ def write_atomic(path: Path, content: bytes) -> None:
 def writing(path: Path) -> Iterator[Path]:
     """A temporary path that becomes `path` when the block ends well."""
     temporary: Path | None = None
+    handle = -1
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
         temporary = Path(name)
+        # Held until the end, also that of a killed process: `remove_leftovers` asks for it, and
+        # removes nothing where a file system has no locks.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield temporary
         _settle(temporary)
         temporary.replace(path)
@@ -49,6 +56,18 @@ def writing(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+            os.close(handle)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files that killed writers of `path` left beside it."""
+    mine = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
+    for left in path.parent.iterdir():
+        if mine.fullmatch(left.name):
+            # One that is gone or locked belongs to a writer at work.
+            with contextlib.suppress(OSError), left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -14,9 +14,14 @@ import numpy as np
 
 from batchwright import rng
 from batchwright.errors import ConfigError, Mismatch
-from batchwright.streaming.protocols import AsyncSampleStream, SampleStream
+from batchwright.streaming.protocols import (
+    AsyncSampleStream,
+    SampleStream,
+    check_state,
+    metrics_of,
+)
 from batchwright.streaming.rows import ROW, arrays_of, batch_of, contents_of, pack, unpack
-from batchwright.streaming.sample import StreamMetrics, StreamSample
+from batchwright.streaming.sample import StreamMetrics, StreamSample, whole_number
 
 __all__ = [
     "Combined",
@@ -62,9 +67,18 @@ Program = Generator[Pull | Give | Wait, StreamSample | None, None]
 class Combined:
     """Runs a program over streams; `for` needs streams for `for`, `async for` the other kind."""
 
+    own_state: tuple[str, ...] = ()
+    """Keys of the state beside those that all combined streams have."""
+
     def __init__(self, streams: Sequence[Stream]) -> None:
         if not streams:
             raise ConfigError("there are no streams to combine; give at least one")
+        for stream in streams:
+            if not isinstance(stream, SampleStream | AsyncSampleStream):
+                raise ConfigError(
+                    f"a {type(stream).__name__} is no stream of samples; give streams, "
+                    f"such as OfflineDatasetStream, each as an argument of its own"
+                )
         self._streams = tuple(streams)
         self.metrics = StreamMetrics()
 
@@ -100,23 +114,28 @@ class Combined:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "kind": type(self).__name__,
             "streams": {str(k): s.state_dict() for k, s in enumerate(self._streams)},
             "metrics": self.metrics.model_dump(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, type(self).__name__, "kind", "streams", "metrics", *self.own_state)
         if len(state["streams"]) != len(self._streams):
             raise Mismatch(
                 f"the state is of {len(state['streams'])} streams, here are {len(self._streams)}; "
                 f"combine the same streams in the same order"
             )
+        metrics = metrics_of(state)
         for k, stream in enumerate(self._streams):
             stream.load_state_dict(state["streams"][str(k)])
-        self.metrics = StreamMetrics(**state["metrics"])
+        self.metrics = metrics
 
 
 class Merged(Combined):
     """Streams interleaved by weight; see `merge`."""
+
+    own_state = ("given", "ended")
 
     def __init__(self, streams: Sequence[Stream], weights: Sequence[float] | None) -> None:
         super().__init__(streams)
@@ -157,11 +176,12 @@ class Merged(Combined):
 class Shuffled(Combined):
     """A stream through a shuffle buffer; see `shuffle`."""
 
+    own_state = ("held", "draws", "ended")
+
     def __init__(self, stream: Stream, buffer_size: int, seed: int) -> None:
         super().__init__([stream])
-        if buffer_size < 1:
-            raise ConfigError(f"buffer_size must be at least 1, got {buffer_size}")
-        self._size, self._seed = buffer_size, seed
+        self._size = whole_number("buffer_size", buffer_size, 1)
+        self._seed = whole_number("seed", seed)
         self._held: list[StreamSample] = []
         self._draws, self._ended = 0, False
 

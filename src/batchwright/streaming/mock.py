@@ -7,8 +7,15 @@ from batchwright import rng
 from batchwright.data.rows.sample import encode_row
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import ConfigError, Mismatch
-from batchwright.streaming.protocols import LocalStream
-from batchwright.streaming.sample import EpisodeStatus, SampleSource, StreamMetrics, StreamSample
+from batchwright.streaming.protocols import LocalStream, check_state, metrics_of, position_of
+from batchwright.streaming.sample import (
+    EpisodeStatus,
+    SampleSource,
+    StreamMetrics,
+    StreamSample,
+    real_number,
+    whole_number,
+)
 
 __all__ = ["MockGymStream"]
 
@@ -30,23 +37,15 @@ class MockGymStream(LocalStream):
         success_rate: float = 0.7,
         seed: int = 42,
     ) -> None:
-        low, high = difficulty_range
+        low, high = (real_number("difficulty_range", part, 0.0, 1.0) for part in difficulty_range)
         if not 0.0 <= low <= high <= 1.0:
             raise ConfigError(f"difficulty_range must ascend within 0 to 1, got ({low}, {high})")
-        if not 0.0 <= success_rate <= 1.0:
-            raise ConfigError(f"success_rate must be from 0 to 1, got {success_rate}")
-        for name, value in (
-            ("num_episodes", num_episodes),
-            ("steps_per_episode", steps_per_episode),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.num_episodes = num_episodes
-        self.steps_per_episode = steps_per_episode
-        self.difficulty_range = difficulty_range
-        self.success_rate = success_rate
-        self.seed = seed
+        self.num_episodes = whole_number("num_episodes", num_episodes, 1)
+        self.steps_per_episode = whole_number("steps_per_episode", steps_per_episode, 1)
+        self.difficulty_range = (low, high)
+        self.success_rate = real_number("success_rate", success_rate, 0.0, 1.0)
+        self.seed = whole_number("seed", seed)
         self.metrics = StreamMetrics()
         self._position = 0
 
@@ -99,19 +98,22 @@ class MockGymStream(LocalStream):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "kind": "MockGymStream",
             "settings": self._settings(),
             "position": self._position,
             "metrics": self.metrics.model_dump(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        check_state(state, "MockGymStream", "kind", "settings", "position", "metrics")
         if list(state["settings"]) != self._settings():
             raise Mismatch(
                 f"the state is of a mock gym with the settings {state['settings']}, this one has "
                 f"{self._settings()}; make it with those it was saved with"
             )
-        self._position = int(state["position"])
-        self.metrics = StreamMetrics(**state["metrics"])
+        metrics = metrics_of(state)
+        self._position = position_of(state, "position", self.num_episodes * self.steps_per_episode)
+        self.metrics = metrics
 
     def _settings(self) -> list[Any]:
         return [

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import ByteTokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch
 from batchwright.permutation import permute_many
-from batchwright.streaming.protocols import LocalStream
+from batchwright.streaming.protocols import LocalStream, check_state, metrics_of, position_of
 from batchwright.streaming.sample import SampleSource, StreamMetrics, StreamSample
 
 __all__ = ["AsyncOfflineDatasetStream", "OfflineDatasetStream"]
@@ -85,7 +87,9 @@ class OfflineDatasetStream(LocalStream):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "kind": "OfflineDatasetStream",
             "rows": len(self._source),
+            "fingerprint": self._fingerprint,
             "shuffle": self._shuffle,
             "seed": self._seed,
             "epoch": self.epoch,
@@ -94,6 +98,8 @@ class OfflineDatasetStream(LocalStream):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        names = ("rows", "fingerprint", "shuffle", "seed", "epoch", "position", "metrics")
+        check_state(state, "OfflineDatasetStream", "kind", *names)
         for name, mine in (
             ("rows", len(self._source)),
             ("shuffle", self._shuffle),
@@ -104,8 +110,19 @@ class OfflineDatasetStream(LocalStream):
                     f"the state is of a stream with {name}={state[name]}, this one has {mine}; "
                     f"open the data with the settings it was saved with"
                 )
-        self.epoch, self._position = int(state["epoch"]), int(state["position"])
-        self.metrics = StreamMetrics(**state["metrics"])
+        if state["fingerprint"] != self._fingerprint:
+            raise Mismatch(
+                f"{self._source.name} has changed since the state was taken, though it has as many "
+                f"rows; restore the data, or begin without the state"
+            )
+        epoch, metrics = position_of(state, "epoch"), metrics_of(state)
+        self._position = position_of(state, "position", len(self._source))
+        self.epoch, self.metrics = epoch, metrics
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        # A whole file is read for it, so once.
+        return self._source.fingerprint
 
     def _next_epoch(self) -> None:
         self.epoch, self._position = self.epoch + 1, 0
@@ -146,6 +163,12 @@ class OfflineDatasetStream(LocalStream):
                 continue
             for transform in self._transforms:
                 sample = transform(sample)
+                if not isinstance(sample, StreamSample):
+                    raise ConfigError(
+                        f"a transform must return a StreamSample, "
+                        f"{getattr(transform, '__name__', transform)} returned "
+                        f"{type(sample).__name__}; use a filter to leave samples out"
+                    )
             self.metrics.record_sample(sample)
             last = sample.total_steps is None or sample.step_index == sample.total_steps - 1
             if sample.success is not None and last:
@@ -163,6 +186,9 @@ class OfflineDatasetStream(LocalStream):
         if row.get("dataset_id") is None:
             fields["dataset_id"] = self.dataset_id
         fields.update({name: row[name] for name in CARRIED if row.get(name) is not None})
+        if isinstance(difficulty := row.get("difficulty"), float) and not isfinite(difficulty):
+            # For plans it counts as unknown; here it is refused as a reward that is no number.
+            fields["difficulty"] = difficulty
         return fields
 
     def _bad(self, item: int, error: BadRow) -> None:

@@ -1,5 +1,6 @@
 """A prioritized replay buffer over arrays: add, sample, update and evict in O(log n)."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +14,7 @@ from pydantic import Field
 from batchwright import rng
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
 from batchwright.streaming import sumtree
+from batchwright.streaming.protocols import check_state
 from batchwright.streaming.rows import (
     REPLAYED,
     ROW,
@@ -24,7 +26,7 @@ from batchwright.streaming.rows import (
     pack,
     unpack,
 )
-from batchwright.streaming.sample import StreamSample, StreamSettings
+from batchwright.streaming.sample import StreamSample, StreamSettings, real_number, whole_number
 
 if TYPE_CHECKING:
     from batchwright.streaming.replay_files import Saved
@@ -39,6 +41,11 @@ __all__ = [
 
 RENEWED = 3
 """Of `_dirty`: the sample itself changed, not only its numbers (1), since the last save."""
+
+MOST_PRIORITY = 1e100
+
+MOST_REPLAYS = 2**61
+"""As many again can be drawn before a count is more than `StreamSample` takes."""
 
 
 class BufferEvictionPolicy(StrEnum):
@@ -64,7 +71,7 @@ class ReplayBufferConfig(StreamSettings):
     """Exponent of the importance weights: 1 corrects the bias of prioritized sampling fully."""
     seed: int = 42
     min_samples_before_sampling: int = Field(default=1, ge=1)
-    default_priority: float = Field(default=1.0, ge=0.0, le=1e100)
+    default_priority: float = Field(default=1.0, ge=0.0, le=MOST_PRIORITY)
     """Priority of a sample that is added without one of its own."""
 
 
@@ -186,7 +193,12 @@ class ReplayBuffer:
         self._evict_key = np.uint64(rng.key(self.config.seed, "replay/evict"))
         self._by_priority = self.config.eviction_policy is BufferEvictionPolicy.PRIORITY
         self._size = self.total_added = self.total_evicted = self.draws = 0
-        self._allocate()
+        try:
+            self._allocate()
+        except MemoryError:
+            raise ConfigError(
+                f"max_size={self.config.max_size:,} needs more memory than there is; choose less"
+            ) from None
         self.saved: Saved | None = None
         """Where it was last saved in parts."""
 
@@ -227,13 +239,21 @@ class ReplayBuffer:
         """Add a sample; a full buffer evicts one first, by its policy.
 
         Without `priority` the sample's own counts if it was given one, else the default. Two
-        samples of one id are two entries.
+        samples of one id are two entries. What is refused changes nothing.
         """
+        if not isinstance(sample, StreamSample):
+            raise ConfigError(f"add takes a StreamSample, got {type(sample).__name__}")
         if priority is None:
             given = "priority" in sample.model_fields_set
             priority = sample.priority if given else self.config.default_priority
+        priority = _priority(priority)
         weight = self._weight(priority)
-        row, content = pack(sample, float(priority), self.total_added)
+        row, content = pack(sample, priority, self.total_added)
+        if sample.replay_count > MOST_REPLAYS:
+            raise ConfigError(
+                f"replay_count must be at most 2**61 in a buffer, which counts on from it, "
+                f"got {sample.replay_count}"
+            )
         slot = self._size
         if slot < self.config.max_size:
             self._size += 1
@@ -271,7 +291,8 @@ class ReplayBuffer:
         give or take one. Without replacement each draw is proportional to what is left. Every
         draw increments the sample's `replay_count`.
         """
-        self._check_draw(n, replace)
+        n = self._checked_draw(n, replace)
+        beta = self.config.priority_beta if beta is None else real_number("beta", beta, 0.0, 1.0)
         slots = np.empty(n, np.int64)
         if uniform:
             sumtree.draw_uniform(self._size, self._sample_key, self.draws, not replace, slots)
@@ -292,7 +313,6 @@ class ReplayBuffer:
         self.draws += 1
         weights = np.empty(n)
         sumtree.mark(self._tree, slots, self._replays, self._dirty, weights)
-        beta = self.config.priority_beta if beta is None else beta
         if uniform or beta == 0.0:
             weights[:] = 1.0
         else:
@@ -308,30 +328,50 @@ class ReplayBuffer:
 
     def update_priority(self, sample_id: str, priority: float) -> bool:
         """Set the priority of every sample with this id; False if there is none."""
-        self._weight(priority)
+        number = _priority(priority)
         slots = np.array(self._slots_of(sample_id), np.int64)
-        given = np.full(len(slots), float(priority))
+        given = np.full(len(slots), number)
         return self._update(slots, self._serials[slots], given) > 0
 
     def update_priorities(self, batch: ReplayBatch, priorities: ArrayLike) -> int:
         """Set one priority for each sample of a batch; returns how many were still there.
 
         Samples evicted since are skipped, even if their slots hold new ones. For a sample that
-        was drawn twice the last priority counts.
+        was drawn twice the last priority counts. A batch of another buffer is refused.
         """
-        given = np.asarray(priorities, np.float64)
+        if not isinstance(batch, ReplayBatch):
+            raise ConfigError(
+                f"update_priorities takes the batch that was drawn, got {type(batch).__name__}"
+            )
+        given = _priorities(priorities)
         if given.shape != (len(batch),):
             raise ConfigError(
                 f"got priorities of shape {given.shape} for a batch of {len(batch):,} samples; "
                 f"give one number for each"
             )
-        if not (given.min(initial=0.0) >= 0.0 and given.max(initial=0.0) <= 1e100):
-            bad = float(given[~((given >= 0.0) & (given <= 1e100))][0])
-            raise ConfigError(f"priority must be from 0 to 1e100, got {bad}")
+        if not (given.min(initial=0.0) >= 0.0 and given.max(initial=0.0) <= MOST_PRIORITY):
+            _priority(float(given[~((given >= 0.0) & (given <= MOST_PRIORITY))][0]))
+        here = self._still_here(batch)
         done = self._update(batch.slots, batch.serials, given)
         if done < len(batch):
-            done += self._update_moved(batch, given)
+            done += self._update_moved(batch, given, here)
         return done
+
+    def _still_here(self, batch: ReplayBatch) -> NDArray[np.bool_]:
+        """Which samples of a batch stand where they stood; `Mismatch` if it is not of this buffer.
+
+        Serial numbers are only those of one buffer: what stands under one must be the sample.
+        """
+        serials = batch.serials
+        near = np.clip(batch.slots, 0, max(0, self._size - 1))
+        here: NDArray[np.bool_] = (near == batch.slots) & (self._serials[near] == serials)
+        here &= near < self._size
+        foreign = here & (self._contents[near] != batch.contents)
+        if foreign.any() or serials.max(initial=-1) >= self.total_added:
+            raise Mismatch(
+                "the batch was drawn from another buffer; update the one it was drawn from"
+            )
+        return here
 
     def _update(
         self, slots: NDArray[np.int64], serials: NDArray[np.int64], given: NDArray[np.float64]
@@ -352,16 +392,17 @@ class ReplayBuffer:
             )
         )
 
-    def _update_moved(self, batch: ReplayBatch, given: NDArray[np.float64]) -> int:
+    def _update_moved(
+        self, batch: ReplayBatch, given: NDArray[np.float64], here: NDArray[np.bool_]
+    ) -> int:
         """Update samples of a batch that stand in another slot since, because one was evicted."""
         serials = batch.serials
-        near = np.minimum(batch.slots, self._size - 1)
-        here = (near == batch.slots) & (near >= 0) & (self._serials[near] == serials)
         moved = [
             (slot, place)
             for place in np.flatnonzero(~here).tolist()
             for slot in self._slots_of(id_of(batch.rows[place], batch.contents[place]))
             if self._serials[slot] == serials[place]
+            and self._contents[slot] == batch.contents[place]
         ]
         if not moved:
             return 0
@@ -379,6 +420,7 @@ class ReplayBuffer:
 
     def evict(self, n: int = 1) -> int:
         """Evict up to `n` samples by the policy; returns how many were evicted."""
+        n = whole_number("n", n, 0)
         done = 0
         while done < n and self._size:
             self._remove(self._victim())
@@ -465,6 +507,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the buffer from `state`; `Mismatch` if its config differs."""
+        check_state(state, "ReplayBuffer", "config", "counters", "samples")
         if dict(state["config"]) != self.config.model_dump(mode="json"):
             raise Mismatch(
                 "the state is of a replay buffer with another config; "
@@ -582,14 +625,11 @@ class ReplayBuffer:
         )
 
     def _weight(self, priority: float) -> float:
-        if not 0.0 <= priority <= 1e100:
-            raise ConfigError(f"priority must be from 0 to 1e100, got {priority}")
-        weight: float = float(priority) ** self.config.priority_alpha
+        weight: float = priority**self.config.priority_alpha
         return weight
 
-    def _check_draw(self, n: int, replace: bool) -> None:
-        if n < 1:
-            raise ConfigError(f"n must be at least 1, got {n}")
+    def _checked_draw(self, n: int, replace: bool) -> int:
+        n = whole_number("n", n, 1)
         if not self.can_sample:
             raise ConfigError(
                 f"the buffer holds {self._size:,} samples, sampling needs at least "
@@ -601,6 +641,7 @@ class ReplayBuffer:
                 f"cannot sample {n:,} of {self._size:,} without replacement; "
                 f"sample fewer, or pass replace=True"
             )
+        return n
 
     def _victim(self) -> int:
         if self._first.size:
@@ -648,6 +689,20 @@ class ReplayBuffer:
             sumtree.place(*trees, slot, weight)
         self._contents[last] = None
         self._size = last
+
+
+def _priority(given: Any) -> float:
+    return real_number("priority", given, 0.0, MOST_PRIORITY)
+
+
+def _priorities(given: ArrayLike) -> NDArray[np.float64]:
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        array = np.asarray(given)
+        if array.dtype.kind in "fiubO":
+            return array.astype(np.float64)
+    raise ConfigError(
+        f"priorities must be one number for each sample of the batch, got {type(given).__name__}"
+    )
 
 
 def _mean(values: NDArray[np.float64]) -> float | None:

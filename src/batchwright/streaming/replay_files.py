@@ -5,7 +5,8 @@ and renamed: a killed process leaves the last whole part. `00000003.full.safeten
 everything, `00000004.delta.safetensors` what has changed since part 3, whose checksum it names.
 When the changes outweigh the last full part a new full part is written, then the older ones are
 removed, but for as many as were asked to be kept. Every part carries a checksum over its arrays
-and its metadata.
+and its metadata. A buffer knows the newest part of its folder when it saved or loaded there, and
+does not save over what another writer has added since.
 """
 
 import contextlib
@@ -23,8 +24,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigError
-from batchwright.files import existing, fsync_folder, write_atomic, writing
+from batchwright.errors import (
+    BadFile,
+    BatchwrightError,
+    CannotWrite,
+    ConfigError,
+    Mismatch,
+    MissingFile,
+)
+from batchwright.files import existing, fsync_folder, remove_leftovers, write_atomic, writing
 from batchwright.fingerprint import digest, digest_array
 from batchwright.streaming.rows import (
     ROW,
@@ -61,14 +69,18 @@ class Saved:
     sha256: str
     full_bytes: int
     delta_bytes: int
+    newest: tuple[int, str]
+    """Number and checksum of the newest part then: another one is of another writer."""
 
 
 def save_buffer(buffer: "ReplayBuffer", path: Path, keep: int) -> Path:
     """Write `buffer` in the form that the name of `path` says."""
     if path.suffix == ".json":
         write_atomic(path, _text(buffer))
+        remove_leftovers(path)
     elif path.suffix == ".safetensors":
         _write_part(path, _whole(buffer), _head(buffer, "full", 0, ""))
+        remove_leftovers(path)
     else:
         _save_folder(buffer, path, keep)
     return path
@@ -121,6 +133,9 @@ def from_dict(data: Mapping[str, Any], what: str) -> "ReplayBuffer":
         samples = [StreamSample(**fields) for fields in data["samples"]]
         first = int(data["total_added"]) - len(samples)
         serials = data.get("serials", range(first, first + len(samples)))
+        for name, listed in (("priorities", data["priorities"]), ("serials", serials)):
+            if len(listed) != len(samples):
+                raise Mismatch(f"it has {len(listed):,} {name} for {len(samples):,} samples")
         packed = [
             pack(sample, float(priority), int(serial))
             for sample, priority, serial in zip(samples, data["priorities"], serials, strict=True)
@@ -178,23 +193,22 @@ def _save_folder(buffer: "ReplayBuffer", folder: Path, keep: int) -> None:
         parts = _parts(folder)
         newest = max(parts, default=0)
         saved = buffer.saved
-        mine = saved is not None and (saved.folder, saved.number) == (folder.resolve(), newest)
-        # Another process may have saved under the same number since.
-        if mine and saved is not None and _read_head(parts[newest])["sha256"] == saved.sha256:
+        if saved is not None and saved.folder == folder.resolve():
+            _refuse_overtaken(folder, saved, _newest(parts))
+        if saved is not None and (saved.folder, saved.number) == (folder.resolve(), newest):
             arrays = _changes(buffer)
             size = sum(array.nbytes for array in arrays.values())
             if saved.delta_bytes + size <= saved.full_bytes:
                 head = _head(buffer, "delta", newest + 1, saved.sha256)
                 _write_part(folder / f"{newest + 1:08d}.delta.safetensors", arrays, head)
                 delta = saved.delta_bytes + size
-                kept = Saved(saved.folder, newest + 1, head["sha256"], saved.full_bytes, delta)
-                buffer.mark_saved(kept)
+                buffer.mark_saved(_saved(folder, head, saved.full_bytes, delta))
                 return
         arrays = _whole(buffer)
         head = _head(buffer, "full", newest + 1, "")
         _write_part(folder / f"{newest + 1:08d}.full.safetensors", arrays, head)
         full = sum(array.nbytes for array in arrays.values())
-        buffer.mark_saved(Saved(folder.resolve(), newest + 1, head["sha256"], full, 0))
+        buffer.mark_saved(_saved(folder, head, full, 0))
         # Only now: a reader, or a process killed here, still has a whole state.
         older = sorted(number for number, path in parts.items() if ".full." in path.name)
         first = [*older, newest + 1][-keep:][0]
@@ -205,14 +219,48 @@ def _save_folder(buffer: "ReplayBuffer", folder: Path, keep: int) -> None:
         fsync_folder(folder)
 
 
+def _saved(
+    folder: Path,
+    head: Mapping[str, Any],
+    full_bytes: int,
+    delta_bytes: int,
+    newest: tuple[int, str] | None = None,
+) -> Saved:
+    number, checksum = head["number"], head["sha256"]
+    newest = newest or (number, checksum)
+    return Saved(folder.resolve(), number, checksum, full_bytes, delta_bytes, newest)
+
+
+def _newest(parts: Mapping[int, Path]) -> tuple[int, str]:
+    """Number and checksum of the newest part; 0 and nothing if there is none."""
+    if not parts:
+        return 0, ""
+    return max(parts), str(_read_head(parts[max(parts)])["sha256"])
+
+
+def _refuse_overtaken(folder: Path, saved: Saved, newest: tuple[int, str]) -> None:
+    """An error for a buffer whose folder another writer has saved to: one would undo the other."""
+    if newest != saved.newest:
+        raise Mismatch(
+            f"another writer has saved to {folder} since this buffer was last saved or loaded "
+            f"there (the newest part is {newest[0]}, not {saved.newest[0]}); save to another "
+            f"folder, or load this one again"
+        )
+
+
 def _load_folder(folder: Path, part: int | None) -> "ReplayBuffer":
     for _ in range(50):
         parts = _parts(folder)
+        if not parts:
+            raise MissingFile(
+                f"the folder {folder} has no saved buffer yet; wait until its writer has saved "
+                f"once, or save a buffer there"
+            )
         if part is not None and part not in parts:
             raise _damaged(folder, f"it has no part {part}")
         wanted = {number: path for number, path in parts.items() if part is None or number <= part}
         try:
-            return _load_parts(folder, wanted)
+            return _load_parts(folder, wanted, _newest(parts))
         except FileNotFoundError:
             # Parts are removed after a full one was written: look again. Each turn means that
             # a writer has finished another full part, so this ends.
@@ -221,7 +269,7 @@ def _load_folder(folder: Path, part: int | None) -> "ReplayBuffer":
     raise _damaged(folder, "it is rewritten faster than it can be read")
 
 
-def _load_parts(folder: Path, parts: dict[int, Path]) -> "ReplayBuffer":
+def _load_parts(folder: Path, parts: dict[int, Path], newest: tuple[int, str]) -> "ReplayBuffer":
     full = [number for number, path in parts.items() if ".full." in path.name]
     if not full:
         raise _damaged(folder, "it has no full part")
@@ -240,7 +288,7 @@ def _load_parts(folder: Path, parts: dict[int, Path]) -> "ReplayBuffer":
         delta_bytes += sum(array.nbytes for array in arrays.values())
         head = following
     buffer = _restored(folder, head, rows, contents)
-    buffer.mark_saved(Saved(folder.resolve(), numbers[-1], head["sha256"], full_bytes, delta_bytes))
+    buffer.mark_saved(_saved(folder, head, full_bytes, delta_bytes, newest))
     return buffer
 
 

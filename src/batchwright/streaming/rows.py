@@ -4,6 +4,7 @@ The bytes are the token ids (int32, little-endian), the segment ids if there are
 mask (a byte a token), then sample id, dataset id and episode id in UTF-8.
 """
 
+import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -12,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadFile
-from batchwright.streaming.sample import EpisodeStatus, SampleSource, StreamSample
+from batchwright.errors import BadFile, BadRow
+from batchwright.streaming.sample import MOST, EpisodeStatus, SampleSource, StreamSample
 
 __all__ = [
     "REPLAYED",
@@ -65,10 +66,12 @@ _SOURCE = {source: number for number, source in enumerate(SOURCES)}
 _STATUS = {status: number for number, status in enumerate(STATUSES)}
 REPLAYED = _SOURCE[SampleSource.REPLAY]
 NAN = float("nan")
+MOST_FLOAT = sys.float_info.max
 
 
 def pack(sample: StreamSample, priority: float, serial: int) -> tuple[tuple[Any, ...], bytes]:
-    """The row and the bytes of a sample."""
+    """The row and the bytes of a sample; `BadRow` for one that could not be read again."""
+    _check(sample)
     name, dataset = sample.sample_id.encode(), sample.dataset_id.encode()
     episode = b"" if sample.episode_id is None else sample.episode_id.encode()
     segments = b"" if sample.segment_ids is None else sample.segment_ids.tobytes()
@@ -101,6 +104,48 @@ def pack(sample: StreamSample, priority: float, serial: int) -> tuple[tuple[Any,
         bool(segments),
     )
     return row, content
+
+
+def _check(sample: StreamSample) -> None:
+    """Refuse a sample that was made past its own checks, as by `model_construct`."""
+    try:
+        ids, mask, segments = sample.input_ids, sample.loss_mask, sample.segment_ids
+        arrays: list[tuple[NDArray[Any], type]] = [(ids, np.int32), (mask, np.uint8)]
+        arrays += [] if segments is None else [(segments, np.int32)]
+        sound = (
+            all(array.dtype == dtype and array.shape == (len(ids),) for array, dtype in arrays)
+            and len(ids) > 0
+            and ids.min() >= 0
+            and mask.max() <= 1
+            and (segments is None or segments.min() >= 0)
+            and _within(sample.reward, float, -MOST_FLOAT, MOST_FLOAT)
+            and _within(sample.difficulty, float, 0.0, 1.0)
+            and _within(sample.step_index, int, 0, MOST)
+            and _within(sample.total_steps, int, 0, MOST)
+            and sample.replay_count is not None
+            and _within(sample.replay_count, int, 0, 2**62)
+            and _within(sample.success, bool, 0, 1)
+            and sample.source in _SOURCE
+            and (sample.episode_status is None or sample.episode_status in _STATUS)
+            and sample.sample_id != ""
+            and (sample.timestamp is None or sample.timestamp.tzinfo is not None)
+        )
+        for text in (sample.sample_id, sample.dataset_id, sample.episode_id or ""):
+            text.encode()
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        sound = False
+    if not sound:
+        # The checks of a new sample say what is wrong.
+        fields = StreamSample.model_fields
+        StreamSample(**{name: getattr(sample, name) for name in fields if hasattr(sample, name)})
+        raise BadRow(
+            f"sample {getattr(sample, 'sample_id', None)!r} cannot be used: a field is of another "
+            f"type than StreamSample(...) makes it"
+        )
+
+
+def _within(value: Any, kind: type[float], low: float, high: float) -> bool:
+    return value is None or (type(value) is kind and bool(low <= value <= high))
 
 
 def unpack(row: np.void, content: bytes) -> StreamSample:

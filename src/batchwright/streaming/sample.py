@@ -1,8 +1,11 @@
 """One sample of a stream with its provenance, and the metrics of a stream."""
 
+import contextlib
+import operator
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +30,8 @@ __all__ = [
     "StreamSample",
     "StreamSettings",
     "first_reason",
+    "real_number",
+    "whole_number",
 ]
 
 MOST = 2**31 - 1
@@ -102,6 +107,31 @@ def first_reason(error: ValidationError) -> str:
     return f"{name}={shown}: {reason}" if name else reason
 
 
+def real_number(name: str, value: Any, low: float, high: float) -> float:
+    """`value`, of whatever number type, as a float from `low` to `high`; else `ConfigError`."""
+    number = float("nan")
+    # A string would become a number, an array of one be taken for its entry.
+    if not isinstance(value, str | bytes | np.complexfloating) and not getattr(value, "ndim", 0):
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(value)
+    # As Python floats: a type of fewer bits would round the bounds to infinity.
+    if not low <= number <= high:
+        bounds = f"from {low:g} to {high:g}".replace("e+", "e")
+        raise ConfigError(f"{name} must be {bounds}, got {value!r}")
+    return number
+
+
+def whole_number(name: str, value: Any, low: int | None = None) -> int:
+    """`value`, of whatever integer type, as an int of at least `low`; else `ConfigError`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+    if low is not None and number < low:
+        raise ConfigError(f"{name} must be at least {low}, got {number}")
+    return number
+
+
 class StreamSample(BaseModel):
     """An immutable sample: tokens, loss mask, where it came from, how its episode went.
 
@@ -133,7 +163,7 @@ class StreamSample(BaseModel):
     reward: float | None = Field(None, allow_inf_nan=False)
     difficulty: float | None = Field(None, ge=0.0, le=1.0)
     success: bool | None = None
-    replay_count: int = Field(0, ge=0)
+    replay_count: int = Field(0, ge=0, le=2**62)
     """How often it was drawn from a replay buffer."""
     priority: float = Field(1.0, ge=0.0, allow_inf_nan=False)
     """Initial sampling priority in a replay buffer."""
@@ -192,6 +222,29 @@ class StreamSample(BaseModel):
     @property
     def is_replay(self) -> bool:
         return self.source is SampleSource.REPLAY or self.replay_count > 0
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed, checked as a new sample is; `BadRow` if it is none."""
+        if not update:
+            return super().model_copy(deep=deep)
+        made = type(self)(**{**dict(self), **update})
+        given = self.model_fields_set | update.keys()
+        object.__setattr__(made, "__pydantic_fields_set__", given)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        # Nothing in it can be changed, so nothing needs a copy of its own.
+        return self.__copy__()
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        # numpy makes arrays that can be changed when it unpickles.
+        fields = state["__dict__"]
+        frozen = {
+            name: np.frombuffer(value.tobytes(), value.dtype)
+            for name, value in fields.items()
+            if isinstance(value, np.ndarray)
+        }
+        super().__setstate__({**state, "__dict__": {**fields, **frozen}})
 
     def with_replay(self) -> "StreamSample":
         """A copy that is marked as replayed once more; everything else stays."""

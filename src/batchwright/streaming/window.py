@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.errors import ConfigError, Mismatch
+from batchwright.streaming.protocols import check_state
 from batchwright.streaming.replay import ReplayBatch, ReplayBuffer
 from batchwright.streaming.rows import arrays_of, batch_of, columns_of, contents_of, rows_of
 from batchwright.streaming.sample import StreamSettings
@@ -55,7 +57,8 @@ class WindowConfig(StreamSettings):
     @property
     def overlap_microbatches(self) -> int:
         """Microbatches that a window repeats from the one before."""
-        return int(self.overlap_fraction * self.window_microbatches)
+        # As it was written: 0.29 of 100 is 29, though 0.29 * 100 is a little less.
+        return int(Fraction(repr(self.overlap_fraction)) * self.window_microbatches)
 
     def batching(self, window_id: int) -> BatchingConfig:
         """The settings of one window's plan."""
@@ -193,6 +196,11 @@ class RollingBatchPlanWindow:
                     f"{self.config.min_samples:,} (min_samples); add more first"
                 )
             samples = self.buffer.snapshot()
+        if not isinstance(samples, ReplayBatch):
+            raise ConfigError(
+                f"samples must be a ReplayBatch, as buffer.sample or "
+                f"buffer.filter_by_difficulty give it, got {type(samples).__name__}"
+            )
         if not len(samples):
             raise ConfigError("there are no samples to plan a window over; give at least one")
         overlap = self.config.overlap_microbatches if self._window else 0
@@ -272,6 +280,8 @@ class RollingBatchPlanWindow:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; the buffer must have been restored before."""
+        names = ("config", "total_windows", "total_microbatches", "consumed")
+        check_state(state, "RollingBatchPlanWindow", *names)
         if dict(state["config"]) != self.config.model_dump(mode="json", exclude_unset=True):
             raise Mismatch(
                 "the state is of a rolling window with another config; "

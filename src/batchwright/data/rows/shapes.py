@@ -401,7 +401,8 @@ def _refuse_unread(columns: _Columns) -> None:
         if not own or not (said or whole):
             raise BadRow(
                 f"has {name}, which is not used beside {' + '.join(dict.fromkeys(columns.used))}; "
-                f"leave it out with --ignore-column {name}, or rename the columns"
+                f"leave it out with --ignore-column {name}, in Python with "
+                f'open_source(path, ["{name}"]), or rename the columns'
             )
 
 
