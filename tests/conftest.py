@@ -113,6 +113,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def own_token_stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What one test tokenised is not there for another, and never for the user."""
+    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path.with_name(f"{tmp_path.name}-tokens")))
+
+
+@pytest.fixture(autouse=True)
 def start_method() -> None:
     """Children start as the system does it: importing torchrl would have all tests spawn them."""
     if multiprocessing.get_start_method(allow_none=True) == "spawn":
@@ -129,6 +135,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **given,
         "HOME": str(home),
         "TMPDIR": str(home / "tmp"),
+        "BATCHWRIGHT_TOKENS": str(home / "tokens"),
         "HF_HOME": str(home / "hf"),
         "HF_HUB_OFFLINE": "1",
     }

@@ -313,6 +313,7 @@ def test_commands_that_write_replace_their_own_earlier_output(copy, call, conten
 
 def test_a_measured_data_set_is_not_measured_again(copy, call) -> None:
     line = "data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl --format json"
+    call(line, copy)
     before = (copy / "lengths.jsonl").read_bytes()
     known = call(line, copy).data
     with (copy / "train.jsonl").open("a") as file:

@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from batchwright.data.build.journal import Journal
 from batchwright.data.build.workers import CHUNK_ROWS
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
-from batchwright.data.lengths import LengthCache, LengthEntry, Lengths, build_lengths
+from batchwright.data.lengths import LengthCache, LengthEntry, Lengths
 from batchwright.data.lengths.files import JOURNAL, partial_path, read_entries, write_entries
+from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import encode_row
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
@@ -48,13 +50,21 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def some_entries(n: int = 40) -> Entries:
+    lengths = np.arange(1, n + 1, dtype=np.int32)
     return Entries(
         Ids.of(f'id "{i}" ü' for i in range(n)),
-        np.arange(1, n + 1, dtype=np.int32),
+        lengths,
         np.arange(n, dtype=np.uint64) << np.uint64(57),
         np.arange(n) * 2,
         "0123456789abcdef",
+        loss_at(lengths, lengths // 2),
     )
+
+
+def loss_at(lengths: NDArray[np.int32], first: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Loss on all tokens from `first` on, which is at least the second."""
+    starts = np.clip(first, 1, lengths)
+    return np.stack([starts, lengths - starts], axis=1).astype(np.int32)
 
 
 def same(one: Entries, two: Entries) -> bool:
@@ -66,17 +76,22 @@ def same(one: Entries, two: Entries) -> bool:
         and np.array_equal(*rows)
         and one.tokenizer_hash == two.tokenizer_hash
         and one.dataset_hash == two.dataset_hash
+        and (one.loss is None) == (two.loss is None)
+        and (one.loss is None or np.array_equal(one.loss, np.asarray(two.loss)))
     )
 
 
 entries = st.lists(names, max_size=30, unique=True).flatmap(
     lambda ids: st.builds(
-        lambda lengths, content, skips, numbered: Entries(
+        lambda lengths, content, skips, firsts, numbered, knows_loss: Entries(
             Ids.numbered(len(ids)) if numbered else Ids.of(ids),
             np.array(lengths, np.int32),
             np.array(content, np.uint64),
             np.cumsum(skips, dtype=np.int64) - 1 if any(s != 1 for s in skips) else None,
             "t",
+            loss_at(np.array(lengths, np.int32), np.array(firsts, np.int32))
+            if knows_loss
+            else None,
         ),
         *(
             st.lists(values, min_size=len(ids), max_size=len(ids))
@@ -84,8 +99,10 @@ entries = st.lists(names, max_size=30, unique=True).flatmap(
                 st.integers(1, 2**31 - 1),
                 st.integers(0, 2**64 - 1),
                 st.integers(1, 3),
+                st.integers(1, 2**31 - 1) | st.just(1),
             )
         ),
+        st.booleans(),
         st.booleans(),
     )
 )
@@ -114,7 +131,12 @@ def test_the_readable_form_is_as_documented(tmp_path: Path) -> None:
         cache.add("b", 3)
     first, *middle, last = map(json.loads, (tmp_path / "l.jsonl").read_text().splitlines())
 
-    assert first == {"format": "batchwright.lengths", "version": 1, "tokenizer_hash": "t1"}
+    assert first == {
+        "format": "batchwright.lengths",
+        "version": 2,
+        "tokenizer_hash": "t1",
+        "loss": False,
+    }
     assert middle == [
         {"sample_id": "a", "length": 12, "content": "0123456789abcdef"},
         {"sample_id": "b", "length": 3},
@@ -162,13 +184,13 @@ def test_a_cache_without_its_end_says_how_to_go_on(tmp_path: Path) -> None:
 def test_a_cache_of_a_later_version_is_refused_as_such(tmp_path: Path) -> None:
     import hashlib
 
-    start = b'{"format":"batchwright.lengths","version":2,"tokenizer_hash":"t"}\n'
+    start = b'{"format":"batchwright.lengths","version":3,"tokenizer_hash":"t"}\n'
     end = {"end": True, "entries": 0, "dataset_hash": "", "sha256": ""}
     end["sha256"] = hashlib.sha256(start).hexdigest()
     path = tmp_path / "lengths.jsonl"
     path.write_bytes(start + json.dumps(end, separators=(",", ":")).encode() + b"\n")
 
-    with pytest.raises(BadFile, match="version 2, this reads 1"):
+    with pytest.raises(BadFile, match="version 3, this reads 2"):
         read_entries(path)
 
 
@@ -320,13 +342,47 @@ def test_a_journal_with_any_byte_flipped_or_cut_gives_only_true_entries(tmp_path
     journal.close()
 
 
-def test_two_builds_cannot_write_one_output(tmp_path: Path) -> None:
-    data = write_rows(tmp_path / "rows.jsonl", rows_of(3))
-    journal = Journal(partial_path(tmp_path / "l.jsonl"), JOURNAL, "t")
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_cache_says_where_the_loss_is(tmp_path: Path, suffix: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"id": "text", "text": "abc"},
+        {"id": "pair", "prompt": "four", "completion": "ab"},
+        {"id": "mute", "input_ids": [1, 2, 3], "loss_mask": [0, 0, 0]},
+        {"id": "first", "input_ids": [1, 2, 3], "loss_mask": [1, 0, 0]},
+        {"id": "gap", "input_ids": [1, 2, 3, 4, 5], "loss_mask": [0, 0, 1, 0, 1]},
+        {"id": "one", "input_ids": [1]},
+    ]
+    build_lengths(write_rows(tmp_path / "rows.jsonl", rows), "bytes", tmp_path / f"l{suffix}")
+    lengths = LengthCache.load(tmp_path / f"l{suffix}").lengths
 
-    with pytest.raises(CannotWrite, match="another process is writing"):
-        build_lengths(data, "bytes", tmp_path / "l.jsonl")
-    journal.close()
+    assert lengths.loss is not None
+    # The first token that is predicted with loss, and how many are; nothing predicts the first.
+    assert dict(zip(lengths.ids, lengths.loss.tolist(), strict=True)) == {
+        "text": [1, 3],
+        "pair": [4, 3],
+        "mute": [3, 0],
+        "first": [3, 0],
+        "gap": [2, 2],
+        "one": [1, 0],
+    }
+
+
+@settings(max_examples=30, deadline=None)
+@given(masks=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=20))
+def test_the_loss_of_any_masks_is_counted(
+    tmp_path_factory: pytest.TempPathFactory, masks: list[list[int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("masks")
+    rows = [{"input_ids": list(range(len(mask))), "loss_mask": mask} for mask in masks]
+    data = write_rows(folder / "rows.jsonl", rows)
+    loss = build_lengths(data, "bytes", folder / "l.jsonl").cache.lengths.loss
+
+    expected = []
+    for mask in masks:
+        carries = [place for place, one in enumerate(mask) if one and place]
+        expected.append([carries[0] if carries else len(mask), len(carries)])
+    assert loss is not None
+    assert loss.tolist() == expected
 
 
 @pytest.mark.parametrize("suffix", FORMATS)
@@ -399,7 +455,9 @@ def test_only_new_and_changed_rows_are_measured(tmp_path: Path, suffix: str, wor
     rows[17] = {"id": "r17", "text": "changed"}
     grown = [*rows[::-1], *rows_of(30, first=600)]
     report = build_lengths(write_rows(data, grown), "bytes", out, workers=workers)
-    fresh = build_lengths(data, "bytes", tmp_path / f"fresh{suffix}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "elsewhere"))
+        fresh = build_lengths(data, "bytes", tmp_path / f"fresh{suffix}")
 
     assert (again.measured, again.reused) == (0, 600)
     assert (report.measured, report.reused) == (31, 599)
@@ -414,13 +472,13 @@ def test_another_tokenizer_measures_everything_again(tmp_path: Path) -> None:
     assert build_lengths(data, "gpt2", out).measured == 50
 
 
-def test_a_damaged_cache_is_measured_again(tmp_path: Path) -> None:
+def test_a_damaged_cache_is_written_again(tmp_path: Path) -> None:
     data, out = write_rows(tmp_path / "rows.jsonl", rows_of(50)), tmp_path / "l.jsonl"
     build_lengths(data, "bytes", out)
     whole = out.read_bytes()
     out.write_bytes(whole.replace(b'"length":6', b'"length":7', 1))
 
-    assert build_lengths(data, "bytes", out).measured == 50
+    build_lengths(data, "bytes", out)
     assert out.read_bytes() == whole
 
 
@@ -438,7 +496,11 @@ def test_a_build_killed_at_any_moment_ends_as_if_nothing_had_happened(
     tmp_path: Path, suffix: str
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", rows_of(4000))
-    out, partial = tmp_path / f"l{suffix}", partial_path(tmp_path / f"l{suffix}")
+    out, tokens = tmp_path / f"l{suffix}", Path(os.environ["BATCHWRIGHT_TOKENS"])
+
+    def journaled() -> int:
+        return sum(file.stat().st_size for file in tokens.glob("*.partial/journal.jsonl"))
+
     # Slowed through the progress hook, so that the kill falls into the middle.
     script = (
         "import sys, time\n"
@@ -447,16 +509,17 @@ def test_a_build_killed_at_any_moment_ends_as_if_nothing_had_happened(
     )
     for grown in (1, 4):
         process = subprocess.Popen([sys.executable, "-c", script, str(data), "bytes", str(out)])
-        start = partial.stat().st_size if partial.exists() else 0
+        start = journaled()
         deadline = time.monotonic() + 60
-        while not partial.exists() or partial.stat().st_size < start + grown * 5000:
+        while journaled() < start + grown * 5000:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.005)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert not out.exists()
-    with partial.open("ab") as file:
+    (journal,) = tokens.glob("*.partial/journal.jsonl")
+    with journal.open("ab") as file:
         file.write(b'{"sum":"0123456789abcdef","entries":[["r1"],[1')
 
     report = build_lengths(data, "bytes", out)
@@ -466,7 +529,7 @@ def test_a_build_killed_at_any_moment_ends_as_if_nothing_had_happened(
     assert report.reused >= CHUNK_ROWS
     assert report.measured > 0
     assert out.read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
-    assert not partial.exists()
+    assert not list(tokens.glob("*.partial"))
 
 
 def test_a_script_without_a_main_guard_may_use_workers(tmp_path: Path) -> None:

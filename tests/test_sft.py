@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, collate
-from batchwright.data.lengths.build import build_lengths
+from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample, encode_row
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer

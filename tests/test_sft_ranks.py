@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.data.lengths.build import build_lengths
+from batchwright.data.measure import build_lengths
 from batchwright.events import read_events
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import train_sft

@@ -317,5 +317,5 @@ def test_a_full_disk_while_unpacking_says_where(
         lambda: Path("/dev/full").open("wb"),  # noqa: SIM115
     )
 
-    with pytest.raises(CannotWrite, match=r"cannot decompress .*No space left"):
+    with pytest.raises(CannotWrite, match=r"cannot copy .*No space left"):
         open_source(path)

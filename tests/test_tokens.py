@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,12 @@ from hypothesis import strategies as st
 from batchwright.batching import BatchingConfig, BatchPlanBuilder
 from batchwright.data.build import workers as workers_module
 from batchwright.data.build.journal import Journal
-from batchwright.data.lengths.build import build_lengths
+from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample, encode_row
-from batchwright.data.rows.source import open_source
-from batchwright.data.tokenizers import ByteTokenizer, load_tokenizer
-from batchwright.data.tokens import JOURNAL, TokenStore
+from batchwright.data.rows.source import Source, open_source
+from batchwright.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from batchwright.data.tokens import TokenStore, make_store
+from batchwright.data.tokens.making import JOURNAL
 from batchwright.errors import (
     BadFile,
     BadRow,
@@ -57,10 +59,23 @@ def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def build(source: Source, tokenizer: Tokenizer, folder: Path, **settings: Any) -> TokenStore:
+    """The store of the data, made in this folder of stores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHWRIGHT_TOKENS", str(folder))
+        return make_store(source, tokenizer, **settings)[0]
+
+
+def unfinished(folder: Path) -> Path:
+    """What an interrupted build left in a folder of stores."""
+    (partial,) = folder.glob("*.partial")
+    return partial
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     source = open_source(written(tmp_path / "rows.jsonl", ROWS))
-    return TokenStore.build(source, BYTES, tmp_path / "tokens")
+    return build(source, BYTES, tmp_path / "tokens")
 
 
 def same(a: Sample, b: Sample) -> bool:
@@ -80,16 +95,14 @@ def test_every_shape_of_row_comes_back_as_encode_row_made_it(store: TokenStore) 
 def test_rows_without_ids_are_called_by_their_number(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "bc"}]
     source = open_source(written(tmp_path / "rows.jsonl", rows))
-    store = TokenStore.build(source, BYTES, tmp_path / "tokens")
+    store = build(source, BYTES, tmp_path / "tokens")
 
     assert [store(item).sample_id for item in range(2)] == ["0", "1"]
 
 
 def test_conversations_keep_their_mask(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
-    store = TokenStore.build(
-        open_source(written(tmp_path / "rows.jsonl", [row])), BYTES, tmp_path / "tokens"
-    )
+    store = build(open_source(written(tmp_path / "rows.jsonl", [row])), BYTES, tmp_path / "tokens")
 
     assert 0 < store(0).loss_mask.sum() < len(store(0))
     assert same(store(0), encode_row(row, BYTES, "0"))
@@ -100,9 +113,7 @@ def test_conversations_keep_their_mask(tmp_path: Path) -> None:
 def test_any_texts_come_back(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     folder = tmp_path_factory.mktemp("any")
     rows = [{"text": text} for text in texts]
-    store = TokenStore.build(
-        open_source(written(folder / "rows.jsonl", rows)), BYTES, folder / "tokens"
-    )
+    store = build(open_source(written(folder / "rows.jsonl", rows)), BYTES, folder / "tokens")
 
     for number, row in enumerate(rows):
         assert same(store(number), encode_row(row, BYTES, str(number)))
@@ -111,7 +122,7 @@ def test_any_texts_come_back(tmp_path_factory: pytest.TempPathFactory, texts: li
 def test_more_rows_than_one_chunk_stay_in_order(tmp_path: Path) -> None:
     rows = [{"text": f"row {number}"} for number in range(1100)]
     told: list[tuple[int, int]] = []
-    store = TokenStore.build(
+    store = build(
         open_source(written(tmp_path / "rows.jsonl", rows)),
         BYTES,
         tmp_path / "tokens",
@@ -125,7 +136,7 @@ def test_more_rows_than_one_chunk_stay_in_order(tmp_path: Path) -> None:
 
 def test_data_and_tokenizer_have_the_hashes_of_the_length_cache(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", ROWS)
-    store = TokenStore.build(open_source(path), BYTES, tmp_path / "tokens")
+    store = build(open_source(path), BYTES, tmp_path / "tokens")
     lengths = build_lengths(path, BYTES, tmp_path / "lengths.jsonl").cache.lengths
 
     assert store.lengths.dataset_hash == lengths.dataset_hash
@@ -137,7 +148,7 @@ def test_data_and_tokenizer_have_the_hashes_of_the_length_cache(tmp_path: Path) 
 def test_the_hash_is_of_the_content_and_not_of_the_order(tmp_path: Path) -> None:
     def hash_of(name: str, rows: list[dict[str, Any]]) -> str:
         source = open_source(written(tmp_path / f"{name}.jsonl", rows))
-        return TokenStore.build(source, BYTES, tmp_path / name).lengths.dataset_hash
+        return build(source, BYTES, tmp_path / name).lengths.dataset_hash
 
     mixed = random.Random(0).sample(ROWS, len(ROWS))
     changed = [*ROWS[:-1], {**ROWS[-1], "input": "numbers are ids toe"}]
@@ -150,18 +161,19 @@ def test_a_bad_row_stops_the_build_and_leaves_nothing(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", rows))
 
     with pytest.raises(BadRow, match=r"rows\.jsonl:11: "):
-        TokenStore.build(source, BYTES, tmp_path / "tokens")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+        build(source, BYTES, tmp_path / "tokens")
+    assert list((tmp_path / "tokens").iterdir()) == []
 
 
 def test_bad_rows_are_skipped_and_counted_if_that_is_asked_for(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", [{"image": 1}, *ROWS, {"text": ""}])
     with path.open("a") as file:
         file.write("{not json\n")
-    store = TokenStore.build(open_source(path), BYTES, tmp_path / "tokens", on_bad_row="skip")
+    store = build(open_source(path), BYTES, tmp_path / "tokens", on_bad_row="skip")
     lengths = build_lengths(path, BYTES, tmp_path / "l.jsonl", on_bad_row="skip").cache.lengths
 
-    assert store.skipped == TokenStore(store.path).skipped == 3
+    assert store.skipped == TokenStore(store.path).skipped
+    assert store.skipped.count == 3
     assert same(store(0), encode_row(ROWS[0], BYTES, ""))
     # Rows without an id of their own keep their number in the file.
     assert store.lengths.ids == lengths.ids
@@ -172,16 +184,16 @@ def test_data_of_bad_rows_only_is_refused(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", [{"text": ""}]))
 
     with pytest.raises(BadRow, match=r"none of the 1 rows of rows\.jsonl can be used; .*is empty"):
-        TokenStore.build(source, BYTES, tmp_path / "tokens", on_bad_row="skip")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+        build(source, BYTES, tmp_path / "tokens", on_bad_row="skip")
+    assert list((tmp_path / "tokens").iterdir()) == []
 
 
 def test_an_id_that_stands_twice_is_named_with_both_places(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", [*ROWS, {"id": "gsm", "text": "x"}]))
 
     with pytest.raises(DuplicateId, match=r"'gsm'.*jsonl:7 .*jsonl:11"):
-        TokenStore.build(source, BYTES, tmp_path / "tokens")
-    assert not (tmp_path / "tokens").exists()
+        build(source, BYTES, tmp_path / "tokens")
+    assert [path.suffix for path in (tmp_path / "tokens").iterdir()] == [".partial"]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(
@@ -190,8 +202,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
     source = open_source(written(tmp_path / "rows.jsonl", [{"text": "x" * 100_000}]))
 
     with size_limit(50_000), pytest.raises(CannotWrite, match="File too large"):
-        TokenStore.build(source, BYTES, tmp_path / "tokens")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+        build(source, BYTES, tmp_path / "tokens")
+    assert list((tmp_path / "tokens").iterdir()) == []
 
 
 @pytest.fixture
@@ -238,8 +250,13 @@ def interrupted(path: Path, folder: Path, after: int) -> int:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        TokenStore.build(open_source(path), BYTES, folder, workers=1, progress=stop)
+        build(open_source(path), BYTES, folder, workers=1, progress=stop)
     return after * workers_module.CHUNK_ROWS
+
+
+def masks(folder: Path) -> int:
+    """How many masks an unfinished store holds."""
+    return sum(file.stat().st_size for file in folder.glob("*.partial/mask.bin"))
 
 
 def journaled(folder: Path) -> int:
@@ -263,10 +280,8 @@ def test_the_number_of_workers_changes_nothing(tmp_path: Path) -> None:
     rows[700] = {"image": 1}
     source = open_source(written(tmp_path / "rows.jsonl", rows))
     for workers in (1, 2):
-        store = TokenStore.build(
-            source, BYTES, tmp_path / f"{workers}", workers=workers, on_bad_row="skip"
-        )
-        assert (len(store), store.skipped) == (1499, 1)
+        store = build(source, BYTES, tmp_path / f"{workers}", workers=workers, on_bad_row="skip")
+        assert (len(store), store.skipped.count) == (1499, 1)
 
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
@@ -277,21 +292,21 @@ def test_workers_start_by_themselves_once_they_are_worth_it(
     source = open_source(written(tmp_path / "rows.jsonl", texts_of(1500)))
     at_work: list[int] = []
 
-    def build(name: str) -> None:
+    def built(name: str) -> None:
         at_work.clear()
-        TokenStore.build(
+        build(
             source,
             BYTES,
             tmp_path / name,
             progress=lambda *_: at_work.append(len(multiprocessing.active_children())),
         )
 
-    build("few")
+    built("few")
     assert set(at_work) == {0}
     monkeypatch.setattr(workers_module, "TRIAL_S", 0.0)
     monkeypatch.setattr(workers_module, "WORTH_S", 0.0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    build("many")
+    built("many")
     assert at_work[0] == 0
     assert max(at_work) == 2
     assert content(tmp_path / "few") == content(tmp_path / "many")
@@ -300,45 +315,37 @@ def test_workers_start_by_themselves_once_they_are_worth_it(
 def test_a_build_killed_in_the_middle_resumes_and_ends_as_if_nothing_had_happened(
     tmp_path: Path,
 ) -> None:
-    path, partial = written(tmp_path / "rows.jsonl", texts_of(6000)), tmp_path / "tokens.partial"
+    path = written(tmp_path / "rows.jsonl", texts_of(6000))
+    folder = tmp_path / "tokens"
     # Slowed through the progress hook, so that the kill falls into the middle.
     script = (
         "import sys, time\n"
-        "from pathlib import Path\n"
         "from batchwright.data import load_tokenizer, open_source\n"
-        "from batchwright.data.tokens import TokenStore\n"
-        "TokenStore.build(open_source(sys.argv[1]), load_tokenizer('bytes'), Path(sys.argv[2]),\n"
+        "from batchwright.data.tokens import make_store\n"
+        "make_store(open_source(sys.argv[1]), load_tokenizer('bytes'),\n"
         "    workers=2, progress=lambda *_: time.sleep(0.05))\n"
     )
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-c", script, str(path), str(tmp_path / "tokens")]
+    command = [sys.executable, "-c", script, str(path)]
+    env = {**os.environ, "TMPDIR": str(temporary), "BATCHWRIGHT_TOKENS": str(folder)}
     rows = 0
     for _ in range(2):
-        size = (partial / "mask.bin").stat().st_size if rows else 0
-        process = subprocess.Popen(command, text=True, env={**os.environ, "TMPDIR": str(temporary)})
-        wait_until(
-            lambda size=size: (
-                partial.exists()
-                and (partial / "mask.bin").exists()
-                and (partial / "mask.bin").stat().st_size > size + 30_000
-            ),
-            process,
-        )
+        size = masks(folder)
+        process = subprocess.Popen(command, text=True, env=env)
+        wait_until(lambda size=size: masks(folder) > size + 30_000, process)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert not (tmp_path / "tokens").exists()
-        before, rows = rows, journaled(partial)
+        before, rows = rows, journaled(unfinished(folder))
         assert before < rows < 6000
-    with (partial / "tokens.bin").open("ab") as file:
+    with (unfinished(folder) / "tokens.bin").open("ab") as file:
         file.write(b"torn")
     counting = CountingTokenizer()
-    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
-    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+    build(open_source(path), counting, tmp_path / "tokens")
+    build(open_source(path), BYTES, tmp_path / "whole")
 
     assert counting.texts == 6000 - rows
     assert content(tmp_path / "tokens") == content(tmp_path / "whole")
-    assert not partial.exists()
     # Workers outlive a killed parent for a moment, and clean up after it.
     wait_until(lambda: not list(temporary.glob("batchwright-*")))
 
@@ -353,12 +360,11 @@ def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_pat
     command = [sys.executable, "-m", "batchwright", *line.split()]
 
     process = subprocess.Popen(command, cwd=tmp_path, text=True)
-    partial = tmp_path / "run" / "tokens.partial"
-    mask = partial / "mask.bin"
-    wait_until(lambda: mask.exists() and mask.stat().st_size > 100_000, process)
+    folder = Path(os.environ["BATCHWRIGHT_TOKENS"])
+    wait_until(lambda: masks(folder) > 100_000, process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    done = journaled(partial)
+    done = journaled(unfinished(folder))
     assert 0 < done < 4000
     assert not (tmp_path / "run" / "tokens").exists()
     again = subprocess.run(
@@ -371,7 +377,7 @@ def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_pat
     assert f"resuming: {done:,} rows are tokenised already" in again.stderr
     for part in ("tokens", "plan"):
         assert content(tmp_path / "run" / part) == content(tmp_path / "whole" / part)
-    assert not partial.exists()
+    assert not list(folder.glob("*.partial"))
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -441,8 +447,8 @@ def test_rows_that_changed_since_an_interruption_are_the_only_ones_tokenised_aga
     del rows[100:110]
     written(path, [*rows[400:], {"id": "new", "text": "new"}, *rows[:400]])
     counting = CountingTokenizer()
-    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
-    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+    build(open_source(path), counting, tmp_path / "tokens")
+    build(open_source(path), BYTES, tmp_path / "whole")
 
     assert counting.texts == len(rows) + 1 - (done - 11)
     assert content(tmp_path / "tokens") == content(tmp_path / "whole")
@@ -452,10 +458,10 @@ def test_a_bad_row_far_down_costs_only_itself_once_it_is_mended(tmp_path: Path) 
     rows = texts_of(900)
     path = written(tmp_path / "rows.jsonl", [*rows[:600], {"id": "r600"}, *rows[601:]])
     with pytest.raises(BadRow, match=r"rows\.jsonl:601: "):
-        TokenStore.build(open_source(path), BYTES, tmp_path / "tokens")
+        build(open_source(path), BYTES, tmp_path / "tokens")
     written(path, rows)
     counting = CountingTokenizer()
-    TokenStore.build(open_source(path), counting, tmp_path / "tokens")
+    build(open_source(path), counting, tmp_path / "tokens")
 
     assert counting.texts == 900 - 512
 
@@ -467,7 +473,7 @@ def test_a_damaged_unfinished_store_gives_only_true_tokens(
 ) -> None:
     path, folder = written(tmp_path / "rows.jsonl", texts_of(900)), tmp_path / "tokens"
     interrupted(path, folder, after=3)
-    file = tmp_path / "tokens.partial" / name
+    file = unfinished(folder) / name
     raw = file.read_bytes()
     middle = len(raw) // 2
     if damage == "removed":
@@ -477,8 +483,8 @@ def test_a_damaged_unfinished_store_gives_only_true_tokens(
     else:
         file.write_bytes(raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :])
     counting = CountingTokenizer()
-    TokenStore.build(open_source(path), counting, folder)
-    TokenStore.build(open_source(path), BYTES, tmp_path / "whole")
+    build(open_source(path), counting, folder)
+    build(open_source(path), BYTES, tmp_path / "whole")
 
     assert counting.texts == (900 if damage == "removed" else 900 - 256)
     assert content(folder) == content(tmp_path / "whole")
@@ -487,35 +493,48 @@ def test_a_damaged_unfinished_store_gives_only_true_tokens(
 def test_another_tokenizer_resumes_nothing(tmp_path: Path) -> None:
     path, folder = written(tmp_path / "rows.jsonl", texts_of(600)), tmp_path / "tokens"
     interrupted(path, folder, after=1)
-    store = TokenStore.build(open_source(path), load_tokenizer("gpt2"), folder)
+    store = build(open_source(path), load_tokenizer("gpt2"), folder)
 
     assert store.lengths.tokenizer_hash == load_tokenizer("gpt2").fingerprint
     assert same(store(0), encode_row(texts_of(1)[0], load_tokenizer("gpt2"), "0"))
 
 
-def test_two_builds_cannot_write_one_store(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", ROWS)
-    with (
-        TokenStore.building(open_source(path), BYTES, tmp_path / "tokens"),
-        pytest.raises(CannotWrite, match="another process is writing"),
-    ):
-        TokenStore.build(open_source(path), BYTES, tmp_path / "tokens")
-    assert not (tmp_path / "tokens.partial").exists()
+def test_of_two_processes_one_tokenises_and_the_other_waits(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", texts_of(2000))
+    script = (
+        "import sys, time\n"
+        "from batchwright.data import load_tokenizer, open_source\n"
+        "from batchwright.data.tokens import make_store\n"
+        "store, made = make_store(open_source(sys.argv[1]), load_tokenizer('bytes'),\n"
+        "    workers=1, progress=lambda *_: time.sleep(0.1))\n"
+        "print(len(store), made)\n"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", script, str(path)], text=True, stdout=-1, stderr=-1)
+        for _ in range(3)
+    ]
+    said = [process.communicate(timeout=120) for process in started]
+
+    assert sorted(out for out, _ in said) == ["2000 0\n", "2000 0\n", "2000 2000\n"]
+    assert sum("another process is tokenising this data" in err for _, err in said) == 2
 
 
 def test_a_store_is_not_written_over_somebody_elses_folder(tmp_path: Path) -> None:
     source = open_source(written(tmp_path / "rows.jsonl", ROWS))
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "thesis.tex").write_text("years of work")
-    counting = CountingTokenizer()
+    path = build(source, BYTES, tmp_path / "tokens").path
+    shutil.rmtree(path)
+    path.mkdir()
+    (path / "thesis.tex").write_text("years of work")
 
     with pytest.raises(BatchwrightError, match="not overwritten"):
-        TokenStore.build(source, counting, tmp_path / "tokens")
-    assert counting.texts == 0
-    assert (tmp_path / "tokens" / "thesis.tex").read_text() == "years of work"
+        build(source, BYTES, tmp_path / "tokens")
+    assert (path / "thesis.tex").read_text() == "years of work"
 
 
-FILES = ("manifest.json", "tokens.bin", "mask.bin", "offsets.bin", "id_offsets.bin", "id_data.bin")
+FILES = (
+    *("manifest.json", "tokens.bin", "mask.bin", "offsets.bin", "loss.bin", "content.bin"),
+    *("id_offsets.bin", "id_data.bin"),
+)
 
 
 def test_these_are_the_files_of_a_store(store: TokenStore) -> None:

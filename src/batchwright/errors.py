@@ -5,6 +5,7 @@
     ├── BadRow             (ValueError)   one row of the data cannot become a sample
     ├── BadLength          (ValueError)   a sample length is zero, negative or too large
     ├── OversizedSample    (ValueError)   a sample is longer than the policy allows
+    ├── NoLoss             (ValueError)   a sample has no token with loss and the policy is `error`
     ├── DuplicateId        (ValueError)   two samples share an id
     ├── UnknownSample      (KeyError)     an id or a position that is not there
     ├── BadFile            (ValueError)   a file is cut, foreign, corrupted or of another version
@@ -44,6 +45,7 @@ __all__ = [
     "Mismatch",
     "MissingExtra",
     "MissingFile",
+    "NoLoss",
     "NoServer",
     "NoTokenizer",
     "OversizedSample",
@@ -99,6 +101,10 @@ class CannotWrite(BatchwrightError, OSError):
 
 class Mismatch(BatchwrightError, ValueError):
     """Two things that must agree do not."""
+
+
+class NoLoss(BatchwrightError, ValueError):
+    """Samples have no token that carries loss, and the policy for them is `error`."""
 
 
 class BadLoss(BatchwrightError, ArithmeticError):

@@ -16,10 +16,33 @@ __all__ = [
     "check_replaceable",
     "existing",
     "fsync_folder",
+    "home",
+    "link_or_copy",
     "remove_leftovers",
     "write_atomic",
     "writing",
 ]
+
+
+def home() -> Path:
+    """The folder of everything that can be downloaded or made again.
+
+    `BATCHWRIGHT_HOME`, else a folder in `XDG_CACHE_HOME`, else `~/.cache/batchwright`.
+    """
+    if own := os.environ.get("BATCHWRIGHT_HOME"):
+        return Path(own).expanduser().absolute()
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification says to ignore a relative path.
+    return (cache if cache.is_absolute() else Path.home() / ".cache") / "batchwright"
+
+
+def link_or_copy(file: Path, to: Path) -> None:
+    """Another name for a file that nobody changes; a copy where that cannot be."""
+    try:
+        os.link(file, to)
+    except OSError:
+        # Another disk, or one without hard links.
+        shutil.copyfile(file, to)
 
 
 def write_atomic(path: Path, content: bytes) -> None:

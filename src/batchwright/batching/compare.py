@@ -75,7 +75,7 @@ def layout_row(plan: BatchPlan) -> LayoutRow:
 
 def _fixed(lengths: Lengths, config: BatchingConfig, fixed_rows: int) -> LayoutRow:
     """Batches of a fixed number of samples in random order, padded to the longest of each."""
-    pieces = cut_pieces(lengths.values, config).lengths.astype(np.int64)
+    pieces = cut_pieces(lengths, config).lengths.astype(np.int64)
     key = np.uint64(rng.key(config.seed, "compare/fixed"))
     shuffled = pieces[permutation(pieces.size, key)]
     starts = np.arange(0, shuffled.size, fixed_rows)

@@ -68,6 +68,8 @@ class BatchingConfig(BaseModel):
     """Longest sample of a padded layout; a longer one follows `overflow`."""
     overflow: Overflow = "error"
     """What happens to a sample longer than `overflow_max`, the budget or `pack_max_length`."""
+    no_loss: Literal["error", "skip"] = "error"
+    """What happens to a sample of which no planned token carries loss, where lengths say so."""
     min_length: int = Field(1, gt=0)
     """Shorter samples are skipped and counted."""
     pad_policy: PadPolicy = PadPolicy.PAD_TO_MAX

@@ -1,5 +1,6 @@
 """What several commands share: flags, reading length caches, ranks, lists of numbers."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ __all__ = [
     "PlanPath",
     "Rank",
     "WorldSize",
+    "amount",
     "at_least",
     "edges_of",
     "load_lengths",
@@ -46,6 +48,30 @@ def load_sources(paths: list[Path]) -> "dict[str, Lengths]":
     if len(set(names)) != len(names):
         raise ConfigError(f"every source needs a name of its own, got {names}; rename a file")
     return {name: load_lengths(path) for name, path in zip(names, paths, strict=True)}
+
+
+UNITS = {
+    "age": {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800},
+    "size": {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
+}
+
+
+def amount(what: str, text: str) -> float:
+    """The seconds of `30d`, the bytes of `2GB`.
+
+    >>> amount("age", "30d"), amount("size", "1.5 GB")
+    (2592000.0, 1500000000.0)
+    """
+    units = UNITS[what]
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    wanted = "" if found is None else found[2]
+    by_name = {name.lower(): factor for name, factor in units.items()}
+    if found is None or wanted.lower() not in by_name:
+        raise ConfigError(
+            f"cannot parse the {what} {text!r}; give a number and one of "
+            f"{', '.join(filter(None, units))}"
+        )
+    return float(found[1]) * by_name[wanted.lower()]
 
 
 def edges_of(text: str) -> tuple[int, ...]:

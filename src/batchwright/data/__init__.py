@@ -29,13 +29,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from batchwright.data.ids import Ids
-    from batchwright.data.lengths import (
-        BuildReport,
-        LengthCache,
-        LengthEntry,
-        Lengths,
-        build_lengths,
-    )
+    from batchwright.data.lengths import LengthCache, LengthEntry, Lengths
+    from batchwright.data.measure import BuildReport, build_lengths
     from batchwright.data.reader import sample_reader
     from batchwright.data.rows import Row
     from batchwright.data.rows.sample import Sample, content_hash, encode_row, encode_rows
@@ -59,5 +54,5 @@ else:
         "batchwright.data.rows.source",
         "batchwright.data.tokenizers",
         "batchwright.data.reader",
-        "batchwright.data.lengths.build",
+        "batchwright.data.measure",
     )

@@ -17,7 +17,8 @@ __all__ = ["Entries", "dataset_hash", "mixture_hash"]
 class Entries:
     """Every sample of a data set: ids, lengths, content hashes (0: unknown) and row numbers.
 
-    `rows` is None when entry i is row i of the data.
+    `rows` is None when entry i is row i of the data. `loss` [N, 2] is the first token that is
+    predicted with loss (the length, if none is) and how many are; None if that is unknown.
     """
 
     ids: Ids
@@ -25,6 +26,7 @@ class Entries:
     content: NDArray[np.uint64]
     rows: NDArray[np.int64] | None
     tokenizer_hash: str
+    loss: NDArray[np.int32] | None = None
 
     @cached_property
     def dataset_hash(self) -> str:

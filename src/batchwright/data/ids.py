@@ -54,13 +54,22 @@ class Ids:
     @classmethod
     def of(cls, ids: Iterable[str]) -> "Ids":
         """The given ids, in order; they may repeat (see `first_duplicate`)."""
-        try:
-            encoded = [id.encode() for id in ids]
-        except UnicodeEncodeError as error:
-            raise BadRow(f"the sample id {error.object!r} is not valid Unicode") from None
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), out=offsets[1:])
-        return cls.from_arrays(offsets, np.frombuffer(b"".join(encoded), np.uint8))
+        return cls.of_blocks([ids])
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[Iterable[str]]) -> "Ids":
+        """The ids of all blocks, which never stand in memory as strings all together."""
+        sizes, raw = [np.zeros(1, np.int64)], []
+        for block in blocks:
+            try:
+                encoded = [id.encode() for id in block]
+            except UnicodeEncodeError as error:
+                raise BadRow(f"the sample id {error.object!r} is not valid Unicode") from None
+            sizes.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+            raw.append(b"".join(encoded))
+        return cls.from_arrays(
+            np.cumsum(np.concatenate(sizes)), np.frombuffer(b"".join(raw), np.uint8)
+        )
 
     @classmethod
     def from_arrays(cls, offsets: Offsets, data: Bytes) -> "Ids":
@@ -138,6 +147,29 @@ class Ids:
                 return item
         raise UnknownSample(self._unknown(id))
 
+    def places(self, wanted: "Ids") -> NDArray[np.int64]:
+        """The item here of each id of `wanted`, the first if it repeats; -1 where it is not here.
+
+        >>> Ids.of(["a", "b"]).places(Ids.of(["b", "c"])).tolist()
+        [1, -1]
+        """
+        if self._arrays is None and wanted._arrays is None:
+            numbers = np.arange(len(wanted))
+            return np.where(numbers < self._n, numbers, -1)
+        keys, order = self._sorted()
+        if not self._n:
+            return np.full(len(wanted), -1, np.int64)
+        sought = wanted.keys()
+        at = np.minimum(np.searchsorted(keys, sought), self._n - 1)
+        found = np.where(keys[at] == sought, order[at], -1)
+        # Keys are 64 bits of a hash: whatever they name is compared byte by byte.
+        for item in np.flatnonzero(found >= 0)[~self._same(found, wanted)].tolist():
+            try:
+                found[item] = self.find(wanted[item])
+            except UnknownSample:
+                found[item] = -1
+        return found
+
     def keys(self) -> NDArray[np.uint64]:
         """A 64-bit hash of each id, the same on every machine and in every version."""
         if self._keys is None:
@@ -201,6 +233,24 @@ class Ids:
             order = np.argsort(keys, kind="stable")
             self._index = keys[order], order
         return self._index
+
+    def _same(self, found: NDArray[np.int64], wanted: "Ids") -> NDArray[np.bool_]:
+        """Whether each id of `wanted` with a place in `found` is spelled like the one there."""
+        items = np.flatnonzero(found >= 0)
+        mine, my_bytes = self._arrays or _numbered(self._n)
+        theirs, their_bytes = wanted._arrays or _numbered(len(wanted))
+        places = found[items]
+        sizes = np.diff(theirs)[items]
+        same: NDArray[np.bool_] = np.diff(mine)[places] == sizes
+        for start in range(0, len(items), 65536):
+            part = np.flatnonzero(same[start : start + 65536]) + start
+            size = sizes[part]
+            run = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+            a = my_bytes[np.repeat(mine[places[part]], size) + run]
+            b = their_bytes[np.repeat(theirs[items[part]], size) + run]
+            owner = np.repeat(part, size)
+            same[owner[a != b]] = False
+        return same
 
     def _unknown(self, id: str) -> str:
         return f"no sample with id {id!r} among {self._n:,}"

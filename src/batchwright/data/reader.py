@@ -1,106 +1,160 @@
-"""Tokens of a plan's samples, read from their rows when they are needed."""
+"""Samples of a plan: from the token store of their data, else tokenised when they are needed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from batchwright.data.entries import dataset_hash, mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.rows.sample import Sample, content_hash, encode_row, row_id
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
+from batchwright.data.tokens import TokenStore, find_store
 from batchwright.errors import BadRow, Mismatch
 
-__all__ = ["find_rows", "rows_hash", "sample_reader"]
+__all__ = ["PlanRows", "sample_reader"]
+
+BLOCK_ROWS = 4096
 
 
 def sample_reader(
     sources: Sequence[Source], tokenizer: Tokenizer, ids: Ids, names: Sequence[str] = ()
 ) -> Callable[[int], Sample]:
-    """A function that tokenises a sample by its number in the plan.
+    """A function that gives a sample by its number in the plan.
 
-    Samples are looked up by id, so rows that were skipped, moved or added since the lengths were
-    measured do not shift the others. For a mixture of several sources, `names` are the prefixes
-    of their ids.
+    Data that `data lengths build` or a run has tokenised with this tokenizer is read from its
+    token store; any other row is tokenised each time it is read. Samples are looked up by id, so
+    rows that were skipped, moved or added since the lengths were measured do not shift the
+    others. For a mixture of several sources, `names` are the prefixes of their ids.
     """
-    places = find_rows(sources, ids, names)
+    return PlanRows(sources, ids, names, tokenizer).sample
 
-    def read(item: int) -> Sample:
-        part, row = places(item)
-        source = sources[part]
-        found = source[row]
+
+class PlanRows:
+    """The rows of a plan's samples: where they stand, what they hold, their tokens.
+
+    Only ids and offsets are held in memory, as arrays.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        ids: Ids,
+        names: Sequence[str] = (),
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        if names and len(names) != len(sources):
+            raise Mismatch(
+                f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are "
+                f"given; give one data set for each, in this order"
+            )
+        self._sources, self._ids, self._names = sources, ids, names
+        self._tokenizer = tokenizer
+        self._stores: list[TokenStore | None] = [
+            None if tokenizer is None else find_store(source, tokenizer) for source in sources
+        ]
+        if not names and len(sources) > 1:
+            # Rows without ids are numbered over all of them, unlike in the store of each.
+            self._stores = [None] * len(sources)
+        sizes = [
+            len(source) if store is None else len(store)
+            for source, store in zip(sources, self._stores, strict=True)
+        ]
+        self._starts = np.array([0, *accumulate(sizes)])
+        self._places = self._found(ids)
+
+    def place(self, item: int) -> tuple[int, int]:
+        """The source and the row of a sample."""
+        part, entry = self._entry(item)
+        store = self._stores[part]
+        if store is None or store.entries.rows is None:
+            return part, entry
+        return part, int(store.entries.rows[entry])
+
+    def sample(self, item: int) -> Sample:
+        """The tokens of a sample."""
+        part, entry = self._entry(item)
+        store = self._stores[part]
+        if store is not None:
+            found = store(entry)
+            return Sample(found.input_ids, found.loss_mask, self._ids[item])
+        assert self._tokenizer is not None
+        source = self._sources[part]
+        row = source[entry]
         try:
-            return encode_row(found, tokenizer, ids[item])
+            return encode_row(row, self._tokenizer, self._ids[item])
         except BadRow as error:
-            raise BadRow(f"{source.where(row)}: {error}") from None
+            raise BadRow(f"{source.where(entry)}: {error}") from None
 
-    return read
+    def hash(self) -> str:
+        """The `dataset_hash` of these rows, as they are now.
 
+        Equal to that of the lengths if no row has changed since they were measured; rows that
+        were added or moved do not matter.
+        """
+        entries = [self._entry(item) for item in range(len(self._ids))]
+        content = np.array([self._content(*entry) for entry in entries], np.uint64)
+        if not self._names:
+            return dataset_hash(self._ids, content)
+        parts = {}
+        for number, name in enumerate(self._names):
+            items = [item for item, (part, _) in enumerate(entries) if part == number]
+            own = Ids.of(id.removeprefix(f"{name}/") for id in self._ids.take(items))
+            parts[name] = dataset_hash(own, content[items])
+        return mixture_hash(parts)
 
-def find_rows(
-    sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()
-) -> Callable[[int], tuple[int, int]]:
-    """A function that maps the number of a sample to its source and row."""
-    if names and len(names) != len(sources):
-        raise Mismatch(
-            f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are given; "
-            f"give one data set for each, in this order"
-        )
-    total = sum(len(source) for source in sources)
-    if ids.arrays is None and not names and len(sources) == 1:
-        if total < len(ids):
+    def _entry(self, item: int) -> tuple[int, int]:
+        at = int(self._places[item])
+        if at < 0:
             raise Mismatch(
-                f"the plan has {len(ids):,} samples, {sources[0].name} only has {total:,} rows; "
-                f"give the data it was built from"
+                f"sample {self._ids[item]!r} of the plan is not in "
+                f"{', '.join(s.name for s in self._sources)}; give the data it was built from"
             )
-        return lambda item: (0, item)
-    rows: dict[str, tuple[int, int]] = {}
-    before = 0
-    for part, source in enumerate(sources):
-        prefix = f"{names[part]}/" if names else ""
-        for row, name in enumerate(_row_ids(source, 0 if names else before)):
-            rows[prefix + name] = (part, row)
-        before += len(source)
+        part = int(np.searchsorted(self._starts, at, side="right")) - 1
+        return part, at - int(self._starts[part])
 
-    def place(item: int) -> tuple[int, int]:
-        name = ids[item]
-        if name not in rows:
-            raise Mismatch(
-                f"sample {name!r} of the plan is not in {', '.join(s.name for s in sources)}; "
-                f"give the data it was built from"
-            )
-        return rows[name]
+    def _content(self, part: int, entry: int) -> int:
+        store = self._stores[part]
+        if store is None:
+            return content_hash(self._sources[part][entry])
+        return int(store.entries.content[entry])
 
-    return place
+    def _found(self, ids: Ids) -> NDArray[np.int64]:
+        total = int(self._starts[-1])
+        if len(self._sources) == 1 and not self._names:
+            (source,), (store,) = self._sources, self._stores
+            if store is not None:
+                return store.entries.ids.places(ids)
+            if ids.arrays is None:
+                if total < len(ids):
+                    raise Mismatch(
+                        f"the plan has {len(ids):,} samples, {source.name} only has {total:,} "
+                        f"rows; give the data it was built from"
+                    )
+                return np.arange(len(ids))
+        return Ids.of_blocks(self._blocks()).places(ids)
+
+    def _blocks(self) -> Iterator[list[str]]:
+        """The ids of all rows as the plan spells them, in the order of `_places`."""
+        for part, (source, store) in enumerate(zip(self._sources, self._stores, strict=True)):
+            prefix = f"{self._names[part]}/" if self._names else ""
+            if store is not None:
+                for at in range(0, len(store), BLOCK_ROWS):
+                    items = range(at, min(at + BLOCK_ROWS, len(store)))
+                    yield [prefix + id for id in store.entries.ids.take(items)]
+                continue
+            before = 0 if self._names else int(self._starts[part])
+            for at in range(0, len(source), BLOCK_ROWS):
+                rows = source.chunk(at, min(at + BLOCK_ROWS, len(source))).rows()
+                yield [prefix + _name(row, str(before + item)) for item, row in rows]
 
 
-def rows_hash(sources: Sequence[Source], ids: Ids, names: Sequence[str] = ()) -> str:
-    """The `dataset_hash` of the rows with these ids, as they are now.
-
-    Equal to that of the lengths if no row has changed since they were measured; rows that were
-    added or moved do not matter.
-    """
-    place = find_rows(sources, ids, names)
-    places = [place(item) for item in range(len(ids))]
-    content = np.array([content_hash(sources[part][row]) for part, row in places], np.uint64)
-    if not names:
-        return dataset_hash(ids, content)
-    parts = {}
-    for number, name in enumerate(names):
-        items = [item for item, (part, _) in enumerate(places) if part == number]
-        own = Ids.of(id.removeprefix(f"{name}/") for id in ids.take(items))
-        parts[name] = dataset_hash(own, content[items])
-    return mixture_hash(parts)
-
-
-def _row_ids(source: Source, first: int) -> Sequence[str]:
-    """The id of every row: its own, or its number."""
-    found = []
-    for item, row in source.chunk(0, len(source)).rows():
-        name = str(first + item)
-        try:
-            found.append(name if isinstance(row, BadRow) else row_id(row, name))
-        except BadRow:
-            # It was not a sample when lengths were measured either, so it is never looked up.
-            found.append(name)
-    return found
+def _name(row: object, number: str) -> str:
+    """The id of a row: its own, or its number."""
+    try:
+        # A bad row was not a sample when lengths were measured either, so nobody looks for it.
+        return row_id(row, number) if isinstance(row, dict) else number
+    except BadRow:
+        return number

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingExtra, MissingFile
-from batchwright.files import write_atomic, writing
+from batchwright.files import home, write_atomic, writing
 
 __all__ = ["EMBEDDERS", "REGISTRY", "Model", "find", "get", "home", "known", "locked"]
 
@@ -128,18 +128,6 @@ EMBEDDERS = {
     )
 }
 """Embedding models."""
-
-
-def home() -> Path:
-    """The folder of everything that can be downloaded or made again.
-
-    `BATCHWRIGHT_HOME`, else a folder in `XDG_CACHE_HOME`, else `~/.cache/batchwright`.
-    """
-    if own := os.environ.get("BATCHWRIGHT_HOME"):
-        return Path(own).expanduser().absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification says to ignore a relative path.
-    return (cache if cache.is_absolute() else Path.home() / ".cache") / "batchwright"
 
 
 def known() -> list[Model]:

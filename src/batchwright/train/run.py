@@ -207,6 +207,8 @@ def _same(one: Any, other: Any) -> bool:
     """Equal, or two ways to write the path of one file."""
     if one == other:
         return True
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        return all(map(_same, one, other))
     paths = isinstance(one, str | Path) and isinstance(other, str | Path) and one and other
     return bool(paths) and os.path.exists(one) and os.path.realpath(one) == os.path.realpath(other)
 

@@ -65,7 +65,7 @@ def arrange(
     Mixtures, curricula and packing by arrival are written out epoch by epoch; everything else
     is a virtual order, which holds for any number of epochs.
     """
-    pieces = cut_pieces(lengths.values, config)
+    pieces = cut_pieces(lengths, config)
     canonical = canonical_order(lengths.ids)
     if difficulty is None and not sources and not _by_arrival(config):
         return _virtual(pieces, canonical, config)
@@ -119,8 +119,15 @@ def join_sources(
         ids=ids,
         dataset_hash=mixture_hash({name: part.dataset_hash for name, part in parts.items()}),
         tokenizer_hash=tokenizers.pop(),
+        loss=_joined_loss([*parts.values()]),
     )
     return lengths, tuple((name, len(part), float(weights[name])) for name, part in parts.items())
+
+
+def _joined_loss(parts: Sequence[Lengths]) -> NDArray[np.int32] | None:
+    """Where the loss of all samples is; unknown if it is for some."""
+    known = [part.loss for part in parts if part.loss is not None]
+    return np.concatenate(known) if len(known) == len(parts) else None
 
 
 def check_difficulty(

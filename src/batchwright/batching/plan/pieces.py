@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
-from batchwright.errors import ConfigError, OversizedSample
+from batchwright.data.lengths import Lengths
+from batchwright.errors import ConfigError, NoLoss, OversizedSample
 
 __all__ = ["Counts", "Pieces", "cut_pieces"]
 
@@ -24,6 +25,8 @@ class Counts:
     planned_tokens: int
     skipped_long: int
     skipped_short: int
+    skipped_no_loss: int
+    """Pieces of which no token carries loss: whole samples, or parts of split ones."""
     truncated: int
     split: int
     tokens_left_out: int
@@ -56,8 +59,9 @@ class Pieces:
         return Pieces(self.items[at], starts, self.lengths[at], self.skipped, self.counts)
 
 
-def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
-    """Apply the overflow policy, counting everything it touches."""
+def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
+    """Apply the policies for samples that are too long or have no loss, counting what they touch."""
+    lengths = measured.values
     limit = config.limit
     over = np.flatnonzero(lengths > limit)
     short = np.flatnonzero(lengths < config.min_length)
@@ -93,10 +97,17 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
         kept = ~np.isin(items, skipped)
         items, planned = items[kept], planned[kept]
         starts = starts[kept] if starts.size else starts
+    mute = _without_loss(measured, config, items, starts, planned)
+    if mute.any():
+        skipped = np.union1d(skipped, items[mute])
+        items, planned = items[~mute], planned[~mute]
+        starts = starts[~mute] if starts.size else starts
+        # Of a split sample some pieces may remain.
+        skipped = skipped[~np.isin(skipped, items)]
     if not items.size:
         raise ConfigError(
             f"all {lengths.size:,} samples were skipped: only {config.min_length:,} to "
-            f"{limit:,} tokens are allowed; raise {_what_limits(config)}"
+            f"{limit:,} tokens, some of them with loss, are allowed; raise {_what_limits(config)}"
         )
     kept_tokens = int(planned.sum(dtype=np.int64))
     counts = Counts(
@@ -106,11 +117,38 @@ def cut_pieces(lengths: NDArray[np.int32], config: BatchingConfig) -> Pieces:
         planned_tokens=kept_tokens,
         skipped_long=over.size if config.overflow == "skip" else 0,
         skipped_short=short.size,
+        skipped_no_loss=int(mute.sum()),
         truncated=over.size if config.overflow == "truncate" else 0,
         split=over.size if config.overflow == "split" else 0,
         tokens_left_out=total - kept_tokens,
     )
     return Pieces(items, starts, planned, skipped.astype(np.int32), counts)
+
+
+def _without_loss(
+    measured: Lengths,
+    config: BatchingConfig,
+    items: NDArray[np.int32],
+    starts: NDArray[np.int32],
+    planned: NDArray[np.int32],
+) -> NDArray[np.bool_]:
+    """Which pieces end before the first token of their sample that carries loss."""
+    if measured.loss is None:
+        return np.zeros(items.size, bool)
+    ends = planned + starts if starts.size else planned
+    mute: NDArray[np.bool_] = measured.loss[items, 0] >= ends
+    heard = np.zeros(len(measured), bool)
+    heard[items[~mute]] = True
+    silent = items[mute & ~heard[items]]
+    if silent.size and config.no_loss == "error":
+        cut = f" in its first {config.limit:,} tokens" if config.overflow == "truncate" else ""
+        count = np.unique(silent).size
+        raise NoLoss(
+            f"{count:,} of {len(measured):,} samples have no token with loss, the first is "
+            f"{measured.ids[int(silent[0])]!r}, which has none{cut}; choose no_loss skip to leave "
+            f"them out, or mend their rows"
+        )
+    return mute
 
 
 def _what_limits(config: BatchingConfig) -> str:

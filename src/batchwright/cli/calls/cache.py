@@ -1,24 +1,19 @@
 """`batchwright calls cache`: inspect, prune and export a file of cached responses."""
 
-import re
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import amount
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import ConfigError
 
 __all__ = ["cache"]
 
 cache = App(name="cache", help="Inspect, prune and export cached responses.")
 
 CacheFile = Annotated[Path, Parameter(help="The file of `calls run --cache`.")]
-UNITS = {
-    "age": {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800},
-    "size": {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12},
-}
 
 
 @cache.command
@@ -74,8 +69,8 @@ def prune(
     from batchwright.files import existing
     from batchwright.report.text import bytes_, number
 
-    age_s = None if older_than is None else _amount("age", older_than)
-    max_bytes = None if max_size is None else int(_amount("size", max_size))
+    age_s = None if older_than is None else amount("age", older_than)
+    max_bytes = None if max_size is None else int(amount("size", max_size))
     existing(path, "call cache")
     with Cache(path) as opened:
         before = opened.stats()
@@ -115,24 +110,6 @@ def export(
     if damaged:
         text += f"; skipped {number(damaged)} damaged ones"
     show({"path": str(path), "out": str(out), "written": written, "damaged": damaged}, text, format)
-
-
-def _amount(what: str, text: str) -> float:
-    """The seconds of `30d`, the bytes of `2GB`.
-
-    >>> _amount("age", "30d"), _amount("size", "1.5 GB")
-    (2592000.0, 1500000000.0)
-    """
-    units = UNITS[what]
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    wanted = "" if found is None else found[2]
-    by_name = {name.lower(): factor for name, factor in units.items()}
-    if found is None or wanted.lower() not in by_name:
-        raise ConfigError(
-            f"cannot parse the {what} {text!r}; give a number and one of "
-            f"{', '.join(filter(None, units))}"
-        )
-    return float(found[1]) * by_name[wanted.lower()]
 
 
 def _day(moment: datetime | None) -> str:

@@ -7,6 +7,7 @@ __all__ = ["data"]
 GROUPS = {
     "rows": "Look at rows as they will be trained: columns, text, loss.",
     "lengths": "Measure the length in tokens of each sample.",
+    "tokens": "Token stores: what was tokenised and is kept for training.",
     "batchplan": "Batch plans: the order of every microbatch of every epoch.",
     "batching": "Length histograms, bucket edges and recommendations.",
     "batch": "Batches as NPZ files, for trainers that read files.",

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.data.lengths import Dataset, IgnoreColumn, LossOnFlag, TokenizerName
+from batchwright.cli.data.lengths import Dataset, IdsFlag, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import OutFolder, PlanPath
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
@@ -22,14 +22,15 @@ def generate(
     output: OutFolder,
     loss_on: LossOnFlag = "all-turns",
     ignore_column: IgnoreColumn = None,
+    ids: IdsFlag = "auto",
     per_file: Annotated[int, Parameter(help="Batches in one NPZ file.")] = 64,
     dry_run: Annotated[bool, Parameter(negative="", help="Write nothing.")] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Tokenise, pad or pack, and write every microbatch of the plan."""
+    """Pad or pack, and write every microbatch of the plan."""
     from batchwright.batching import BatchPlan, BatchWriter
-    from batchwright.data.reader import rows_hash, sample_reader
+    from batchwright.data.reader import PlanRows
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -46,15 +47,15 @@ def generate(
     names = [name for name, _, _ in opened.sources]
     # Without names the data sets are concatenated, as they were measured.
     parts = dataset if names else [dataset]
-    sources = [open_source(part, ignore_column or ()) for part in parts]
+    sources = [open_source(part, ignore_column or (), ids) for part in parts]
+    rows = PlanRows(sources, opened.ids, names, loaded)
     if opened.dataset_hash != "unknown":
-        seen = rows_hash(sources, opened.ids, names)
+        seen = rows.hash()
         if seen != opened.dataset_hash:
             raise Mismatch(
                 f"the plan was built for data {opened.dataset_hash}, these rows are {seen}: some "
                 f"have changed; measure and plan again, or give the data it was built from"
             )
-    read = sample_reader(sources, loaded, opened.ids, names)
     epochs = range(opened.num_epochs)
     count = sum(len(opened.epoch(epoch)) for epoch in epochs)
     tokens = sum(opened.padded_tokens(epoch) for epoch in epochs)
@@ -71,6 +72,6 @@ def generate(
         show(result, f"{text}, about {bytes_(tokens * 16)}\nnothing written (--dry-run)", format)
         return
     with progress_bar("writing", quiet) as progress:
-        writer = BatchWriter(opened, read, output, pad_id=loaded.pad_id, per_file=per_file)
+        writer = BatchWriter(opened, rows.sample, output, pad_id=loaded.pad_id, per_file=per_file)
         writer.write_all(progress)
     show(result, f"{text} -> {output}", format)

@@ -61,6 +61,10 @@ def build(
         Literal["error", "skip", "truncate", "split"],
         Parameter(help="What happens to a longer sample."),
     ] = "error",
+    no_loss: Annotated[
+        Literal["error", "skip"],
+        Parameter(help="What happens to a sample without a token that carries loss."),
+    ] = "error",
     min_length: Annotated[int, Parameter(help="Shorter samples are skipped.")] = 1,
     pack_max_len: Annotated[
         int | None, Parameter(help="Width of a packed row; default: 2048, or the budget if less.")
@@ -123,6 +127,7 @@ def build(
         token_budget=token_budget,
         overflow_max=overflow_max,
         overflow=overflow,
+        no_loss=no_loss,
         min_length=min_length,
         pack_mode=pack_mode,
         pack_max_segments=pack_max_segments,
@@ -417,14 +422,14 @@ def _builder(
 
 
 def _difficulty(dataset: list[str] | None, column: str, ids: Any, names: list[str]) -> list[float]:
-    from batchwright.data.reader import find_rows
+    from batchwright.data.reader import PlanRows
     from batchwright.data.rows.source import open_source
     from batchwright.errors import BadRow
 
     if not dataset:
         raise ConfigError("--curriculum reads a column of the rows; give --dataset too")
     sources = [open_source(spec) for spec in dataset]
-    place = find_rows(sources, ids, names)
+    place = PlanRows(sources, ids, names).place
     found = []
     for item in range(len(ids)):
         part, row = place(item)
@@ -476,6 +481,9 @@ def _counted(plan: "BatchPlan") -> list[str]:
         lines.append(
             f"skipped {counts.skipped_short:,} samples under {plan.config.min_length:,} tokens"
         )
+    if counts.skipped_no_loss:
+        what = "pieces" if counts.split else "samples"
+        lines.append(f"skipped {counts.skipped_no_loss:,} {what} without a token that carries loss")
     if counts.truncated:
         lines.append(f"truncated {counts.truncated:,} samples to {plan.config.limit:,} tokens")
     if counts.split:
@@ -526,9 +534,10 @@ def _why(plan: "BatchPlan", bucket: int) -> str:
 
 def _why_not(plan: "BatchPlan", sample_id: str) -> str:
     if plan.ids.find(sample_id) in plan.skipped:
+        without = " or has no token with loss" if plan.counts.skipped_no_loss else ""
         return (
             f"its length is not within {plan.config.min_length:,} to {plan.config.limit:,} "
-            f"(overflow {plan.config.overflow})"
+            f"(overflow {plan.config.overflow}){without}"
         )
     return "drop_last or the weight of its source left it out of these epochs"
 

@@ -49,6 +49,15 @@ IgnoreColumn = Annotated[
     ),
 ]
 
+IdsFlag = Annotated[
+    Literal["auto", "ignore", "require"],
+    Parameter(
+        name="--ids",
+        help="Sample ids: those of the rows where they have one, row numbers, or refuse rows "
+        "without.",
+    ),
+]
+
 
 @lengths.command
 def build(
@@ -65,6 +74,11 @@ def build(
     on_bad_row: OnBadRow = "fail",
     loss_on: LossOnFlag = "all-turns",
     ignore_column: IgnoreColumn = None,
+    ids: IdsFlag = "auto",
+    repeated_ids: Annotated[
+        Literal["fail", "skip"],
+        Parameter(help="fail: stop at rows with the same id; skip: keep the first, count others."),
+    ] = "fail",
     workers: Annotated[
         int | None, Parameter(help="Worker processes; default: all cores where it is worth it.")
     ] = None,
@@ -75,13 +89,13 @@ def build(
     format: Format = "text",
 ) -> None:
     """Measure all rows into a length cache. Run it again to resume or to add new rows."""
-    from batchwright.data.lengths import build_lengths
+    from batchwright.data.measure import build_lengths
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
     from batchwright.report.text import seconds
 
-    source = open_source(dataset[0] if len(dataset) == 1 else dataset, ignore_column or ())
+    source = open_source(dataset[0] if len(dataset) == 1 else dataset, ignore_column or (), ids)
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if dry_run:
         result = {"rows": len(source), "tokenizer": loaded.name, "output": str(output)}
@@ -90,8 +104,16 @@ def build(
         return
     with progress_bar("measuring", quiet) as progress:
         report = build_lengths(
-            source, loaded, output, workers=workers, on_bad_row=on_bad_row, progress=progress
+            source,
+            loaded,
+            output,
+            workers=workers,
+            on_bad_row=on_bad_row,
+            repeated_ids=repeated_ids,
+            progress=progress,
         )
+    assert report.store.entries.loss is not None
+    without_loss = int((report.store.entries.loss[:, 1] == 0).sum())
     result = {
         "output": str(output),
         "samples": report.entries,
@@ -100,6 +122,10 @@ def build(
         "reused": report.reused,
         "skipped": report.skipped.count,
         "skipped_reasons": list(report.skipped.reasons),
+        "repeated": report.repeated.count,
+        "repeated_reasons": list(report.repeated.reasons),
+        "without_loss": without_loss,
+        "token_store": str(report.store.path),
         "seconds": report.seconds,
         "tokenizer_hash": report.cache.lengths.tokenizer_hash,
         "dataset_hash": report.cache.lengths.dataset_hash,
@@ -109,6 +135,9 @@ def build(
         f"measured {report.measured:,}, reused {report.reused:,}, "
         f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
         *(f"  skipped {reason}" for reason in report.skipped.reasons),
+        *([f"left out {report.repeated.count:,} repeated ids"] if report.repeated.count else []),
+        *(f"  left out {reason}" for reason in report.repeated.reasons),
+        *([f"{without_loss:,} samples have no token with loss"] if without_loss else []),
         f"next: batchwright data batching suggest -c {output}",
     ]
     show(result, "\n".join(lines), format)

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,10 @@ from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source, good_
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow, DuplicateId
 
-__all__ = ["Build", "EncodedChunk"]
+__all__ = ["Build", "EncodedChunk", "RepeatedIds"]
+
+RepeatedIds = Literal["fail", "skip"]
+"""Of rows with the same id: refuse them, or keep the first and count the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class EncodedChunk:
     places: NDArray[np.int64]
     """Where a row is among the known ones; -1 if it was tokenised now."""
     tokens: NDArray[np.int32]
-    """Of the rows tokenised now, one after another; empty if only lengths are wanted."""
+    """Of the rows tokenised now, one after another."""
     mask: NDArray[np.uint8]
     bad: list[tuple[int, BadRow]]
 
@@ -63,27 +65,28 @@ class Build:
         known: Known,
         *,
         on_bad_row: OnBadRow,
+        repeated_ids: RepeatedIds,
         workers: int | None,
-        keep_tokens: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._known = known
         self._on_bad_row = on_bad_row
+        self._repeated_ids = repeated_ids
         self._workers = workers
-        self._work = partial(_encode, keep_tokens=keep_tokens)
         self._progress = progress
         # Ids are held as bytes: as strings, those of ten million rows fill a gigabyte.
         self._ids: list[bytes] = []
         self._columns: list[tuple[NDArray[Any], ...]] = []
         self._rows_done = 0
         self.skipped = Skipped()
+        self.repeated = Skipped()
         self.tokenised = 0
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         """The chunks in order; whoever takes one may journal it, it holds no refused row."""
-        chunks = map_chunks(self._work, self._source, self._tokenizer, self._known, self._workers)
+        chunks = map_chunks(_encode, self._source, self._tokenizer, self._known, self._workers)
         with closing(chunks):
             for chunk in chunks:
                 self._gather(chunk)
@@ -91,8 +94,8 @@ class Build:
                 if self._progress is not None:
                     self._progress(self._rows_done, len(self._source))
 
-    def entries(self) -> Entries:
-        """What all good rows are, in order, each id once."""
+    def entries(self) -> tuple[Entries, NDArray[np.bool_]]:
+        """What all good rows are, in order, each id once; and which of the good rows these are."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
         sizes, rows, lengths, content = columns
         if not len(rows):
@@ -102,14 +105,27 @@ class Build:
             )
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         ids = Ids.from_arrays(offsets, np.frombuffer(b"".join(self._ids), np.uint8))
-        if (pair := ids.first_duplicate()) is not None:
-            places = [self._source.where(int(rows[item])) for item in pair]
-            raise DuplicateId(
-                f"duplicate sample id {ids[pair[0]]!r}, at {places[0]} and {places[1]}; "
-                f"ids must be unique"
-            )
+        kept = np.ones(len(ids), bool)
+        if ids.first_duplicate() is not None:
+            first = ids.places(ids)
+            kept = first == np.arange(len(ids))
+            for item in np.flatnonzero(~kept).tolist():
+                self._repeat(ids[item], int(rows[first[item]]), int(rows[item]))
+            ids = Ids.of(ids.take(np.flatnonzero(kept).tolist()))
+            rows, lengths, content = rows[kept], lengths[kept], content[kept]
         moved = len(rows) != rows[-1] + 1
-        return Entries(ids, lengths, content, rows if moved else None, self._tokenizer.fingerprint)
+        whole = rows if moved else None
+        return Entries(ids, lengths, content, whole, self._tokenizer.fingerprint), kept
+
+    def _repeat(self, id: str, first: int, again: int) -> None:
+        where = self._source.where
+        reason = (
+            f"duplicate sample id {id!r}, at {where(first)} and {where(again)}; ids must be "
+            f"unique, or choose --ids ignore or --repeated-ids skip"
+        )
+        if self._repeated_ids == "fail":
+            raise DuplicateId(reason)
+        self.repeated.add(reason)
 
     def _gather(self, chunk: EncodedChunk) -> None:
         # None of them is good: the first is raised, or all are counted.
@@ -123,7 +139,7 @@ class Build:
         self._columns.append((sizes, rows, chunk.lengths, chunk.content))
 
 
-def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bool) -> EncodedChunk:
+def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known) -> EncodedChunk:
     bad: list[tuple[int, BadRow]] = []
     read = []
     for item, row in chunk.rows():
@@ -145,14 +161,13 @@ def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known, *, keep_tokens: bo
             samples.append(outcome)
     good = lengths > 0
     kept = [r for r, keep in zip(read, good.tolist(), strict=True) if keep]
-    wanted = samples if keep_tokens else []
     return EncodedChunk(
         rows=[r[0] for r in kept],
         ids=[r[2] for r in kept],
         lengths=lengths[good],
         content=content[good],
         places=places[good],
-        tokens=np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in wanted)]),
-        mask=np.concatenate([np.empty(0, np.uint8), *(s.loss_mask for s in wanted)]),
+        tokens=np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in samples)]),
+        mask=np.concatenate([np.empty(0, np.uint8), *(s.loss_mask for s in samples)]),
         bad=sorted(bad, key=itemgetter(0)),
     )

@@ -34,7 +34,8 @@ class Lengths:
     """The length of every sample, with its id and the hashes of data and tokenizer.
 
     `rows` are the row numbers of the samples; None means that sample i is row i, which holds
-    unless bad rows were skipped.
+    unless bad rows were skipped. `loss` [N, 2] is the first token of each that is predicted with
+    loss (the length, if none is) and how many are; None if that is unknown.
 
     >>> Lengths.of({"a": 3, "b": 5})
     Lengths(2 samples, 8 tokens, 3 to 5)
@@ -45,6 +46,19 @@ class Lengths:
     dataset_hash: str = "unknown"
     tokenizer_hash: str = "unknown"
     rows: NDArray[np.int64] | None = None
+    loss: NDArray[np.int32] | None = None
+
+    @classmethod
+    def of_entries(cls, entries: Entries, dataset_hash: str | None = None) -> "Lengths":
+        """Lengths as they were measured; `dataset_hash` if it is known already."""
+        return cls(
+            entries.lengths,
+            entries.ids,
+            entries.dataset_hash if dataset_hash is None else dataset_hash,
+            entries.tokenizer_hash,
+            entries.rows,
+            entries.loss,
+        )
 
     @classmethod
     def of(cls, source: "Mapping[str, int] | Lengths | LengthCache | NDArray[Any]") -> "Lengths":
@@ -79,6 +93,8 @@ class Lengths:
             and np.array_equal(self.values, other.values)
             and self.ids == other.ids
             and np.array_equal(_rows(self), _rows(other))
+            and (self.loss is None) == (other.loss is None)
+            and (self.loss is None or np.array_equal(self.loss, np.asarray(other.loss)))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -169,14 +185,7 @@ class LengthCache:
     @property
     def lengths(self) -> Lengths:
         """All entries as arrays."""
-        entries = self._all()
-        return Lengths(
-            entries.lengths,
-            entries.ids,
-            entries.dataset_hash,
-            entries.tokenizer_hash,
-            entries.rows,
-        )
+        return Lengths.of_entries(self._all())
 
     def add(self, sample_id: str, length: int, content: str = "") -> None:
         """Add an entry; adding the same one again is allowed, with another length it is not."""
@@ -313,6 +322,7 @@ class LengthCache:
             np.concatenate([old.content, np.array([e[1] for e in new], np.uint64)]),
             rows,
             old.tokenizer_hash,
+            # Of entries added by hand it is not known, so of the whole it is not either.
         )
 
 

@@ -2,15 +2,19 @@
 
 A `.jsonl` cache is a header line, a line for each entry, and an end record:
 
-    {"format":"batchwright.lengths","version":1,"tokenizer_hash":"..."}
-    {"sample_id":"a","length":12,"content":"0123456789abcdef"}
+    {"format":"batchwright.lengths","version":2,"tokenizer_hash":"...","loss":true}
+    {"sample_id":"a","length":12,"loss":[7,5],"content":"0123456789abcdef"}
     {"end":true,"entries":1,"dataset_hash":"...","sha256":"..."}
 
-`content` is a hash of the row that was measured. `row` is added to entries whose number is not
-their row's, which happens after a row that was skipped. The last line is a function of all
+`loss` is the first token that is predicted with loss (the length, if none is) and how many are;
+an entry without it has loss on all tokens but the first, which nothing predicts. If the header
+says `"loss":false`, nothing is known about it. `content` is a hash of the row that was measured.
+`row` is added to entries whose number is not their row's, which happens after a row that was
+skipped. The last line is a function of all
 others, and a reader compares it whole, so a change of any byte is detected.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -45,11 +49,11 @@ FORMAT = "batchwright.lengths"
 JOURNAL = "batchwright.lengths.partial"
 """The format of the journal of an unfinished cache."""
 
-VERSION = 1
+VERSION = 2
 START = b'{"format":"batchwright.lengths"'
 END = b'{"end":true'
 FEW_BYTES = 1 << 22
-FIELDS = ("sample_id", "length", "content", "row")
+FIELDS = ("sample_id", "length", "loss", "content", "row")
 HEX = frozenset("0123456789abcdef")
 AGAIN = "run `batchwright data lengths build` again with the same output"
 
@@ -129,7 +133,12 @@ def partial_path(path: Path) -> Path:
 
 
 def _write_jsonl(path: Path, entries: Entries) -> None:
-    header = {"format": FORMAT, "version": VERSION, "tokenizer_hash": entries.tokenizer_hash}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer_hash": entries.tokenizer_hash,
+        "loss": entries.loss is not None,
+    }
     hasher = hashlib.sha256()
     with path.open("wb") as file:
 
@@ -149,14 +158,26 @@ def _write_jsonl(path: Path, entries: Entries) -> None:
 
 
 def _lines(entries: Entries) -> Iterator[str]:
-    rows = np.arange(len(entries.ids)) if entries.rows is None else entries.rows
+    lengths = entries.lengths
+    rows = np.arange(len(lengths)) if entries.rows is None else entries.rows
+    loss = _all_but_the_first(lengths) if entries.loss is None else entries.loss
     columns = zip(
-        entries.ids, entries.lengths.tolist(), entries.content.tolist(), rows.tolist(), strict=True
+        entries.ids,
+        lengths.tolist(),
+        loss.tolist(),
+        entries.content.tolist(),
+        rows.tolist(),
+        strict=True,
     )
-    for number, (id, length, content, row) in enumerate(columns):
+    for number, (id, length, (first, count), content, row) in enumerate(columns):
+        part = f',"loss":[{first},{count}]' if (first, count) != (1, length - 1) else ""
         known = f',"content":"{content:016x}"' if content else ""
         moved = f',"row":{row}' if row != number else ""
-        yield f'{{"sample_id":{json.dumps(id)},"length":{length}{known}{moved}}}\n'
+        yield f'{{"sample_id":{json.dumps(id)},"length":{length}{part}{known}{moved}}}\n'
+
+
+def _all_but_the_first(lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+    return np.stack([np.ones_like(lengths), lengths - 1], axis=1)
 
 
 def _end(entries: int, dataset_hash: str, sha256: str) -> bytes:
@@ -178,6 +199,8 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
     if header.get("version") != VERSION:
         raise BadFile(f"{path} has version {header.get('version')}, this reads {VERSION}")
     entries = _parse_lines(path, memoryview(raw)[first:last], header["tokenizer_hash"])
+    if not header.get("loss"):
+        entries = dataclasses.replace(entries, loss=None)
     if raw[last:] != _end(len(entries.ids), entries.dataset_hash, sha256):
         raise _damaged(path, "its end record does not match its entries")
     return entries
@@ -194,7 +217,9 @@ def _parse_few(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
         found = json.loads(b"[%b]" % b",".join(bytes(lines).splitlines()))
         if not {name for entry in found for name in entry} <= {*FIELDS}:
             raise ValueError("an entry has a field that is not known")
-        ids, lengths, content, rows = ([entry.get(name) for entry in found] for name in FIELDS)
+        ids, lengths, loss, content, rows = (
+            [entry.get(name) for entry in found] for name in FIELDS
+        )
         if not {*map(type, ids)} <= {str} or not {*map(type, lengths)} <= {int}:
             raise ValueError("an entry lacks its sample_id or its length")
         digits = [text or "0" * 16 for text in content]
@@ -202,12 +227,15 @@ def _parse_few(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
             raise ValueError("a content hash is not 16 hexadecimal digits")
         known = [number if row is None else row for number, row in enumerate(rows)]
         own = Ids.of(ids)
+        checked = checked_lengths(np.array(lengths, np.int64), own)
+        named = [at for at, pair in enumerate(loss) if pair is not None]
         return Entries(
             own,
-            checked_lengths(np.array(lengths, np.int64), own),
+            checked,
             np.frombuffer(bytes.fromhex("".join(digits)), ">u8").astype(np.uint64),
             None if {*rows} <= {None} else np.array(known, np.int64),
             tokenizer_hash,
+            _checked_loss(checked, np.array(named, np.int64), [loss[at] for at in named]),
         )
     except (ValueError, TypeError, OverflowError) as error:
         if isinstance(error, BadLength):
@@ -221,7 +249,13 @@ def _parse_many(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
 
     text, number = pa.large_string(), pa.int64()
     schema = pa.schema(
-        [("sample_id", text), ("length", number), ("content", text), ("row", number)]
+        [
+            ("sample_id", text),
+            ("length", number),
+            ("loss", pa.list_(number)),
+            ("content", text),
+            ("row", number),
+        ]
     )
     if not lines:
         table = schema.empty_table()
@@ -242,7 +276,29 @@ def _parse_many(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
     if table["row"].null_count < len(ids):
         index = pa.array(np.arange(len(ids)))
         rows = pa.compute.coalesce(table["row"], pa.chunked_array([index])).to_numpy()
-    return Entries(ids, lengths, _hex(path, table["content"]), rows, tokenizer_hash)
+    pairs = table["loss"].combine_chunks()
+    named = np.flatnonzero(pairs.is_valid().to_numpy(zero_copy_only=False))
+    try:
+        loss = _checked_loss(lengths, named, pairs.drop_null().to_pylist())
+    except (ValueError, TypeError) as error:
+        raise _damaged(path, one_line(error)[:200]) from None
+    return Entries(ids, lengths, _hex(path, table["content"]), rows, tokenizer_hash, loss)
+
+
+def _checked_loss(
+    lengths: NDArray[np.int32], items: NDArray[np.int64], pairs: list[Any] | NDArray[Any]
+) -> NDArray[np.int32]:
+    """The loss of all entries: that of `items` is `pairs`, all others have it on every token."""
+    loss = _all_but_the_first(lengths)
+    if len(items):
+        given = np.array(pairs, np.int64)
+        if given.shape != (len(items), 2):
+            raise ValueError("the loss of an entry is not two numbers")
+        loss[items] = given
+        first, count, most = given[:, 0], given[:, 1], lengths[items]
+        if ((first < 1) | (first > most) | (count < 0) | (count > most - first)).any():
+            raise ValueError("the loss of an entry is outside its tokens")
+    return loss
 
 
 def _strings(column: Any) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -282,6 +338,8 @@ def _write_safetensors(path: Path, entries: Entries) -> None:
         arrays["id_offsets"], arrays["id_bytes"] = entries.ids.arrays
     if entries.rows is not None:
         arrays["rows"] = entries.rows
+    if entries.loss is not None:
+        arrays["loss"] = entries.loss
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -330,6 +388,7 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
 
 def _from_tensors(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> Entries:
     lengths, content, rows = arrays["lengths"], arrays["content"], arrays.get("rows")
+    loss = arrays.get("loss")
     if "id_offsets" in arrays:
         ids = Ids.from_arrays(arrays["id_offsets"], arrays["id_bytes"])
     else:
@@ -337,14 +396,19 @@ def _from_tensors(arrays: dict[str, NDArray[Any]], header: dict[str, Any]) -> En
     columns = [lengths, content] if rows is None else [lengths, content, rows]
     if any(column.shape != (len(ids),) for column in columns):
         raise ValueError("its arrays differ in length")
-    return Entries(ids, lengths, content, rows, str(header["tokenizer_hash"]))
+    if loss is not None:
+        loss = _checked_loss(lengths, np.arange(len(ids)), loss)
+    return Entries(ids, lengths, content, rows, str(header["tokenizer_hash"]), loss)
 
 
 def _sum(entries: Entries) -> str:
     # Ids and content are in the data set's hash already, so each byte is hashed once.
     rows = None if entries.rows is None else digest_array(entries.rows)
     lengths = digest_array(entries.lengths)
-    return digest(FORMAT, VERSION, lengths, rows, entries.tokenizer_hash, entries.dataset_hash)
+    loss = None if entries.loss is None else digest_array(entries.loss)
+    return digest(
+        FORMAT, VERSION, lengths, loss, rows, entries.tokenizer_hash, entries.dataset_hash
+    )
 
 
 def _damaged(path: Path, reason: str) -> BadFile:

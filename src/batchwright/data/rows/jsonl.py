@@ -19,7 +19,7 @@ from batchwright.data.rows import Row
 from batchwright.errors import BadFile, BadRow, CannotWrite, one_line
 from batchwright.fingerprint import digest
 
-__all__ = ["JsonlSource"]
+__all__ = ["JsonlSource", "spooled"]
 
 BLOCK = 1 << 24
 BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
@@ -29,18 +29,19 @@ class JsonlSource:
     """One JSON object a line; `compression` is None, "gzip" or "zstd".
 
     Blank lines are not rows, but count as lines. A compressed file is decompressed into an
-    unnamed temporary file, which is gone with the process.
+    unnamed temporary file, which is gone with the process; `spool` is such a file with what a
+    pipe at `path` held.
     """
 
-    def __init__(self, path: Path, compression: str | None) -> None:
+    def __init__(self, path: Path, compression: str | None, spool: int | None = None) -> None:
         self.path = path
+        self._is_pipe = spool is not None
         self.name = path.name
         # Rows are read by offset instead of mapped: a file that shrinks meanwhile must be an
         # error, and a mapped one would kill the process.
         self._compression = compression
-        self._handle = (
-            os.open(path, os.O_RDONLY) if compression is None else _decompressed(path, compression)
-        )
+        plain = os.open(path, os.O_RDONLY) if spool is None else spool
+        self._handle = plain if compression is None else _decompressed(plain, path, compression)
         # A source is a view that nobody closes, so its file is closed with it.
         weakref.finalize(self, os.close, self._handle)
         self._starts, self._lines = _index(self._handle, path)
@@ -63,7 +64,7 @@ class JsonlSource:
 
     def chunk(self, start: int, stop: int) -> "_Lines":
         ends = self._starts[start : stop + 1]
-        raw = os.pread(self._handle, int(ends[-1] - ends[0]), int(ends[0]))
+        raw = _pread(self._handle, int(ends[-1] - ends[0]), int(ends[0]))
         if len(raw) != ends[-1] - ends[0]:
             raise BadFile(f"{self.path} became shorter while it was read; run again")
         return _Lines(start, raw, (ends - ends[0]).tolist())
@@ -74,6 +75,8 @@ class JsonlSource:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # By path, not by content: the unnamed file cannot be passed on.
+        if self._is_pipe:
+            raise BadFile(f"{self.path} is a pipe, which only one process can read; give a file")
         return (JsonlSource, (self.path, self._compression))
 
 
@@ -147,22 +150,53 @@ def _refuse_foreign(head: bytes, path: Path) -> None:
         raise BadFile(f"{path} is one JSON array; write one object a line, as in: jq -c '.[]'")
 
 
-def _decompressed(path: Path, compression: str) -> int:
-    """The content of a compressed file as an open unnamed file."""
+def _pread(handle: int, size: int, at: int) -> bytes:
+    """`size` bytes, or as many as there are; one call of the system reads less than 2 GiB."""
+    if size <= BLOCK:
+        return os.pread(handle, size, at)
+    parts = []
+    while size and (part := os.pread(handle, min(size, 1 << 30), at)):
+        parts.append(part)
+        size, at = size - len(part), at + len(part)
+    return b"".join(parts)
+
+
+def spooled(path: Path) -> int:
+    """What a pipe holds, as an open unnamed file: rows are read more than once."""
+    try:
+        with tempfile.TemporaryFile() as file, path.open("rb") as pipe:
+            while block := pipe.read(BLOCK):
+                file.write(block)
+            file.flush()
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise _no_room(path, error) from None
+
+
+def _decompressed(handle: int, path: Path, compression: str) -> int:
+    """The content of a compressed file as an open unnamed file; closes the `handle` of it."""
     import pyarrow
 
     try:
-        with tempfile.TemporaryFile() as file, pyarrow.OSFile(str(path)) as compressed:
+        with (
+            tempfile.TemporaryFile() as file,
+            os.fdopen(handle, "rb") as opened,
+            pyarrow.PythonFile(opened, mode="r") as compressed,
+        ):
             stream = pyarrow.CompressedInputStream(compressed, compression)
             while block := _read(stream, path, compression):
                 file.write(block)
             file.flush()
             return os.dup(file.fileno())
     except OSError as error:
-        raise CannotWrite(
-            f"cannot decompress {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
-            f"free space or set TMPDIR to a larger disk"
-        ) from None
+        raise _no_room(path, error) from None
+
+
+def _no_room(path: Path, error: OSError) -> CannotWrite:
+    return CannotWrite(
+        f"cannot copy {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
+        f"free space or set TMPDIR to a larger disk"
+    )
 
 
 def _read(stream: Any, path: Path, compression: str) -> bytes:

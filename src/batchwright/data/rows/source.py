@@ -5,20 +5,25 @@ A file's first bytes, not its name, say what it is: JSONL may be compressed with
 
 import bisect
 import itertools
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from batchwright.data.rows import Row
-from batchwright.data.rows.jsonl import JsonlSource
+from batchwright.data.rows.jsonl import JsonlSource, spooled
 from batchwright.data.rows.tables import dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
 from batchwright.fingerprint import digest
 
-__all__ = ["Chunk", "OnBadRow", "Skipped", "Source", "good_rows", "open_source"]
+__all__ = ["Chunk", "IdsOf", "OnBadRow", "Skipped", "Source", "good_rows", "open_source"]
 
 OnBadRow = Literal["fail", "skip"]
+IdsOf = Literal["auto", "ignore", "require"]
+"""Ids of rows where they have one, never, or refuse rows without."""
+ID_COLUMNS = ("id", "sample_id")
 T = TypeVar("T")
 
 FILES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
@@ -70,16 +75,21 @@ class Skipped:
             self.reasons.append(reason)
 
 
-def open_source(spec: Any, ignore_columns: Sequence[str] = ()) -> Source:
+def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "auto") -> Source:
     """Open a file, a folder, several files as one, or a Hugging Face dataset.
 
     `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
     or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
     a folder); a `datasets.Dataset`; or what this function returned. Only the offsets of the rows
-    are held in memory. `ignore_columns` are left out, as if the rows did not have them.
+    are held in memory. `ignore_columns` are left out, as if the rows did not have them. `ids`
+    says what rows are called: by their `id` or `sample_id` where they have one (auto), all by
+    their numbers (ignore), or a row without an id is bad (require).
     """
-    if ignore_columns:
-        return _NarrowSource(open_source(spec), frozenset(ignore_columns))
+    if ignore_columns or ids != "auto":
+        ignored = frozenset([*ignore_columns, *(ID_COLUMNS if ids == "ignore" else ())])
+        return _NarrowSource(open_source(spec), ignored, ids == "require")
+    if spec == "":
+        raise ConfigError("the name of the data is empty; give a file, a folder or hf:NAME")
     if isinstance(spec, str) and spec.startswith("hf:"):
         return hugging_face(spec.removeprefix("hf:"))
     if isinstance(spec, str | Path):
@@ -120,8 +130,18 @@ def good_rows(
 
 
 def _open_path(path: Path) -> Source:
-    if not path.exists():
-        raise MissingFile(f"no data at {path}; check the path")
+    try:
+        kind = path.stat().st_mode
+    except OSError as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
+        raise MissingFile(f"no data at {path}{reason}; check the path") from None
+    if stat.S_ISFIFO(kind):
+        handle = spooled(path)
+        return JsonlSource(path, _compression(os.pread(handle, 4, 0)), handle)
+    if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):
+        raise MissingFile(
+            f"{path} is a device, not a file of rows; give a file, a folder or a pipe"
+        )
     if path.is_dir():
         if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
             return hugging_face(str(path))
@@ -136,41 +156,51 @@ def _open_path(path: Path) -> Source:
         raise MissingFile(f"cannot read {path}: {error.strerror}") from None
     if head.startswith(b"PAR1"):
         return parquet(path)
-    return JsonlSource(path, next((MAGIC[m] for m in MAGIC if head.startswith(m)), None))
+    return JsonlSource(path, _compression(head))
+
+
+def _compression(head: bytes) -> str | None:
+    return next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
 
 
 class _NarrowSource:
-    """A source without some of its columns."""
+    """A source without some of its columns, whose rows may have to have an id."""
 
-    def __init__(self, whole: Source, ignored: frozenset[str]) -> None:
-        self._whole, self._ignored = whole, ignored
+    def __init__(self, whole: Source, ignored: frozenset[str], need_id: bool) -> None:
+        self._whole, self._ignored, self._need_id = whole, ignored, need_id
         self.name, self.where = whole.name, whole.where
 
     @property
     def fingerprint(self) -> str:
-        return digest("narrow", self._whole.fingerprint, sorted(self._ignored))[:16]
+        return digest("narrow", self._whole.fingerprint, sorted(self._ignored), self._need_id)[:16]
 
     def __len__(self) -> int:
         return len(self._whole)
 
     def __getitem__(self, item: int) -> Row:
-        return _without(self._whole[item], self._ignored)
+        row = _narrow(self._whole[item], self._ignored, self._need_id)
+        if isinstance(row, BadRow):
+            raise BadRow(f"{self.where(item)}: {row}")
+        return row
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        return _NarrowChunk(self._whole.chunk(start, stop), self._ignored)
+        return _NarrowChunk(self._whole.chunk(start, stop), self._ignored, self._need_id)
 
 
 @dataclass(frozen=True, slots=True)
 class _NarrowChunk:
     whole: Chunk
     ignored: frozenset[str]
+    need_id: bool
 
     def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
         for item, row in self.whole.rows():
-            yield item, row if isinstance(row, BadRow) else _without(row, self.ignored)
+            yield item, row if isinstance(row, BadRow) else _narrow(row, self.ignored, self.need_id)
 
 
-def _without(row: Row, ignored: frozenset[str]) -> Row:
+def _narrow(row: Row, ignored: frozenset[str], need_id: bool) -> Row | BadRow:
+    if need_id and all(row.get(name) is None for name in ID_COLUMNS):
+        return BadRow("has no id, and --ids require asks for one; add it, or leave the flag out")
     return {name: value for name, value in row.items() if name not in ignored}
 
 

@@ -12,7 +12,7 @@ __all__ = ["SftConfig"]
 
 _PLANNED = (
     *("layout", "token_budget", "bucket_edges", "pack", "pack_max_len", "pack_mode"),
-    *("overflow", "step_size", "grad_accum"),
+    *("overflow", "no_loss", "step_size", "grad_accum"),
 )
 """Settings that a plan already holds."""
 _GYM = ("gym_host", "gym_port", "gym_transport", "gym_connections")
@@ -39,8 +39,8 @@ class SftConfig(RunConfig):
 
     model: str = ""
     """tiny, smollm2, a transformers folder or a hub id."""
-    data: str = ""
-    """JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or hf:NAME[:SPLIT]."""
+    data: tuple[str, ...] = ()
+    """JSONL (.gz, .zst), Parquet, a folder or hf:NAME[:SPLIT]; several, or shares as FILE=0.7."""
 
     batchplan: Path | None = None
     """A saved batch plan; without it, one is built from the flags below."""
@@ -60,6 +60,8 @@ class SftConfig(RunConfig):
     """Bin packing algorithm."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
     """What to do with a sample that is too long for a row."""
+    no_loss: Literal["error", "skip"] = "error"
+    """What to do with a sample without a token that carries loss."""
     step_size: int = 0
     """Microbatches in an optimizer step over all ranks; 0: --grad-accum times the ranks."""
     grad_accum: int = 1
@@ -154,9 +156,16 @@ class SftConfig(RunConfig):
     """Loss on every assistant turn and response, only on the last turn, or on all tokens."""
     ignore_column: tuple[str, ...] = ()
     """Leave this column of text out of the rows; repeatable."""
+    ids: Literal["auto", "ignore", "require"] = "auto"
+    """Sample ids: those of the rows where they have one, their numbers, or refuse rows without."""
+    repeated_ids: Literal["fail", "skip"] = "fail"
+    """Stop at rows with the same id, or keep the first and count the others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        given: object = self.data
+        if isinstance(given, str):
+            object.__setattr__(self, "data", (given,) if given else ())
         self.at_least(1, "token_budget", "pack_max_len", "grad_accum", "keep")
         self.at_least(0, "epochs", "step_size", "max_steps", "warmup_steps", "eval_every")
         self.at_least(0, "save_every", "stop_after", "weight_decay", "clip", "lora_rank")

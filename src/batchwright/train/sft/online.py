@@ -129,7 +129,7 @@ class OnlineSteps:
         from batchwright.streaming.offline import OfflineDatasetStream
 
         rows = OfflineDatasetStream(
-            open_source(self._config.data, self._config.ignore_column),
+            open_source(self._config.data, self._config.ignore_column, self._config.ids),
             tokenizer=self._tokenizer,
             # Too long is what --overflow says.
             max_length=2**31 - 1,
@@ -139,7 +139,7 @@ class OnlineSteps:
         self._bad_rows = rows.metrics.samples_errored
         if self.buffer.total_evicted:
             raise ConfigError(
-                f"{self._config.data} has {self.buffer.total_added:,} rows, more than "
+                f"--data has {self.buffer.total_added:,} rows, more than "
                 f"--buffer-size {self._config.buffer_size:,}; raise it, or give fewer rows"
             )
 

@@ -1,9 +1,9 @@
 """Rows to a plan and tokens in the run directory, once; every rank then maps the same files."""
 
+import re
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,23 @@ from numpy.typing import NDArray
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.batching.collation import SampleReader
+from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
-from batchwright.data.tokens import TokenStore
+from batchwright.data.tokens import TokenStore, make_store
 from batchwright.errors import ConfigError, Mismatch
+from batchwright.sealed import MANIFEST
 from batchwright.train.sft.config import SftConfig
 
 __all__ = [
     "Prepared",
     "batching_config",
     "bucket_edges",
+    "mixture_of",
     "open_prepared",
     "prepare",
     "tokenizer_of",
@@ -51,7 +54,8 @@ def prepare(
     """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run.
 
     Whatever contradicts itself without the tokens being known is refused before tokenising
-    begins. Killed or refused later, it resumes: no row is tokenised twice.
+    begins. Tokens are taken from the token store of the data, which is made if it is not there;
+    the run shares its files.
     """
     run = config.run_dir
     planned = None if config.batchplan is None else BatchPlan.load(config.batchplan)
@@ -61,34 +65,33 @@ def prepare(
         _check_hash("tokenizer", planned.tokenizer_hash, tokenizer.fingerprint)
         planned.shard(0, world_size)
     # An online run makes its samples as it goes; only what it is evaluated on stands before.
-    columns = config.ignore_column
-    source = None if config.online else open_source(config.data, columns)
-    eval_source = open_source(config.eval_data, columns) if config.eval_data else None
-    for left in ("eval_plan", "eval_tokens"):
+    sources, shares = ({}, {}) if config.online else _sources(config, planned)
+    eval_source = _opened(config, config.eval_data) if config.eval_data else None
+    for left in ("tokens", "eval_plan", "eval_tokens"):
         # Of an attempt that was refused; this one may hold out nothing.
         shutil.rmtree(run / left, ignore_errors=True)
-    with ExitStack() as unfinished:
 
-        def tokenised(rows: Source, name: str) -> Lengths:
-            building = TokenStore.building(
-                rows, tokenizer, run / name, on_bad_row=config.on_bad_row, progress=progress
-            )
-            return unfinished.enter_context(building).lengths
+    def tokenised(rows: Source, path: Path) -> Lengths:
+        store, _ = make_store(
+            rows,
+            tokenizer,
+            on_bad_row=config.on_bad_row,
+            repeated_ids=config.repeated_ids,
+            progress=progress,
+        )
+        store.link(path)
+        return store.lengths
 
-        if source is not None:
-            lengths = tokenised(source, "tokens")
-            if planned is not None:
-                _check_hash("data", planned.dataset_hash, lengths.dataset_hash)
-                planned.save(run / "plan")
-            else:
-                held_out = _held_out(lengths, config)
-                train = _subset(lengths, ~held_out) if held_out.any() else lengths
-                BatchPlanBuilder(train, batching).build(config.epochs or 1).save(run / "plan")
-                if held_out.any():
-                    _eval_plan(config, _subset(lengths, held_out)).save(run / "eval_plan")
-        if eval_source is not None:
-            held = tokenised(eval_source, "eval_tokens")
-            _eval_plan(config, held).save(run / "eval_plan")
+    if sources:
+        parts = {name: tokenised(sources[name], run / "tokens" / name) for name in sources}
+        if planned is not None:
+            _check_hash("data", planned.dataset_hash, _dataset_hash(parts))
+            planned.save(run / "plan")
+        else:
+            _plan(config, batching, parts, shares)
+    if eval_source is not None:
+        held = tokenised(eval_source, run / "eval_tokens")
+        _eval_plan(config, held).save(run / "eval_plan")
 
 
 def open_prepared(run: Path, part: str = "") -> Prepared | None:
@@ -97,8 +100,139 @@ def open_prepared(run: Path, part: str = "") -> Prepared | None:
         return None
     plan = BatchPlan.load(run / f"{part}plan")
     tokens = run / f"{part}tokens"
-    store = TokenStore(tokens if tokens.is_dir() else run / "tokens")
-    return Prepared(plan, _reader(plan, store), store.skipped)
+    stores = _stores(tokens if tokens.is_dir() else run / "tokens")
+    skipped = sum(store.skipped.count for store in stores.values())
+    return Prepared(plan, _reader(plan, stores), skipped)
+
+
+def mixture_of(data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The data sets, and the share of each if they are a mixture.
+
+    >>> mixture_of(("math.jsonl=0.7", "chat.jsonl=0.3"))
+    (('math.jsonl', 'chat.jsonl'), (0.7, 0.3))
+    >>> mixture_of(("math.jsonl", "chat.jsonl"))
+    (('math.jsonl', 'chat.jsonl'), ())
+    """
+    names, shares = [], []
+    for spec in data:
+        if not spec:
+            raise ConfigError("--data is empty; give a file, a folder or hf:NAME")
+        found = re.fullmatch(r"(.+)=([^=/]*)", spec, re.DOTALL)
+        if found is None or Path(spec).exists():
+            names.append(spec)
+            continue
+        names.append(found[1])
+        shares.append(_share(spec, found[2]))
+    if shares and len(shares) < len(names):
+        raise ConfigError(
+            f"{len(shares)} of {len(names)} --data have a share; write each as "
+            f"--data FILE=SHARE, or none"
+        )
+    return tuple(names), tuple(shares)
+
+
+def _share(spec: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < float("inf"):
+        raise ConfigError(
+            f"--data {spec}: the share must be a number above 0, got {text!r}; write "
+            f"--data FILE=SHARE"
+        )
+    return share
+
+
+def _sources(
+    config: SftConfig, planned: BatchPlan | None
+) -> tuple[dict[str, Source], dict[str, float]]:
+    """The data by name, one of no name unless it is a mixture, and the share of each."""
+    paths, shares = mixture_of(config.data)
+    if planned is not None:
+        if shares:
+            raise ConfigError(
+                "--data FILE=SHARE makes a mixture, which the plan of --batchplan already is or "
+                "is not; leave out the shares"
+            )
+        if planned.sources:
+            names = [name for name, _, _ in planned.sources]
+            if len(names) != len(paths):
+                raise Mismatch(
+                    f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(paths)} "
+                    f"--data are given; give one for each, in this order"
+                )
+            opened = [_opened(config, path) for path in paths]
+            return dict(zip(names, opened, strict=True)), {}
+    if len(shares) < 2:
+        return {"": _opened(config, paths[0] if len(paths) == 1 else paths)}, {}
+    names = [Path(path.removeprefix("hf:")).name.partition(".")[0] for path in paths]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"every source of a mixture needs a name of its own, got {', '.join(names)}; "
+            f"rename a file"
+        )
+    opened = [_opened(config, path) for path in paths]
+    return dict(zip(names, opened, strict=True)), dict(zip(names, shares, strict=True))
+
+
+def _opened(config: SftConfig, spec: str | tuple[str, ...]) -> Source:
+    return open_source(spec, config.ignore_column, config.ids)
+
+
+def _plan(
+    config: SftConfig,
+    batching: BatchingConfig,
+    parts: Mapping[str, Lengths],
+    shares: Mapping[str, float],
+) -> None:
+    """Plan what is trained, and what is held out of it."""
+    run = config.run_dir
+    held_out = {name: _held_out(lengths, config) for name, lengths in parts.items()}
+    train = {name: _subset(part, ~held_out[name]) for name, part in parts.items()}
+    if shares:
+        weights = _weights({name: len(part) for name, part in train.items()}, shares)
+        builder = BatchPlanBuilder(train, batching, weights=weights)
+    else:
+        builder = BatchPlanBuilder(train[""], batching)
+    builder.build(config.epochs or 1).save(run / "plan")
+    held = {name: _subset(part, held_out[name]) for name, part in parts.items()}
+    if any(len(part) for part in held.values()):
+        _eval_plan(config, _joined(held)).save(run / "eval_plan")
+
+
+def _weights(sizes: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, float]:
+    """How often each sample is shown in an epoch, so that sources have their shares of samples.
+
+    The source that is scarcest for its share is shown once, of the others a part, a different
+    one each epoch.
+    """
+    scale = min(sizes[name] / share for name, share in shares.items())
+    return {name: shares[name] * scale / sizes[name] for name in sizes}
+
+
+def _joined(parts: Mapping[str, Lengths]) -> Lengths:
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    loss = [part.loss for part in parts.values() if part.loss is not None]
+    return Lengths(
+        values=np.concatenate([part.values for part in parts.values()]),
+        ids=Ids.of_blocks(_spelled(name, part.ids) for name, part in parts.items()),
+        dataset_hash=_dataset_hash(parts),
+        tokenizer_hash=next(iter(parts.values())).tokenizer_hash,
+        loss=np.concatenate(loss),
+    )
+
+
+def _spelled(name: str, ids: Ids) -> Iterator[str]:
+    """The ids of a source as a plan spells them: those of a mixture begin with its name."""
+    return (f"{name}/{id}" for id in ids) if name else iter(ids)
+
+
+def _dataset_hash(parts: Mapping[str, Lengths]) -> str:
+    if len(parts) == 1:
+        return next(iter(parts.values())).dataset_hash
+    return mixture_hash({name: part.dataset_hash for name, part in parts.items()})
 
 
 def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
@@ -110,6 +244,7 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
         # Only the budget limits a padded row: it is what memory is sized by.
         overflow_max=2**31 - 1,
         overflow=config.overflow,
+        no_loss=config.no_loss,
         pack_max_length=config.pack_max_len,
         pack_mode=config.pack_mode,
         step_size=config.step_size or config.grad_accum * world_size,
@@ -145,7 +280,9 @@ def tokenizer_of(config: SftConfig, own: Tokenizer, model: Any) -> Tokenizer:
 def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:
     longest = int(lengths.values.max())
     budget = max(config.token_budget, longest)
-    evaluation = BatchingConfig(layout="sorted", token_budget=budget, overflow_max=budget)
+    evaluation = BatchingConfig(
+        layout="sorted", token_budget=budget, overflow_max=budget, no_loss=config.no_loss
+    )
     return BatchPlanBuilder(lengths, evaluation).build()
 
 
@@ -161,12 +298,15 @@ def _held_out(lengths: Lengths, config: SftConfig) -> NDArray[np.bool_]:
 
 
 def _subset(lengths: Lengths, wanted: NDArray[np.bool_]) -> Lengths:
+    if wanted.all():
+        return lengths
     items = np.flatnonzero(wanted)
-    return Lengths(
+    return replace(
+        lengths,
         values=lengths.values[items],
         ids=Ids.of(lengths.ids.take(items.tolist())),
-        dataset_hash=lengths.dataset_hash,
-        tokenizer_hash=lengths.tokenizer_hash,
+        rows=None if lengths.rows is None else lengths.rows[items],
+        loss=None if lengths.loss is None else lengths.loss[items],
     )
 
 
@@ -178,13 +318,31 @@ def _check_hash(thing: str, planned: str, given: str) -> None:
         )
 
 
-def _reader(plan: BatchPlan, store: TokenStore) -> SampleReader:
+def _stores(tokens: Path) -> dict[str, TokenStore]:
+    """The token store of a run, or those of its mixture by name."""
+    if (tokens / MANIFEST).exists() or not tokens.is_dir():
+        return {"": TokenStore(tokens)}
+    return {path.name: TokenStore(path) for path in sorted(tokens.iterdir())}
+
+
+def _reader(plan: BatchPlan, stores: Mapping[str, TokenStore]) -> SampleReader:
     """Plan items to samples: by number where the ids agree, else by id."""
-    if plan.ids == store.lengths.ids:
-        return store
-    find = store.lengths.ids.find
+    if len(stores) == 1:
+        (store,) = stores.values()
+        if plan.ids == store.lengths.ids:
+            return store
+    parts = [*stores.values()]
+    starts = np.cumsum([0, *(len(store) for store in parts)])
+    ids = Ids.of_blocks(_spelled(name, store.lengths.ids) for name, store in stores.items())
+    places = ids.places(plan.ids)
+    if (places < 0).any():
+        missing = plan.ids[int((places < 0).argmax())]
+        raise Mismatch(f"sample {missing!r} of the plan is not among the tokens of the run")
 
     def read(item: int) -> Sample:
-        return store(find(plan.ids[item]))
+        at = int(places[item])
+        part = int(np.searchsorted(starts, at, side="right")) - 1
+        found = parts[part](at - int(starts[part]))
+        return Sample(found.input_ids, found.loss_mask, plan.ids[item])
 
     return read

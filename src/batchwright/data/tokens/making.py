@@ -1,0 +1,376 @@
+"""Find the token store of a data set and a tokenizer, or make it: once, resumed after kill -9."""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.data.build import Build, EncodedChunk
+from batchwright.data.build.build import RepeatedIds
+from batchwright.data.build.journal import Journal, Record
+from batchwright.data.build.known import Known, columns_of
+from batchwright.data.rows.source import OnBadRow, Source
+from batchwright.data.tokenizers.tokenizer import Tokenizer
+from batchwright.data.tokens.kept import stores_folder
+from batchwright.data.tokens.store import LARGE, STORE, TokenStore
+from batchwright.errors import BadFile, BadRow, CannotWrite, DuplicateId
+from batchwright.files import link_or_copy
+from batchwright.fingerprint import digest
+from batchwright.sealed import MANIFEST, write_array
+
+__all__ = ["find_store", "make_store"]
+
+JOURNAL = "batchwright.tokens.partial"
+COPY_ITEMS = 1 << 22
+ELSEWHERE = "free space, or set BATCHWRIGHT_TOKENS to a folder with more"
+
+log = logging.getLogger(__name__)
+
+
+def find_store(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
+    """The finished store of this data and tokenizer, if there is one."""
+    path = _path(source, tokenizer)
+    if not (path / MANIFEST).is_file():
+        return None
+    store = TokenStore(path)
+    # When it was used last, for whoever prunes; a folder of somebody else stays as it is.
+    with contextlib.suppress(OSError):
+        os.utime(path / MANIFEST)
+    return store
+
+
+def make_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    on_bad_row: OnBadRow = "fail",
+    repeated_ids: RepeatedIds = "fail",
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[TokenStore, int]:
+    """The store of this data and tokenizer, and how many rows were tokenised for it now.
+
+    A finished one is only opened. Else every row is tokenised that is neither in the store of an
+    earlier version of the data nor in what a killed build left. The folder is the same whatever
+    the number of workers and however often the build was interrupted. Of two processes that make
+    the same store, one waits for the other.
+    """
+    path = _path(source, tokenizer)
+    tokenised = 0
+    with _Lock(path) if not path.exists() else contextlib.nullcontext():
+        store = _intact(source, tokenizer)
+        if store is None:
+            with _Unfinished.beside(path, source, tokenizer) as unfinished:
+                build = Build(
+                    source,
+                    tokenizer,
+                    unfinished.known,
+                    on_bad_row=on_bad_row,
+                    repeated_ids=repeated_ids,
+                    workers=workers,
+                    progress=progress,
+                )
+                for chunk in build:
+                    unfinished.append(chunk)
+                _write(path, build, unfinished, source, tokenizer)
+            tokenised = build.tokenised
+            store = TokenStore(path)
+    if store.skipped.count and on_bad_row == "fail":
+        raise BadRow(store.skipped.reasons[0])
+    if store.repeated.count and repeated_ids == "fail":
+        raise DuplicateId(store.repeated.reasons[0])
+    return store, tokenised
+
+
+def _path(source: Source, tokenizer: Tokenizer) -> Path:
+    key = digest("tokens", STORE.version, source.fingerprint, tokenizer.fingerprint)
+    return stores_folder() / key[:16]
+
+
+def _intact(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
+    try:
+        return find_store(source, tokenizer)
+    except BadFile as error:
+        log.warning("%s: it is made again", error)
+        return None
+
+
+class _Lock:
+    """Held by the one process that makes a store; the system releases that of a killed one."""
+
+    def __init__(self, path: Path, *, wait: bool = True) -> None:
+        self._path = path.with_name(f"{path.name}.lock")
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                self._file = self._path.open("w")
+                self._lock()
+                # Whoever held it before may have removed it.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                        return
+                self._file.close()
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot keep tokens in {self._path.parent}: {error.strerror}; {ELSEWHERE}"
+            ) from None
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not self._wait:
+                self._file.close()
+                raise
+            log.warning("another process is tokenising this data; waiting for it")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
+class _Unfinished:
+    """Tokens in the order they were made, in a folder beside the store, and their journal.
+
+    A chunk's tokens are written before its record, which holds their checksum: what a killed
+    build left behind the last record is cut off. Places count first the rows of `earlier`, a
+    store of an earlier version of the data, then the rows here.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, earlier: TokenStore | None) -> None:
+        self._folder = folder
+        self._earlier = earlier
+        self._journal = Journal(folder / "journal.jsonl", JOURNAL, tokenizer.fingerprint)
+        self._files = {name: (folder / f"{name}.bin").open("a+b", 0) for name in LARGE}
+        self._hashers = {name: hashlib.sha256() for name in LARGE}
+        for file in self._files.values():
+            file.seek(0)
+        columns = [columns_of(record) for record in self._journal.replay(self._is_intact)]
+        self.resumed = sum(len(column[0]) for column in columns)
+        self._sizes = [column[2].astype(np.int64) for column in columns]
+        if earlier is not None:
+            old = earlier.entries
+            columns.insert(0, (old.ids.keys(), old.content, old.lengths))
+        self.known = Known.of(columns)
+        self._count = len(self.known)
+        self._places: list[NDArray[np.int64]] = []
+        for name, file in self._files.items():
+            file.truncate(sum(int(part.sum()) for part in self._sizes) * LARGE[name].itemsize)
+
+    @classmethod
+    @contextmanager
+    def beside(cls, path: Path, source: Source, tokenizer: Tokenizer) -> Iterator["_Unfinished"]:
+        """Kept when the block ends with an error, if there is anything to keep; else deleted."""
+        earlier = _earlier(source, tokenizer)
+        self = cls(_partial(path, source, tokenizer), tokenizer, earlier)
+        if self.resumed:
+            log.warning("resuming: %s rows are tokenised already", f"{self.resumed:,}")
+        try:
+            yield self
+        except BaseException:
+            self._close(keep=not self._journal.is_empty)
+            raise
+        self._close(keep=False)
+
+    def append(self, chunk: EncodedChunk) -> None:
+        """Add the rows tokenised now; the others are here already."""
+        new = chunk.is_new
+        places = chunk.places.copy()
+        places[new] = self._count + np.arange(int(new.sum()))
+        self._count += int(new.sum())
+        self._places.append(places)
+        self._sizes.append(chunk.lengths[new].astype(np.int64))
+        pieces: dict[str, NDArray[Any]] = {"tokens": chunk.tokens, "mask": chunk.mask}
+        raw = {name: _bytes(values, name) for name, values in pieces.items()}
+        try:
+            for name, file in self._files.items():
+                self._hashers[name].update(raw[name])
+                view = memoryview(raw[name])
+                while view:
+                    view = view[file.write(view) :]
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot write {self._folder}: {error.strerror}; {ELSEWHERE}, and run again: "
+                f"it resumes from here"
+            ) from None
+        self._journal.append(*chunk.record(), _checksum(*raw.values()))
+
+    def put(self, folder: Path, kept: NDArray[np.bool_]) -> dict[str, Any]:
+        """Tokens and masks of the rows that are `kept`, in the order of the rows, into `folder`."""
+        places = np.concatenate(self._places)[kept]
+        as_made = len(places) == self._count and np.array_equal(places, np.arange(self._count))
+        if as_made and self._earlier is None:
+            # Which is usual: nothing is written twice.
+            entries = {}
+            for name, file in self._files.items():
+                size = file.seek(0, os.SEEK_END) // LARGE[name].itemsize
+                entries[name] = _entry(name, size, self._hashers[name])
+                link_or_copy(self._folder / f"{name}.bin", folder / f"{name}.bin")
+            return entries
+        return {name: self._copy(folder, name, places) for name in LARGE}
+
+    def _copy(self, folder: Path, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
+        parts = [_mapped(self._folder / f"{name}.bin", name)]
+        sizes = [np.zeros(1, np.int64), *self._sizes]
+        if self._earlier is not None:
+            parts.insert(0, getattr(self._earlier, name))
+            sizes.insert(1, self._earlier.lengths.values.astype(np.int64))
+        offsets, border = np.cumsum(np.concatenate(sizes)), len(parts[0])
+        # Rows stand as they were made unless the data changed in between: one run is usual.
+        first_here = 0 if self._earlier is None else len(self._earlier)
+        breaks = (np.diff(places) != 1) | (places[1:] == first_here)
+        bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
+        hasher, size = hashlib.sha256(), 0
+        with (folder / f"{name}.bin").open("wb") as file:
+            for first, stop in pairwise(bounds):
+                begin, end = int(offsets[places[first]]), int(offsets[places[stop - 1] + 1])
+                part, before = parts[0], 0
+                if len(parts) == 2 and places[first] >= first_here:
+                    part, before = parts[1], border
+                for at in range(begin, end, COPY_ITEMS):
+                    raw = part[at - before : min(at + COPY_ITEMS, end) - before].tobytes()
+                    file.write(raw)
+                    hasher.update(raw)
+                    size += len(raw) // LARGE[name].itemsize
+        return _entry(name, size, hasher)
+
+    def _is_intact(self, record: Record) -> bool:
+        items = sum(record[1])
+        raw = {name: f.read(items * LARGE[name].itemsize) for name, f in self._files.items()}
+        if record[3:] != (_checksum(*raw.values()),):
+            return False
+        for name, part in raw.items():
+            self._hashers[name].update(part)
+        return True
+
+    def _close(self, *, keep: bool) -> None:
+        for file in self._files.values():
+            file.close()
+        if keep:
+            self._journal.close()
+            return
+        for name in self._files:
+            (self._folder / f"{name}.bin").unlink(missing_ok=True)
+        self._journal.remove()
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+
+def _partial(path: Path, source: Source, tokenizer: Tokenizer) -> Path:
+    """Where to make a store: with what a build of an earlier version of the data left, if any."""
+    name = digest("partial", source.name, tokenizer.fingerprint)[:8]
+    folder = path.with_name(f"{name}-{path.name}.partial")
+    for left in path.parent.glob(f"{name}-*.partial") if not folder.exists() else ():
+        store = path.with_name(left.name.removeprefix(f"{name}-").removesuffix(".partial"))
+        with contextlib.suppress(BlockingIOError, OSError), _Lock(store, wait=False):
+            left.rename(folder)
+            break
+    return folder
+
+
+def _earlier(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
+    """The newest store of a data set of this name, for the rows that have not changed since."""
+    folder = stores_folder()
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        try:
+            fields = STORE.read(path)
+            if (fields["source"], fields["tokenizer_hash"]) == (source.name, tokenizer.fingerprint):
+                found.append(((path / MANIFEST).stat().st_mtime, path, fields))
+        except (BadFile, KeyError, OSError):
+            continue
+    for _, path, fields in sorted(found, reverse=True, key=lambda entry: entry[0]):
+        with contextlib.suppress(BadFile, OSError):
+            store = TokenStore(path)
+            # What is copied gets a new checksum, so damage must not pass.
+            for name in LARGE:
+                STORE.check_array(path, name, fields["files"][name], getattr(store, name))
+            return store
+    return None
+
+
+def _write(
+    path: Path, build: Build, unfinished: _Unfinished, source: Source, tokenizer: Tokenizer
+) -> None:
+    entries, kept = build.entries()
+    with STORE.replacing(path) as folder:
+        files = unfinished.put(folder, kept)
+        offsets = np.concatenate([[0], np.cumsum(entries.lengths, dtype=np.int64)])
+        files["offsets"] = write_array(folder, "offsets", offsets)
+        files["loss"] = write_array(folder, "loss", _loss(folder / "mask.bin", offsets))
+        files["content"] = write_array(folder, "content", entries.content)
+        if entries.rows is not None:
+            files["rows"] = write_array(folder, "rows", entries.rows)
+        if entries.ids.arrays is not None:
+            files["id_offsets"] = write_array(folder, "id_offsets", entries.ids.arrays[0])
+            files["id_data"] = write_array(folder, "id_data", entries.ids.arrays[1])
+        STORE.write(
+            folder,
+            {
+                "source": source.name,
+                "tokenizer": tokenizer.name,
+                "dataset_hash": entries.dataset_hash,
+                "tokenizer_hash": entries.tokenizer_hash,
+                "skipped": _said(build.skipped),
+                "repeated": _said(build.repeated),
+                "files": files,
+            },
+        )
+
+
+def _loss(mask: Path, offsets: NDArray[np.int64]) -> NDArray[np.int32]:
+    """For each sample the first token that is predicted with loss, and how many are.
+
+    The first token of a sample is never predicted. Where none is, the first is the length.
+    """
+    mapped = _mapped(mask, "mask")
+    loss = np.empty((len(offsets) - 1, 2), np.int32)
+    at = 0
+    while at < len(loss):
+        stop = max(at + 1, int(np.searchsorted(offsets, offsets[at] + COPY_ITEMS)) - 1)
+        bounds = offsets[at : stop + 1] - offsets[at]
+        carries = np.array(mapped[offsets[at] : offsets[stop]])
+        carries[bounds[:-1]] = 0
+        places = np.append(np.flatnonzero(carries), len(carries))
+        before = np.searchsorted(places, bounds)
+        first = np.minimum(places[np.minimum(before[:-1], len(places) - 1)], bounds[1:])
+        loss[at:stop, 0] = first - bounds[:-1]
+        loss[at:stop, 1] = np.diff(np.minimum(before, len(places) - 1))
+        at = stop
+    return loss
+
+
+def _said(skipped: Any) -> dict[str, Any]:
+    return {"count": skipped.count, "reasons": list(skipped.reasons)}
+
+
+def _mapped(path: Path, name: str) -> NDArray[Any]:
+    # An empty file cannot be mapped.
+    return np.memmap(path, LARGE[name], "r") if path.stat().st_size else np.empty(0, LARGE[name])
+
+
+def _entry(name: str, size: int, hasher: Any) -> dict[str, Any]:
+    return {"dtype": LARGE[name].str, "shape": [size], "sha256": hasher.hexdigest()}
+
+
+def _bytes(values: NDArray[Any], name: str) -> bytes:
+    return np.ascontiguousarray(values, LARGE[name]).tobytes()
+
+
+def _checksum(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
