@@ -323,6 +323,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "bucket_edges": ("bucketed", (32, 65)),
     "overflow_max": ("bucketed", 127),
     "overflow": ("bucketed", "split"),
+    "no_loss": ("bucketed", "skip"),
     "min_length": ("bucketed", 2),
     "pad_policy": ("bucketed", "pad_to_bucket"),
     "align": ("sorted", 8),
