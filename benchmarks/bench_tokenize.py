@@ -1,7 +1,9 @@
-"""Lengths of GSM8K: rows of a JSONL file -> tokens -> lengths, on one core and on all.
+"""Tokens of GSM8K: rows of a JSONL file -> tokens -> lengths, on one core and on all.
 
 Timed is the file on disk -> the number of tokens of every row. Ours also hashes every row's
-content, keeps a journal and writes the finished length cache; the others only count. Where
+content, keeps a journal and writes the token store and the length cache; the others only count.
+Then the start of a fine-tuning run is timed, up to the plan: first, and again on the same data;
+loading the model is the same in both and left out. Where
 processes are started, starting them is in the time, and so is loading the tokenizer in them.
 A row is its question, a newline, its answer and the end-of-text token; question and answer are
 tokenised apart, because the loss covers the answer only.
@@ -11,6 +13,7 @@ import itertools
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +45,14 @@ def ours(tokenizer: str, workers: int, again: bool = False) -> Contender:
         ready = load_tokenizer(tokenizer)
         numbers = itertools.count()
         if again:
+            os.environ["BATCHWRIGHT_TOKENS"] = f"{folder.name}/tokens"
             build_lengths(path, ready, Path(folder.name) / "0.safetensors", workers=1)
 
         def call() -> list[int]:
             number = 0 if again else next(numbers)
             out = Path(folder.name) / f"{number}.safetensors"
+            if not again:
+                os.environ["BATCHWRIGHT_TOKENS"] = f"{folder.name}/tokens-{number}"
             report = build_lengths(path, ready, out, workers=workers)
             assert (report.measured == 0) == again
             return [int(length) for length in report.cache.lengths.values]
@@ -135,6 +141,28 @@ def summary(path: Path, lengths: list[int]) -> Mapping[str, Any]:
     return {"rows": len(lengths), "tokens": int(np.sum(lengths)), "lengths": lengths}
 
 
+def starting(report: Report, path: Path, rows: int) -> None:
+    """A run's way from its data to its plan, twice."""
+    from batchwright.train.sft.config import SftConfig
+    from batchwright.train.sft.prepare import prepare
+
+    tokenizer = load_tokenizer("gpt2")
+    seconds = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        os.environ["BATCHWRIGHT_TOKENS"] = f"{folder}/tokens"
+        for number in range(2):
+            run = Path(folder) / f"run-{number}"
+            config = SftConfig(model="tiny", data=(str(path),), pack=True, run_dir=run)
+            begin = time.perf_counter()
+            prepare(config, tokenizer, world_size=1)
+            seconds.append(time.perf_counter() - begin)
+    first, second = seconds
+    title = f"train sft on {rows:,} rows: from the data to the plan"
+    report.table(title, ("", "seconds"), [["first run", first], ["second run", second]])
+    full = rows >= 200_000
+    report.target("first start by the second, x", first / second if full else None, least=10.0)
+
+
 def compare(report: Report, tokenizer: str, path: Path, small: Path, title: str) -> None:
     ways = [ours(tokenizer, 1), ours(tokenizer, CORES), ours(tokenizer, 1, again=True)]
     ways.append(plain_loop(tokenizer))
@@ -159,6 +187,10 @@ def compare(report: Report, tokenizer: str, path: Path, small: Path, title: str)
     for row in rows:
         row.insert(2, row[1] / base)
     report.table(title, ("", "seconds", "x ours", "rows/s", "tokens"), rows)
+    threaded = found.get(f"tokenizers encode_batch, {CORES} threads")
+    if threaded is not None and OURS_ALL in found and "times over" in title:
+        ratio = found[OURS_ALL] / threaded
+        report.target("token store by encode_batch alone, all cores, x", ratio, most=1.1)
     for name, counted in lengths.items():
         # A count that differs would make the comparison void.
         assert counted == lengths[OURS], f"{name} counts other lengths"
@@ -183,6 +215,9 @@ def main() -> None:
             if not args.quick:
                 title = f"{tokenizer}: GSM8K {times} times over, {times * len(lines):,} rows"
                 compare(report, tokenizer, large, small, title)
+        times = 1 if args.quick else 27
+        large.write_text("".join(lines * times))
+        starting(report, large, times * len(lines))
     report.close()
 
 

@@ -96,8 +96,10 @@ def _predict(config: SftConfig, format: str) -> None:
         ["parameters", number(found.parameters)],
         ["trained", number(found.trained)],
         ["memory, about", bytes_(found.memory_bytes)],
+        ["bad rows left out", number(found.bad_rows)],
+        ["samples without loss left out", number(found.without_loss)],
     ]
-    text = table(["predicted", ""], rows) + "\nnothing trained, nothing written (--dry-run)"
+    text = table(["predicted", ""], rows) + "\nnothing trained (--dry-run); tokens are kept"
     show(dataclasses.asdict(found), text, format)
 
 

@@ -29,6 +29,10 @@ class Prediction:
     parameters: int
     trained: int
     memory_bytes: int
+    bad_rows: int
+    """Rows that cannot be read, left out."""
+    without_loss: int
+    """Samples of which no token carries loss, left out."""
 
 
 def predict(config: SftConfig) -> Prediction:
@@ -54,6 +58,7 @@ def predict(config: SftConfig) -> Prediction:
             useful = sum(batch.token_count for batch in batches)
             padded = sum(batch.padded_tokens for batch in batches)
         microbatches = plan.num_microbatches()
+        bad_rows, without_loss = data.skipped, plan.counts.skipped_no_loss
     trained = _trained(model, config)
     return Prediction(
         steps=steps,
@@ -64,6 +69,8 @@ def predict(config: SftConfig) -> Prediction:
         parameters=info.parameters,
         trained=trained,
         memory_bytes=_memory(model, config, info.parameters, trained),
+        bad_rows=bad_rows,
+        without_loss=without_loss,
     )
 
 
