@@ -69,8 +69,8 @@ TRAINERS = {
     "query-mutator": Trainer(
         QueryMutatorConfig,
         "--target-model sim --num-processes 4 --num-steps 2 --num-env-steps 24 --no-batching "
-        "--batch-size 4 --no-overlap --deadline 60 --error-budget 0.4 --save-interval 2 --save-minutes 5 "
-        "--log-interval 2",
+        "--batch-size 4 --no-overlap --deadline 60 --error-budget 0.4 --save-interval 2 "
+        "--save-minutes 5 --log-interval 2",
         "--use-batching --batch-size 5 --overlap --deadline 61 --error-budget 0.5 "
         "--save-interval 3 --save-minutes 7 --log-interval 3 --stop-after 1",
     ),

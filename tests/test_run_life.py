@@ -396,7 +396,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
         assert run.folder == tmp_path / "run-2"
     with (
         holding(str(tmp_path / "run-2"), "resume"),
-        pytest.raises(ConfigError, match="another process trains in .*run-2; wait for it"),
+        pytest.raises(ConfigError, match=r"another process trains in .*run-2; wait for it"),
     ):
         Run(dataclasses.replace(config, run_dir=tmp_path / "run-2"), resume=True)
     Run(dataclasses.replace(config, run_dir=tmp_path / "run-2"), resume=True)
@@ -404,7 +404,7 @@ def test_two_processes_never_train_in_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["{n}/run", "run-{n}-{n}"])
 def test_a_number_stands_once_in_the_name_of_a_folder(tmp_path: Path, folder: str) -> None:
-    with pytest.raises(ConfigError, match="may have {n} once, in its last part"):
+    with pytest.raises(ConfigError, match=r"may have {n} once, in its last part"):
         Run(KgeConfig(data="x", run_dir=tmp_path / folder))
 
 
@@ -510,6 +510,44 @@ def test_sigterm_and_sigusr1_save_and_exit_with_143_and_the_end_is_the_same(
     assert one.state["tables"]["entities"].tobytes() == other.state["tables"]["entities"].tobytes()
 
 
+def test_the_script_of_the_guide_is_requeued_until_its_run_is_finished(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "requeue.md").read_text()
+    script = page.partition("```text\n#!/bin/bash\n")[2].partition("```")[0]
+    (tmp_path / "job.sh").write_text(script)
+    rows = [{"prompt": "count", "completion": " otter" * 4} for _ in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "scontrol").write_text('#!/bin/sh\necho "$@" >> requeued\n')
+    (tmp_path / "bin" / "scontrol").chmod(0o755)
+    path = f"{tmp_path}/bin:{COMMAND.parent}:{os.environ['PATH']}"
+    run = tmp_path / "runs" / "job-17"
+    codes = []
+    for number in range(2):
+        with subprocess.Popen(
+            ["bash", "job.sh"],
+            cwd=tmp_path,
+            env={**environ, "PATH": path, "SLURM_JOB_ID": "17"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as job:
+            if number == 0:
+                until(job, run / "events.jsonl", 2)
+                job.send_signal(signal.SIGUSR1)
+            job.communicate(timeout=200)
+            codes.append(job.returncode)
+
+    assert codes == [143, 0]
+    assert (tmp_path / "requeued").read_text() == "requeue 17\n"
+    assert [e.kind for e in read_events(run / "events.jsonl") if e.kind in ("start", "resume")] == [
+        "start",
+        "resume",
+    ]
+    assert (run / "finished.json").is_file()
+
+
 def adapter(folder: Path, **more: Any) -> Path:
     return train_sft(new(folder, lora_rank=2, **more)).run_dir / "model"
 
@@ -570,7 +608,7 @@ def test_what_an_adapter_does_not_fit_is_refused_by_name(
             ConfigError, match=r"must be (2|16), that of the adapter .*models merge"
         ):
             train_sft(dataclasses.replace(again, **flag))
-    with pytest.raises(ConfigError, match="run is a run; its model is .*run/model"):
+    with pytest.raises(ConfigError, match=r"run is a run; its model is .*run/model"):
         load_model(tmp_path / "run")
     with pytest.raises(ConfigError, match="is a LoRA adapter, not a whole model; merge it"):
         load_model(first)
