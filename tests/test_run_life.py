@@ -268,6 +268,19 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_model_is_finished_by_r
     assert all(torch.equal(found[name], long[name]) for name in long)
 
 
+def test_a_setting_changed_on_resume_is_heard_by_later_resumes_and_stop_after_is_not(
+    tmp_path: Path,
+) -> None:
+    train_sft(new(tmp_path, epochs=2, stop_after=1))
+    longer = new(tmp_path, epochs=3, max_steps=5, save_every=2, keep=7, stop_after=1)
+    train_sft(longer, resume=True)
+    saved = SftConfig.of_run(tmp_path / "run")
+    done = train_sft(saved, resume=True)
+
+    assert saved == dataclasses.replace(longer, stop_after=0)
+    assert (done.step, done.finished) == (5, True)
+
+
 @pytest.mark.parametrize("left", ["model", "checkpoints"])
 def test_a_folder_with_somebodys_model_is_not_trained_into(tmp_path: Path, left: str) -> None:
     (tmp_path / "run" / left).mkdir(parents=True)

@@ -148,6 +148,7 @@ def train_sft(
     """Train, or resume the run in `config.run_dir`.
 
     Ctrl-C, SIGTERM or SIGUSR1 on any rank ends the step and saves; a second Ctrl-C stops at once.
+    What stopped it is in the result: after SIGTERM, it is for the caller to exit.
     `progress` is called with steps done, steps in all (0: endless) and the loss. An online run
     learns from the `stream` that is made of the tokenizer, by default from the one that `config`
     names. `trackers` may be made of the run directory, which is numbered. One that cannot start
