@@ -78,8 +78,8 @@ test_simulator_witnesses test_tokenizers test_tokens test_train_models test_wn18
 TRAINING = """
 test_chat_templates test_cli_resume test_cli_train test_env_wrappers test_gym_arcade
 test_integration_hf test_integration_openrlhf test_integration_torch test_integration_trl
-test_integration_verl test_neural_prover test_pykeen test_reasoning test_sft test_sft_online
-test_sft_ranks test_trackers test_train_prover
+test_integration_verl test_neural_prover test_pykeen test_reasoning test_run_life test_sft
+test_sft_online test_sft_ranks test_trackers test_train_prover
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 

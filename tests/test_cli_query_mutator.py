@@ -155,8 +155,8 @@ def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     assert again.code == 0, again.err
 
     assert server.stats()["received"] == before
-    assert numbers(tmp_path / "run-replay") == numbers(tmp_path / "run")
-    assert turns(tmp_path / "run-replay") == turns(tmp_path / "run")
+    assert numbers(tmp_path / "run-replay-1") == numbers(tmp_path / "run")
+    assert turns(tmp_path / "run-replay-1") == turns(tmp_path / "run")
     assert again.data["invalid_steps"] == live.data["invalid_steps"]
 
 
@@ -209,7 +209,7 @@ def test_bad_input_is_one_sentence(case: str, tmp_path: Path, call: Callable[...
     assert outcome.code == 1
     assert words in outcome.err
     assert outcome.err.count("\n") == 1
-    assert not (tmp_path / "runs/query-mutator/config.toml").exists()
+    assert not (tmp_path / "runs/query-mutator-1/config.toml").exists()
 
 
 def test_a_run_is_neither_overwritten_nor_resumed_with_another_configuration(
@@ -279,7 +279,7 @@ def test_real_models_rewrite_answer_and_embed_inside_the_process(
     assert len(turns(tmp_path / "run")) == 16
     again = call("train query-mutator --replay run --quiet --format json", tmp_path)
     assert again.code == 0, again.err
-    assert turns(tmp_path / "run-replay") == turns(tmp_path / "run")
+    assert turns(tmp_path / "run-replay-1") == turns(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -45,32 +45,34 @@ TRAINERS = {
     "sft": Trainer(
         SftConfig,
         "--model tiny --data train.jsonl --token-budget 80 --epochs 2 --max-steps 3 "
-        "--save-every 2 --eval-every 3 --keep 3 --track tensorboard",
-        "--epochs 3 --max-steps 4 --save-every 1 --eval-every 1 --keep 1 --stop-after 1 "
+        "--save-every 2 --save-minutes 5 --eval-every 3 --keep 3 --track tensorboard",
+        "--epochs 3 --max-steps 4 --save-every 1 --save-minutes 7 --eval-every 1 --keep 1 "
+        "--stop-after 1 "
         "--track tensorboard --track tensorboard "
         "--gym-host h --gym-port 1 --gym-transport tcp --gym-connections 2",
         {"layout": "packed", "batchplan": None, "eval_fraction": 0.0, "fsdp": False},
     ),
     "kge": Trainer(
         KgeConfig,
-        f"--data {FAMILY} --rank 4 --batch-size 512 --epochs 2 --save-every 1 --threads 2",
-        "--epochs 3 --save-every 2 --threads 3 --stop-after 1",
+        f"--data {FAMILY} --rank 4 --batch-size 512 --epochs 2 --save-every 1 "
+        "--save-minutes 5 --threads 2",
+        "--epochs 3 --save-every 2 --save-minutes 7 --threads 3 --stop-after 1",
         {"model": "distmult"},
     ),
     "prover": Trainer(
         ProverConfig,
         f"--data {FAMILY} --rules {FAMILY}/rules.txt --n-envs 16 --clone-updates 2 "
-        f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2",
-        "--save-every 3 --stop-after 1",
+        f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2 --save-minutes 5",
+        "--save-every 3 --save-minutes 7 --stop-after 1",
         {"mine": False, "policy": "rules"},
     ),
     "query-mutator": Trainer(
         QueryMutatorConfig,
         "--target-model sim --num-processes 4 --num-steps 2 --num-env-steps 24 --no-batching "
         "--batch-size 4 --no-overlap --deadline 60 --error-budget 0.4 --save-interval 2 "
-        "--log-interval 2",
+        "--save-minutes 5 --log-interval 2",
         "--use-batching --batch-size 5 --overlap --deadline 61 --error-budget 0.5 "
-        "--save-interval 3 --log-interval 3 --stop-after 1",
+        "--save-interval 3 --save-minutes 7 --log-interval 3 --stop-after 1",
     ),
 }
 

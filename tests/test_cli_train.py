@@ -77,12 +77,12 @@ def test_the_documents_plan_is_followed(folder: Path, call: Callable[..., Any]) 
     assert call(plan, folder).code == 0
     line = "train sft --model tiny --data train.jsonl --batchplan batch_plan/"
     outcome = call(f"{line} --format json", folder)
-    first = next(iter(read_events(folder / "runs/sft/events.jsonl")))
+    first = next(iter(read_events(folder / "runs/sft-1/events.jsonl")))
 
     assert outcome.code == 0, outcome.err
     assert outcome.data["finished"]
-    assert outcome.data["run_dir"] == "runs/sft"
-    assert outcome.data["step"] == len(losses(folder / "runs/sft")) > 3
+    assert outcome.data["run_dir"] == "runs/sft-1"
+    assert outcome.data["step"] == len(losses(folder / "runs/sft-1")) > 3
     assert first.fields["plan"] == BatchPlan.load(folder / "batch_plan").fingerprint
 
 
@@ -93,7 +93,7 @@ def test_the_documents_buckets_are_used(folder: Path, call: Callable[..., Any]) 
     outcome = call(line, folder)
 
     assert outcome.code == 0, outcome.err
-    assert SftConfig.load(folder / "runs/sft/config.toml").chosen_layout == "bucketed"
+    assert SftConfig.load(folder / "runs/sft-1/config.toml").chosen_layout == "bucketed"
     assert "causal rows" in outcome.out
 
 
@@ -105,7 +105,7 @@ def test_the_documents_packing_is_used(folder: Path, call: Callable[..., Any]) -
     for word in ("steps", "first loss", "last loss", "useful tokens", "ullage", "segments"):
         assert word in outcome.out
     assert re.search(r"^ullage +\d+(\.\d+)?%$", outcome.out, re.MULTILINE)
-    assert "done: runs/sft/model" in outcome.out
+    assert "done: runs/sft-1/model" in outcome.out
 
 
 @pytest.mark.parametrize("mode", ["greedy", "first_fit", "best_fit"])
@@ -116,7 +116,7 @@ def test_the_documents_pack_modes_are_used(
     outcome = call(line, folder)
 
     assert outcome.code == 0, outcome.err
-    assert SftConfig.load(folder / "runs/sft/config.toml").pack_mode == mode
+    assert SftConfig.load(folder / "runs/sft-1/config.toml").pack_mode == mode
 
 
 def test_a_dry_run_predicts_the_steps_and_writes_nothing(
@@ -310,7 +310,7 @@ def test_bad_input_is_one_sentence_and_starts_no_run(
         pytest.skip("this machine has CUDA")
     refused(call(f"train sft {arguments}", folder), *words)
 
-    assert not (folder / "runs/sft/config.toml").exists()
+    assert not (folder / "runs/sft-1/config.toml").exists()
 
 
 @pytest.mark.parametrize("trainer", ["sft", "kge", "prover", "query-mutator"])
@@ -384,11 +384,11 @@ def test_a_loss_that_is_not_a_number_ends_with_one_sentence(
 ) -> None:
     line = "train sft --model tiny --data train.jsonl --token-budget 96 --lr 1e30 --quiet"
     sentence = refused(call(line, folder), "the state before it is saved", "samples s")
-    *_, stop = read_events(folder / "runs/sft/events.jsonl")
+    *_, stop = read_events(folder / "runs/sft-1/events.jsonl")
 
     assert stop.fields["why"] == "loss is not finite"
     assert stop.fields["samples"] in sentence
-    assert (folder / f"runs/sft/checkpoints/step_{stop.fields['step']:08d}").is_dir()
+    assert (folder / f"runs/sft-1/checkpoints/step_{stop.fields['step']:08d}").is_dir()
 
 
 def test_verify_shows_the_proof_and_its_backend(folder: Path, run: Callable[..., Any]) -> None:

@@ -429,7 +429,7 @@ def test_the_line_of_the_document_trains_until_ctrl_c(
         [COMMAND, *line.split()], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     try:
-        log, deadline = tmp_path / "runs/sft/events.jsonl", time.monotonic() + 120
+        log, deadline = tmp_path / "runs/sft-1/events.jsonl", time.monotonic() + 120
         while not (log.exists() and '"kind":"step"' in log.read_text()):
             assert process.poll() is None, "it ended by itself"
             assert time.monotonic() < deadline
@@ -440,9 +440,9 @@ def test_the_line_of_the_document_trains_until_ctrl_c(
         process.kill()
 
     assert process.returncode == 0
-    assert "stopped and saved; resume with: batchwright train sft --resume runs/sft" in out
-    assert (tmp_path / "runs/sft/model/config.json").exists()
-    assert events(tmp_path / "runs/sft", "window")[0]["unjudged"] == 1, "the row of --data"
+    assert "stopped and saved; resume with: batchwright train sft --resume runs/sft-1" in out
+    assert (tmp_path / "runs/sft-1/model/config.json").exists()
+    assert events(tmp_path / "runs/sft-1", "window")[0]["unjudged"] == 1, "the row of --data"
 
 
 def test_no_gym_server_is_one_sentence_and_a_run_to_resume(

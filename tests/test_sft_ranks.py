@@ -39,11 +39,12 @@ from batchwright.train.sft.config import SftConfig
 torch.set_num_threads(1)
 # Every run meets at a place of its own; what an earlier one left at the old place would confuse it.
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+Path(sys.argv[0]).with_name(f"rank{os.environ['RANK']}").write_text(str(os.getpid()))
 for argument in sys.argv[1:]:
     how, port, file = argument.split("=")
     os.environ["MASTER_PORT"] = port
     result = train_sft(SftConfig.load(Path(file)), resume=how == "resume")
-    print(how, result.run_dir.name, result.step, result.finished, flush=True)
+    print(how, result.run_dir.name, result.step, result.finished, result.stopped_by, flush=True)
 """
 
 
@@ -288,3 +289,26 @@ def test_ctrl_c_under_torchrun_saves(config: SftConfig) -> None:
     assert (long.run_dir / "checkpoints" / f"step_{step:08d}").is_dir()
     result = train_sft(dataclasses.replace(long, max_steps=step + 1), resume=True)
     assert result.step == step + 1
+
+
+@pytest.mark.slow
+def test_a_signal_that_reaches_one_rank_stops_all_of_them_in_one_numbered_folder(
+    config: SftConfig,
+) -> None:
+    folder = config.run_dir.parent
+    (folder / "many-1" / "model").mkdir(parents=True)
+    long = dataclasses.replace(config, epochs=200, run_dir=folder / "many-{n}")
+    process = launched(2, folder, ("start", long))
+    log, end = folder / "many-2" / "events.jsonl", time.monotonic() + 200
+    while not (log.exists() and log.read_bytes().count(b'"kind":"step"') >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(int((folder / "rank1").read_text()), signal.SIGUSR1)
+    out, err = process.communicate(timeout=100)
+    step = len(records(folder / "many-2"))
+
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"start many-2 {step} False SIGUSR1"] * 2
+    assert (folder / "many-2" / "checkpoints" / f"step_{step:08d}").is_dir()
+    assert not (folder / "many-3").exists()

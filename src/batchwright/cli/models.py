@@ -1,10 +1,11 @@
-"""`batchwright models`: download and list the models that need no hub."""
+"""`batchwright models`: download and list the models that need no hub, and merge adapters."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import OutFolder
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["models"]
@@ -86,6 +87,25 @@ def list_(*, format: Format = "text") -> None:
         for one in found
     ]
     show(found, table(["model", "size", "license", "where", "what"], rows), format)
+
+
+@models.command
+def merge(
+    adapter: Annotated[Path, Parameter(help="The model folder of a run with --lora-rank.")],
+    *,
+    output: OutFolder,
+    format: Format = "text",
+) -> None:
+    """Merge a LoRA adapter into the model it was trained on, as a model of its own.
+
+    A model whose weights are no longer those of the training is refused.
+    """
+    from batchwright.models.adapter import merge
+
+    found = merge(adapter, output)
+    facts = {"adapter": str(adapter), "base": found.base, "rank": found.rank, "path": str(output)}
+    text = f"{adapter} (rank {found.rank}) merged into {found.base} -> {output}"
+    show(facts, text, format)
 
 
 def _where(one: dict[str, Any]) -> str:

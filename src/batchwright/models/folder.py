@@ -7,14 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
-from batchwright.errors import BadFile, need, one_line
+from batchwright.errors import BadFile, ConfigError, need, one_line
 
-__all__ = ["TOKENIZER_NAME", "missing_weights", "no_progress_bars", "pretrained", "tokenizer_in"]
+__all__ = [
+    "ADAPTER",
+    "TOKENIZER_NAME",
+    "missing_weights",
+    "no_progress_bars",
+    "pretrained",
+    "refuse_adapter",
+    "tokenizer_in",
+]
 
 TOKENIZER_NAME = "tokenizer_name.txt"
 """Names a tokenizer that has no files of its own, such as `bytes`."""
 
+ADAPTER = "adapter_config.json"
+"""Of a LoRA adapter, which has no weights of its own."""
+
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Say of an adapter, or of a run, what to name instead where a whole model is needed."""
+    if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} is a LoRA adapter, not a whole model; merge it: "
+            f"batchwright models merge {folder} -o FOLDER"
+        )
+    if (folder / "config.toml").is_file() and (folder / "model").is_dir():
+        raise ConfigError(f"{folder} is a run; its model is {folder / 'model'}")
 
 
 def missing_weights(folder: Path) -> str | None:

@@ -14,7 +14,7 @@ from batchwright import rng
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, need, one_line
 from batchwright.models import registry as models
-from batchwright.models.folder import pretrained, tokenizer_in
+from batchwright.models.folder import pretrained, refuse_adapter, tokenizer_in
 from batchwright.models.request import ModelRequest
 from batchwright.models.tiny import tiny
 
@@ -48,6 +48,7 @@ def load(name: str | Path) -> "Generator | Embedder":
         if models.find(text).path is None:
             raise MissingFile(f"{text} is not downloaded yet; run: batchwright models get {text}")
         folder = models.find(text).folder
+    refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         names = ", ".join([*models.REGISTRY, *models.EMBEDDERS, "tiny"])
         raise MissingFile(

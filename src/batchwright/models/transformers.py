@@ -21,6 +21,7 @@ from batchwright.models.folder import (
     missing_weights,
     no_progress_bars,
     pretrained,
+    refuse_adapter,
     tokenizer_in,
 )
 from batchwright.models.tiny import tiny
@@ -29,6 +30,7 @@ __all__ = [
     "Loaded",
     "ModelInfo",
     "context_length",
+    "has_tokenizer",
     "load_model",
     "tokenizer_for",
     "write_tokenizer",
@@ -43,6 +45,7 @@ MARKER = "batchwright.json"
 HUB_TIMEOUT_S = 4.0
 
 TOKENIZER_FILES = (
+    TOKENIZER_NAME,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -120,7 +123,9 @@ def tokenizer_for(name: str | Path) -> Tokenizer:
     >>> tokenizer_for("tiny").vocab_size
     258
     """
-    return load_tokenizer("bytes") if str(name) == "tiny" else tokenizer_in(_folder(name), name)
+    if str(name) == "tiny":
+        return load_tokenizer("bytes")
+    return tokenizer_in(Path(name) if has_tokenizer(name) else _folder(name), name)
 
 
 def context_length(model: Any) -> int | None:
@@ -169,6 +174,7 @@ def _folder(name: str | Path) -> Path:
     if text in models.REGISTRY:
         return _converted(models.find(text))
     if path.is_dir():
+        refuse_adapter(path)
         if not (path / "config.json").is_file():
             raise MissingFile(
                 f"{path} has no config.json, so it is not a transformers folder; name one that "
@@ -187,13 +193,18 @@ def _folder(name: str | Path) -> Path:
 def write_tokenizer(folder: Path, model: str | Path, tokenizer: str | None = None) -> None:
     """Write into `folder` what `load_model` needs to load the same tokenizer from it."""
     name = tokenizer or ("bytes" if str(model) == "tiny" else None)
-    source = Path(name) if name else _folder(model)
+    source = Path(name) if name else Path(model) if has_tokenizer(model) else _folder(model)
     if source.is_dir():
         for file in TOKENIZER_FILES:
             if (source / file).is_file():
                 shutil.copyfile(source / file, folder / file)
     elif name:
         (folder / TOKENIZER_NAME).write_text(name)
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder has a tokenizer; that of an adapter may be its base's."""
+    return any((Path(folder) / file).is_file() for file in TOKENIZER_FILES)
 
 
 def _from_hub(name: str) -> Path:

@@ -42,7 +42,9 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    # Given, not read from RANK: srun has other names for them.
+    dist.init_process_group(backend, rank=world.rank, world_size=world.size)
     try:
         yield
     finally:

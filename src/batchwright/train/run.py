@@ -1,22 +1,26 @@
-"""What every training run shares: its settings, folder, log, checkpoints, stop and resume.
+"""What every training run shares: its settings, folder, log, checkpoints, signals and resume.
 
 Light to import, as the settings of each trainer are made from it, and commands' help from those.
 """
 
+import errno
+import fcntl
 import json
 import math
 import os
 import signal
 import threading
+import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from glob import escape as glob_escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
 from typing import get_type_hints as type_hints
 
-from batchwright.errors import BadFile, ConfigError, MissingFile
+from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
 from batchwright.events import EventLog
 from batchwright.files import existing, write_atomic
 from batchwright.world import World
@@ -24,10 +28,27 @@ from batchwright.world import World
 if TYPE_CHECKING:
     from batchwright.checkpoint import Checkpoint, State
 
-__all__ = ["FORMAT", "Run", "RunConfig", "changes", "threads"]
+__all__ = ["FORMAT", "STOPS", "TERMINATED", "Run", "RunConfig", "changes", "threads"]
 
 FORMAT = 2
 """Of the run folder; 2: one checkpoint format for all trainers, `checkpoints/step_<n>`."""
+
+NUMBER = "{n}"
+"""Stands in the name of a run folder for the next number that is free."""
+HOLDS = ("config.toml", "checkpoints", "model")
+"""What a folder has one of if a run began or was copied there."""
+
+STOPS = ("SIGTERM", "SIGUSR1", "Ctrl-C", "--stop-after")
+"""What a run saves and stops for, the most pressing first."""
+SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1", signal.SIGINT: "Ctrl-C"}
+TERMINATED = 143
+"""Exit code of a run that a scheduler stopped, by SIGTERM or SIGUSR1: saved, not finished."""
+SAME_PRESS_S = 1.0
+"""A Ctrl-C this soon after another is the same: a launcher passes on what its ranks got too."""
+FINISHED = "finished.json"
+"""Says at which step the run was last finished."""
+SAVE_SHARE = 50
+"""Checkpoints by time are at least this many times as far apart as the last one took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +69,7 @@ class RunConfig:
         # Every trainer has them, each with its own help and at its own place among the flags.
         seed: int
         stop_after: int
+        save_minutes: float
 
     def __post_init__(self) -> None:
         # A path may be given as text.
@@ -214,10 +236,18 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Run:
-    """A run while it trains: its folder, its log and its checkpoints.
+    """A run while it trains: its folder, its log, its checkpoints, and the signals that stop it.
+
+    The folder of a new run may have `{n}` in its name: it gets the next number that is free, and
+    `config` is that of the numbered run. No other process can train in the folder meanwhile.
 
     A run `in_memory` has no folder: it finds and writes nothing. One that does not write is that
-    of a rank other than the first: it finds what the first one writes.
+    of a rank other than the first: it finds what the first one writes, in the folder with the
+    number on which they `agree`.
+
+    While the block lasts, Ctrl-C, SIGTERM and SIGUSR1 end it at once before `start`, when there is
+    nothing to save; from then on, `stop` says that they were heard. Only a second Ctrl-C ends a
+    block that has started.
     """
 
     def __init__(
@@ -227,28 +257,124 @@ class Run:
         resume: bool = False,
         in_memory: bool = False,
         writes: bool = True,
+        agree: Callable[[int], int] = lambda number: number,
     ) -> None:
         self.config = config
-        self.folder = Path() if in_memory else config.named().folder
+        self.folder = Path()
         self.resumed = resume
         self.writes = writes and not in_memory
+        self._leads = writes
+        self._in_memory = in_memory
         self._changed: dict[str, Any] = {}
         self._passed_over: tuple[str, ...] = ()
         self._log: EventLog | None = None
-        if resume:
-            self._changed = changes(type(config).of_run(self.folder), vars(config))
-        elif not in_memory and (self.folder / "config.toml").exists():
+        self._lock: int | None = None
+        self._started = False
+        self._heard: dict[str, float] = {}
+        self._before: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+        self._saved_at, self._save_s = time.monotonic(), 0.0
+        if not in_memory:
+            self._open(agree)
+
+    def _open(self, agree: Callable[[int], int]) -> None:
+        """Find the folder of the run, refuse one that is taken, and lock it."""
+        config = self.config.named()
+        self.folder = config.folder
+        if str(self.folder.parent).count(NUMBER) or self.folder.name.count(NUMBER) > 1:
             raise ConfigError(
-                f"{self.folder} already holds a run; resume it with --resume {self.folder} or "
-                f"choose another {config.flag(config.FOLDER)}"
+                f"{config.flag(config.FOLDER)} {self.folder} may have {NUMBER} once, in its last "
+                f"part"
             )
+        if self.resumed:
+            self._changed = changes(type(config).of_run(self.folder), vars(config))
+        elif NUMBER in self.folder.name:
+            number = agree(self._number() if self.writes else 0)
+            self.folder = _numbered(self.folder, number)
+            here: dict[str, Any] = {config.FOLDER: self.folder}
+            self.config = replace(config, **here)
+            return
+        elif held := _held(self.folder):
+            what = "run" if held == "config.toml" else held
+            way = f"resume it with --resume {self.folder} or " if what == "run" else ""
+            raise ConfigError(
+                f"{self.folder} already holds a {what}; {way}choose another "
+                f"{config.flag(config.FOLDER)}"
+            )
+        if self.writes:
+            self._lock = _locked(self.folder)
+            if self._lock is None:
+                raise ConfigError(
+                    f"another process trains in {self.folder}; wait for it or stop it, or choose "
+                    f"another {config.flag(config.FOLDER)}"
+                )
+
+    def _number(self) -> int:
+        """Lock the folder with the lowest number above those of all runs; its number."""
+        pattern = self.folder
+        before, _, after = pattern.name.partition(NUMBER)
+        found = pattern.parent.glob(f"{glob_escape(before)}*{glob_escape(after)}")
+        middles = {path: path.name[len(before) : len(path.name) - len(after)] for path in found}
+        taken = [int(n) for path, n in middles.items() if n.isdecimal() and _held(path)]
+        number = max(taken, default=0)
+        while True:
+            number += 1
+            folder = _numbered(pattern, number)
+            # One that holds no run is left from a command that was refused or killed: what it
+            # has tokenised is used, unless that command is still at work.
+            self._lock = _locked(folder)
+            if self._lock is not None and not _held(folder):
+                return number
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def __enter__(self) -> "Run":
+        # Only the main thread may handle signals. A run in memory has nothing to save: what asks
+        # a process to exit is left to its caller.
+        if threading.current_thread() is threading.main_thread():
+            for number in [signal.SIGINT] if self._in_memory else SIGNALS:
+                self._before[number] = signal.signal(number, self._signalled)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_DFL if before is None else before)
         if self._log:
             self._log.close()
+        self._unlock()
+        if isinstance(error, Exception) and not self._leads and self._heard:
+            # The signal reached the first rank too, which ended at once.
+            raise SystemExit(TERMINATED) from error
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        which = signal.Signals(number)
+        if os.getpid() != self._process:
+            # A forked worker, which inherited this: as if there were no run.
+            before = self._before[which]
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        name, now = SIGNALS[which], time.monotonic()
+        first = self._heard.setdefault(name, now)
+        # Ranks other than the first stop when all do; alone, one would leave the others waiting.
+        at_once = not self._started and self._leads
+        if which == signal.SIGINT and (at_once or now - first > SAME_PRESS_S):
+            raise KeyboardInterrupt
+        if at_once:
+            raise SystemExit(TERMINATED)
+
+    def stop(self, done: int) -> str | None:
+        """Which of `STOPS` asks to save and stop, given the steps that this call has done."""
+        if 0 < self.config.stop_after <= done:
+            return next((name for name in STOPS if name in self._heard), "--stop-after")
+        return next((name for name in STOPS if name in self._heard), None)
 
     @property
     def checkpoints(self) -> Path:
@@ -279,10 +405,13 @@ class Run:
         """Write stamp and settings of a new run, and the first event of this call.
 
         To be called when nothing can be refused any more: until then the folder holds no run, and
-        one can be started there.
+        one can be started there. Settings that a resumed run changes are written as well.
         """
+        self._started = True
+        self._saved_at = time.monotonic()
         if self.writes and not self.resumed:
             _write_stamp(self.folder, self.config.seed)
+        if self.writes and (self._changed or not self.resumed):
             write_atomic(self.folder / "config.toml", self.config.to_toml().encode())
         kind = "resume" if self.resumed else "start"
         self.event(kind, **fields, passed_over=self._passed_over, changed=self._changed)
@@ -292,39 +421,87 @@ class Run:
         if self.writes:
             self.log.write(kind, **fields)
 
-    def save(self, step: int, state: "State", *, keep: int = 2) -> None:
-        """Write a checkpoint, and remove older ones until `keep` are left."""
-        if self.writes:
-            from batchwright.checkpoint import save_checkpoint
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint.
 
-            save_checkpoint(self.checkpoints, step, state, keep=keep)
+        After `save_minutes`, but never so often that saving takes more than 2% of the time.
+        """
+        wait = max(60 * self.config.save_minutes, SAVE_SHARE * self._save_s)
+        return self.config.save_minutes > 0 and time.monotonic() - self._saved_at >= wait
 
     @contextmanager
-    def stopping(self) -> Iterator[Callable[[int], bool]]:
-        """Whether to save and stop, given the number of steps that this call has done.
+    def saving(self) -> Iterator[None]:
+        """Measure what a checkpoint costs; the next one is due by that."""
+        start = time.monotonic()
+        yield
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - start
 
-        True once Ctrl-C was pressed or `stop_after` is reached. A second Ctrl-C is not held back.
+    def save(self, step: int, state: "Callable[[], State]", *, keep: int = 2) -> None:
+        """Write a checkpoint, and remove older ones until `keep` are left.
+
+        All ranks make their `state`, which may be gathered; the first one writes it.
         """
-        pressed = False
+        with self.saving():
+            found = state()
+            if self.writes:
+                from batchwright.checkpoint import save_checkpoint
 
-        def note(number: int, frame: Any) -> None:
-            nonlocal pressed
-            if pressed:
-                raise KeyboardInterrupt
-            pressed = True
+                save_checkpoint(self.checkpoints, step, found, keep=keep)
 
-        def stop(done: int) -> bool:
-            return pressed or 0 < self.config.stop_after <= done
+    def is_finished(self, step: int, result: str) -> bool:
+        """Whether the run was finished before, at this very step, and its `result` is there.
 
-        if threading.current_thread() is not threading.main_thread():
-            # Only the main thread may handle signals.
-            yield stop
-            return
-        before = signal.signal(signal.SIGINT, note)
+        Then nothing is left to do, and nothing is written again.
+        """
+        if self._in_memory or not (self.folder / result).exists():
+            return False
         try:
-            yield stop
-        finally:
-            signal.signal(signal.SIGINT, before)
+            saved = json.loads((self.folder / FINISHED).read_bytes())
+            return bool(saved["step"] == step)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def finish(self, step: int) -> None:
+        """Note that all that the run leaves behind is written."""
+        if self.writes:
+            write_atomic(self.folder / FINISHED, json.dumps({"step": step}).encode() + b"\n")
+
+    def no_less(self, name: str, value: int, begun: int) -> None:
+        """Refuse to resume with a setting that is less than what was trained, which stays."""
+        if value < begun:
+            what = name.rpartition("_")[2]
+            raise ConfigError(
+                f"{self.config.flag(name)} must be at least {begun}, the {what} that were begun "
+                f"in {self.folder}, got {value}; leave it out, or start a new run"
+            )
+
+
+def _held(folder: Path) -> str | None:
+    """What shows that a folder holds a run; None if it is free."""
+    return next((name for name in HOLDS if (folder / name).exists()), None)
+
+
+def _numbered(pattern: Path, number: int) -> Path:
+    return pattern.with_name(pattern.name.replace(NUMBER, str(number)))
+
+
+def _locked(folder: Path) -> int | None:
+    """The open lock of a folder, until it is closed or the process ends; None if it is taken."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CannotWrite(f"cannot write a run to {folder}: {error.strerror}") from error
+    try:
+        # Of this process alone, not flock: a forked worker that outlives it must not keep it.
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            os.close(handle)
+            return None
+        # This file system has no locks.
+    return handle
 
 
 @contextmanager

@@ -6,9 +6,9 @@ from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter
 
-from batchwright.train.run import RunConfig, changes
+from batchwright.train.run import TERMINATED, RunConfig, changes
 
-__all__ = ["Given", "Resume", "ending", "settings"]
+__all__ = ["Given", "Resume", "ending", "leave", "settings"]
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -44,3 +44,9 @@ def ending(finished: bool, done: str, trainer: str, run: Path) -> str:
     if finished:
         return done
     return f"stopped and saved; resume with: batchwright train {trainer} --resume {run}"
+
+
+def leave(stopped_by: str | None) -> None:
+    """Exit with a code of its own if a scheduler stopped the run, which may then requeue it."""
+    if stopped_by in ("SIGTERM", "SIGUSR1"):
+        raise SystemExit(TERMINATED)

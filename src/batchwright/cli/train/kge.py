@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.cli.train.flags import Given, Resume, ending, settings
+from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.train.kge.config import KgeConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def train_kge(
         result = train(config, resume=resume is not None, progress=progress)
     facts = {**dataclasses.asdict(result), "run_dir": str(result.run_dir)}
     show(facts, _table(result), format)
+    leave(result.stopped_by)
 
 
 def _table(result: "KgeResult") -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.cli.train.flags import Given, Resume, ending, settings
+from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.train.prover.config import ProverConfig
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def train_prover(
         result = train(config, resume=resume is not None, progress=progress)
     facts: dict[str, Any] = {**dataclasses.asdict(result), "run_dir": str(result.run_dir)}
     show(facts, _table(result, config), format)
+    leave(result.stopped_by)
 
 
 def _table(result: "ProverResult", config: ProverConfig) -> str:

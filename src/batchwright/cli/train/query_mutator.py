@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.cli.train.flags import Given, Resume, ending, settings
+from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.errors import ConfigError
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.run import changes
@@ -53,12 +53,13 @@ def train_query_mutator(
         )
     facts = dataclasses.asdict(result) | {"run_dir": str(result.run_dir)}
     show(facts, _trained(result), format)
+    leave(result.stopped_by)
 
 
 def _replayed(run: Path, given: _Flags) -> QueryMutatorConfig:
     """The settings of the run to repeat, in a folder of its own."""
     wanted = dict(vars(given))
-    place = wanted.pop("save_dir", run.with_name(run.name + "-replay"))
+    place = wanted.pop("save_dir", run.with_name(run.name + "-replay-{n}"))
     saved = QueryMutatorConfig.of_run(run)
     return dataclasses.replace(saved, **changes(saved, wanted, "replayed"), save_dir=place)
 

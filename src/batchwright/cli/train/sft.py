@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
-from batchwright.cli.train.flags import Given, Resume, ending, settings
+from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.errors import ConfigError
 from batchwright.train.sft.config import SftConfig
 
@@ -46,12 +47,11 @@ def sft(
     from batchwright.integrations.trackers import open_trackers
     from batchwright.train.sft.loop import train_sft
 
-    trackers = open_trackers(config.track, config.run_dir)
     with _bars(quiet, "collecting" if config.online else "tokenising") as (preparing, progress):
         result = train_sft(
             config,
             resume=resume is not None,
-            trackers=trackers,
+            trackers=partial(open_trackers, config.track),
             progress=progress,
             preparing=preparing,
         )
@@ -59,6 +59,7 @@ def sft(
 
     if World.detect().rank == 0:
         show(_facts(result), _table(result), format)
+    leave(result.stopped_by)
 
 
 @contextmanager

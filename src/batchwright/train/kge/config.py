@@ -18,7 +18,7 @@ class KgeConfig(RunConfig):
     """What to embed, and how."""
 
     REQUIRED: ClassVar = ("data",)
-    CHANGEABLE: ClassVar = ("epochs", "save_every", "stop_after", "threads")
+    CHANGEABLE: ClassVar = ("epochs", "save_every", "save_minutes", "stop_after", "threads")
 
     data: str = ""
     """The folder with train.txt, valid.txt and test.txt."""
@@ -50,10 +50,12 @@ class KgeConfig(RunConfig):
     """Random seed of initialisation, order and negative sampling."""
     threads: int = 1
     """Processor threads; more than one is slower on a shared machine."""
-    run_dir: Path = Path("runs/kge")
-    """The folder to write the run to."""
+    run_dir: Path = Path("runs/kge-{n}")
+    """The folder to write the run to; {n} stands for the next free number."""
     save_every: int = 5
-    """Epochs between checkpoints; 0: only at the end and on Ctrl-C."""
+    """Epochs between checkpoints, besides those by time; 0: by time only."""
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, or 50 times what one takes if that is more; 0: none by time."""
     stop_after: int = 0
     """Save and stop after this many steps of this call, to be resumed; 0: run to the end."""
 
@@ -61,6 +63,7 @@ class KgeConfig(RunConfig):
         super().__post_init__()
         self.at_least(1, "rank", "epochs", "batch_size", "threads")
         self.at_least(0, "eval_every", "eval_triples", "patience", "save_every", "stop_after")
+        self.at_least(0, "save_minutes")
         self.at_least(0, "penalty", "relation_weight")
         self.at_least(-1, "negatives")
         if not 0 < self.lr < 100:

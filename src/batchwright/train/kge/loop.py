@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class KgeResult:
     run_dir: Path
     finished: bool
     """False if it was stopped and can be resumed."""
+    stopped_by: str | None
+    """SIGTERM, SIGUSR1, Ctrl-C or --stop-after; None if it is finished."""
     epoch: int
     step: int
     loss: float | None
@@ -163,7 +166,7 @@ def train_kge(
 ) -> KgeResult:
     """Train, or resume the run in `config.run_dir`; its `model` folder holds the result.
 
-    Ctrl-C once ends the step and saves; a second one stops at once.
+    Ctrl-C, SIGTERM and SIGUSR1 end the step and save; a second Ctrl-C stops at once.
     """
     with Run(config, resume=resume) as run:
         return _train(config, load_graph(Path(config.data)), run, progress)[1]
@@ -173,7 +176,8 @@ def fit_kge(
     config: KgeConfig, graph: Graph, progress: Progress | None = None
 ) -> tuple[Kge, KgeResult]:
     """Train in memory, with no run directory; the tables with the best MRR on valid."""
-    return _train(config, graph, Run(config, in_memory=True), progress)
+    with Run(config, in_memory=True) as run:
+        return _train(config, graph, run, progress)
 
 
 def _train(
@@ -186,24 +190,44 @@ def _train(
     at, best = _At(), _copied(trainer.kge)
     if found := run.latest():
         at, best = _restored(found, trainer, facts)
+        run.no_less("epochs", config.epochs, at.epoch + (at.step > 0))
     valid = evenly_spread(graph.valid, config.eval_triples)
     per_epoch = trainer.steps_per_epoch
     total = config.epochs * per_epoch
     begun_at, loss = at.global_step, None
     run.start(step=at.global_step, steps=total)
 
-    def save() -> None:
-        state = {
+    def state() -> dict[str, Any]:
+        return {
             "facts": facts,
             "at": asdict(at),
             "tables": _tables(trainer.kge),
             "sums": trainer.sums,
             "best": best,
         }
+
+    def save() -> None:
         run.save(at.global_step, state)
 
-    stopping = False
-    with threads(config.threads), run.stopping() as stop:
+    def evaluated(at: _At) -> tuple[_At, Tables]:
+        """Measure the tables on valid, if it is time; how far that came, and the best tables."""
+        last = at.epoch == config.epochs
+        if len(valid) and config.eval_every and (last or at.epoch % config.eval_every == 0):
+            mrr = rank(KgeScorer(trainer.kge), valid, graph.known).metrics().mrr
+            run.event("eval", epoch=at.epoch, step=at.global_step, mrr=mrr)
+            if at.best_mrr is not None and mrr <= at.best_mrr:
+                return replace(at, without_gain=at.without_gain + 1), best
+            at = replace(at, best_epoch=at.epoch, best_mrr=mrr, without_gain=0)
+            return at, _copied(trainer.kge)
+        if last:
+            return replace(at, best_epoch=at.epoch), _copied(trainer.kge)
+        return at, best
+
+    stopping: str | None = None
+    with threads(config.threads):
+        if at.epoch == config.epochs and not run.is_finished(at.global_step, "model"):
+            # It was to have more epochs, so its last one was not the last.
+            at, best = evaluated(at)
         while not (_finished(config, at) or stopping):
             order = trainer.order(at.epoch)
             start, cpu_start = time.perf_counter(), time.process_time()
@@ -220,7 +244,10 @@ def _train(
                 at = at.after_step(loss)
                 if progress:
                     progress(at.global_step, total)
-                stopping = stop(at.global_step - begun_at) and at.global_step < total
+                if at.global_step < total:
+                    stopping = run.stop(at.global_step - begun_at)
+                if run.due() and not stopping:
+                    save()
             if at.step < per_epoch:
                 break
             loss = at.loss_sum / per_epoch
@@ -233,32 +260,27 @@ def _train(
                 seconds=time.perf_counter() - start,
                 cpu_s=time.process_time() - cpu_start,
             )
-            last = at.epoch == config.epochs
-            if len(valid) and config.eval_every and (last or at.epoch % config.eval_every == 0):
-                mrr = rank(KgeScorer(trainer.kge), valid, graph.known).metrics().mrr
-                run.event("eval", epoch=at.epoch, step=at.global_step, mrr=mrr)
-                if at.best_mrr is None or mrr > at.best_mrr:
-                    at = replace(at, best_epoch=at.epoch, best_mrr=mrr, without_gain=0)
-                    best = _copied(trainer.kge)
-                else:
-                    at = replace(at, without_gain=at.without_gain + 1)
-            elif last:
-                at, best = replace(at, best_epoch=at.epoch), _copied(trainer.kge)
-            if config.save_every and at.epoch % config.save_every == 0 and not last:
+            at, best = evaluated(at)
+            due = config.save_every and at.epoch % config.save_every == 0
+            if due and at.epoch < config.epochs:
                 save()
-        save()
+        already = run.is_finished(at.global_step, "model")
+        if not already:
+            save()
     finished = _finished(config, at)
     kept = Kge(trainer.kge.shape, best["entities"], best["steps"])
-    if finished and run.writes:
+    if finished and run.writes and not already:
         save_kge(
             run.folder / "model", kept, graph=graph.name, seed=config.seed, epoch=at.best_epoch,
             valid_mrr=at.best_mrr, entities=vocab_digest(graph),
         )  # fmt: skip
+        run.finish(at.global_step)
     why = "done" if finished else "stopped"
     run.event("stop", step=at.global_step, why=why, loss=loss, mrr=at.best_mrr)
     return kept, KgeResult(
         run_dir=run.folder,
         finished=finished,
+        stopped_by=None if finished else stopping,
         epoch=at.epoch,
         step=at.global_step,
         loss=loss,

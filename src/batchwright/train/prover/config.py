@@ -36,7 +36,7 @@ class ProverConfig(RunConfig):
     """What to prove by which rules, and how the prover learns."""
 
     REQUIRED: ClassVar = ("data",)
-    CHANGEABLE: ClassVar = ("save_every", "stop_after")
+    CHANGEABLE: ClassVar = ("save_every", "save_minutes", "stop_after")
 
     data: str = ""
     """The folder with train.txt, valid.txt and test.txt."""
@@ -122,10 +122,12 @@ class ProverConfig(RunConfig):
     """Valid triples in an evaluation, evenly spread over the file; 0: all."""
     seed: int = 0
     """Random seed of the order of queries and of the policy's actions."""
-    run_dir: Path = Path("runs/prover")
-    """The folder to write the run to."""
+    run_dir: Path = Path("runs/prover-{n}")
+    """The folder to write the run to; {n} stands for the next free number."""
     save_every: int = 10
-    """Rounds between checkpoints."""
+    """Rounds between checkpoints, besides those by time."""
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, or 50 times what one takes if that is more; 0: none by time."""
     stop_after: int = 0
     """Save and stop after this many rounds of this call, to be resumed; 0: run to the end."""
 
@@ -138,7 +140,7 @@ class ProverConfig(RunConfig):
             0, *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam")
         )
         self.at_least(0, "clone_questions", "negatives", "constant_scale")
-        self.at_least(0, "pass_questions", "eval_triples", "stop_after")
+        self.at_least(0, "pass_questions", "eval_triples", "stop_after", "save_minutes")
         self.above_zero(*self._given("lr"), "clone_lr", "rate", "clip")
         self.from_0_to_1("gamma", "min_confidence")
         if self.rules is not None and self.mine:

@@ -61,6 +61,8 @@ class ProverResult:
     run_dir: Path
     finished: bool
     """False if it was stopped and can be resumed."""
+    stopped_by: str | None
+    """SIGTERM, SIGUSR1, Ctrl-C or --stop-after; None if it is finished."""
     rounds: int
     rules: int
     """Rules that are chains and were used."""
@@ -120,7 +122,7 @@ def train_prover(
 ) -> ProverResult:
     """Train, or resume the run in `config.run_dir`; its `model` folder holds the result.
 
-    Ctrl-C once ends the round and saves; a second one stops at once.
+    Ctrl-C, SIGTERM and SIGUSR1 end the round and save; a second Ctrl-C stops at once.
     """
     if resume:
         # What was `auto` is a number since the run began.
@@ -128,6 +130,7 @@ def train_prover(
         autos = {n: getattr(began, n) for n in SIZES if getattr(config, n) == "auto"}
         config = replace(config, **autos)
     with Run(config, resume=resume) as run:
+        config = replace(config, run_dir=run.folder)
         graph = load_graph(Path(config.data))
         file = run.folder / "rules.txt"
         if resume and file.exists():
@@ -142,7 +145,8 @@ def fit_prover(
     config: ProverConfig, graph: Graph, rules: Rules, progress: Progress | None = None
 ) -> tuple[Proofs, ProverResult]:
     """Train in memory, with no run directory; the policy that ranks valid best, as a scorer."""
-    return _train(config, graph, rules, Run(config, in_memory=True), progress)
+    with Run(config, in_memory=True) as run:
+        return _train(config, graph, rules, run, progress)
 
 
 def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
@@ -183,15 +187,15 @@ def _train(
     facts = digest("prover", vocab_digest(graph), digest_array(graph.train))
     at, best, saved = _At(), _copied(policy), None
     if found := run.latest():
-        state = found.state
-        if state["facts"] != facts:
+        before = found.state
+        if before["facts"] != facts:
             raise Mismatch(
                 f"{found.path} was trained on other facts than {config.data} holds; restore the "
                 f"graph of the run"
             )
-        at, saved = _At(**state["at"]), state["learner"]
-        _load(policy, state["policy"], found.path)
-        best = {name: torch.from_numpy(array) for name, array in state["best"].items()}
+        at, saved = _At(**before["at"]), before["learner"]
+        _load(policy, before["policy"], found.path)
+        best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
     begun_at, used = at.round, len(asked.rules) // 2
     run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
 
@@ -216,9 +220,20 @@ def _train(
         return at
 
     learner: Learner | None = None
-    stopping = False
+
+    def state() -> dict[str, Any]:
+        assert learner is not None
+        return {
+            "facts": facts,
+            "at": asdict(at),
+            "policy": policy.state_dict(),
+            "best": best,
+            "learner": learner.state_dict(),
+        }
+
+    stopping: str | None = None
     # The computations are small: more threads would only wait for each other.
-    with threads(1), run.stopping() as stop:
+    with threads(1):
         if at.round == 0:
             at = evaluated(at)
         while at.round < len(plan) and not stopping:
@@ -242,28 +257,25 @@ def _train(
                     at = replace(at, after_ppo_mrr=at.last_mrr, after_ppo_right=at.last_right)
             if progress:
                 progress(at.round, len(plan), _said(here, metrics, at))
-            stopping = stop(at.round - begun_at) and at.round < len(plan)
-            if stopping or at.round == len(plan) or at.round % config.save_every == 0:
-                state = {
-                    "facts": facts,
-                    "at": asdict(at),
-                    "policy": policy.state_dict(),
-                    "best": best,
-                    "learner": learner.state_dict(),
-                }
+            if at.round < len(plan):
+                stopping = run.stop(at.round - begun_at)
+            due = at.round == len(plan) or at.round % config.save_every == 0 or run.due()
+            if stopping or due:
                 run.save(at.round, state)
     finished = at.round == len(plan)
-    if finished and run.writes:
-        state = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
-        save_checkpoint(run.folder / "model", at.best_round, state, keep=1)
+    if finished and run.writes and not run.is_finished(at.round, "model"):
+        kept = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
+        save_checkpoint(run.folder / "model", at.best_round, kept, keep=1)
+        run.finish(at.round)
     why = "done" if finished else "stopped"
     brought = {n: getattr(at, n) for n in ("before_ppo_mrr", "after_ppo_mrr")}
     run.event("stop", round=at.round, why=why, mrr=at.best_mrr, **brought)
-    kept = _policy(config, asked)
-    kept.load_state_dict(best)
-    return _scorer(config, asked, kept), ProverResult(
+    chosen = _policy(config, asked)
+    chosen.load_state_dict(best)
+    return _scorer(config, asked, chosen), ProverResult(
         run_dir=run.folder,
         finished=finished,
+        stopped_by=stopping,
         rounds=at.round,
         rules=used,
         skipped=asked.chains.skipped,

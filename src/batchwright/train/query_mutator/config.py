@@ -18,7 +18,7 @@ class QueryMutatorConfig(RunConfig):
 
     FOLDER: ClassVar = "save_dir"
     CHANGEABLE: ClassVar = (
-        *("save_interval", "log_interval", "stop_after"),
+        *("save_interval", "save_minutes", "log_interval", "stop_after"),
         # How calls are made, not what is asked: responses are cached, and the steps the same.
         *("use_batching", "batch_size", "overlap", "deadline_s", "error_budget"),
     )
@@ -90,10 +90,13 @@ class QueryMutatorConfig(RunConfig):
     error_budget: float = 0.2
     """Error rate of the last 200 calls at which the run stops."""
 
-    save_dir: Path = Path("runs/query-mutator")
-    """The folder to write the run to, cached responses included."""
+    save_dir: Path = Path("runs/query-mutator-{n}")
+    """The folder to write the run to, cached responses included; {n} stands for the next free
+    number."""
     save_interval: int = 5
-    """Updates between checkpoints."""
+    """Updates between checkpoints, besides those by time."""
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, or 50 times what one takes if that is more; 0: none by time."""
     log_interval: int = 1
     """Updates between records in the log."""
     stop_after: int = 0
@@ -104,6 +107,7 @@ class QueryMutatorConfig(RunConfig):
         self.at_least(1, "num_processes", "num_steps", "num_env_steps", "per_episode_max_steps")
         self.at_least(1, "ppo_epoch", "num_mini_batch", "max_tokens", "save_interval")
         self.at_least(1, "log_interval")
+        self.at_least(0, "save_minutes")
         self.at_least(0, "entropy_coef", "value_loss_coef", "cost", "temperature", "stop_after")
         self.above_zero("lr", "clip_param", "max_grad_norm", "deadline_s", "error_budget")
         self.from_0_to_1("gamma")

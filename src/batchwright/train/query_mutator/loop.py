@@ -37,6 +37,8 @@ class MutatorResult:
 
     run_dir: Path
     finished: bool
+    stopped_by: str | None
+    """SIGTERM, SIGUSR1, Ctrl-C or --stop-after; None if it is finished."""
     updates: int
     steps: int
     invalid_steps: int
@@ -59,7 +61,7 @@ def train_query_mutator(
 ) -> MutatorResult:
     """Train, resume the run in `config.save_dir`, or replay the run in `replay`.
 
-    Ctrl-C once ends the update and saves; a second one stops at once.
+    Ctrl-C, SIGTERM and SIGUSR1 end the update and save; a second Ctrl-C stops at once.
     """
     began = time.perf_counter()
     with (
@@ -67,7 +69,6 @@ def train_query_mutator(
         open_models(
             config, replay or run.folder, replay=replay is not None, events=run.log
         ) as models,
-        run.stopping() as stop,
     ):
         transcript = _Transcript(run.folder / "rollouts")
         env = build_env(config, models, on_turn=transcript.add)
@@ -88,25 +89,30 @@ def train_query_mutator(
                 run.event("update", update=learner.updates, **metrics)
             if progress:
                 progress(learner.updates, learner.total_updates, gain)
+            if run.due():
+                with run.saving():
+                    learner.save(run.checkpoints)
 
         try:
             ppo.learn(
                 on_update=after,
                 save_to=run.checkpoints,
                 save_every=config.save_interval,
-                stop=lambda: stop(ppo.updates - begun_at),
+                stop=lambda: run.stop(ppo.updates - begun_at) is not None,
             )
         except BudgetExceeded as error:
             run.event("stop", update=ppo.updates, why="error budget", error=str(error))
             raise
         finished = ppo.updates >= ppo.total_updates
-        if finished:
+        if finished and not run.is_finished(ppo.updates, "operators.json"):
             names = json.dumps([operator.name for operator in env.operators])
             write_atomic(run.folder / "operators.json", names.encode())
+            run.finish(ppo.updates)
         last = gains[-max(1, len(gains) // 10) :]
         result = MutatorResult(
             run_dir=run.folder,
             finished=finished,
+            stopped_by=None if finished else run.stop(ppo.updates - begun_at),
             updates=ppo.updates,
             steps=ppo.steps,
             invalid_steps=env.counts["invalid"],

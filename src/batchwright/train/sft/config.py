@@ -1,7 +1,7 @@
 """The settings of a fine-tuning run. Light to import: the command's help is made from it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -30,7 +30,8 @@ class SftConfig(RunConfig):
 
     REQUIRED: ClassVar = ("model", "data")
     CHANGEABLE: ClassVar = (
-        *("epochs", "max_steps", "stop_after", "save_every", "eval_every", "keep", "track"),
+        *("epochs", "max_steps", "stop_after", "save_every", "save_minutes"),
+        *("eval_every", "keep", "track"),
         # Where weights stand, not what is trained: a checkpoint fits any number of ranks.
         "fsdp",
         # A server may come back at another address.
@@ -140,10 +141,12 @@ class SftConfig(RunConfig):
     eval_every: int = 0
     """Steps between evaluations; 0: only at the end."""
 
-    run_dir: Path = Path("runs/sft")
-    """The folder to write the run to."""
+    run_dir: Path = Path("runs/sft-{n}")
+    """The folder to write the run to; {n} stands for the next free number."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only at the end and on Ctrl-C."""
+    """Steps between checkpoints, besides those by time; 0: by time only."""
+    save_minutes: float = 10.0
+    """Minutes between checkpoints, or 50 times what one takes if that is more; 0: none by time."""
     keep: int = 2
     """Checkpoints to keep; older ones are removed once a newer one is written."""
     track: tuple[str, ...] = ()
@@ -169,7 +172,7 @@ class SftConfig(RunConfig):
         self.at_least(1, "token_budget", "pack_max_len", "grad_accum", "keep")
         self.at_least(0, "epochs", "step_size", "max_steps", "warmup_steps", "eval_every")
         self.at_least(0, "save_every", "stop_after", "weight_decay", "clip", "lora_rank")
-        self.at_least(0, "lora_alpha")
+        self.at_least(0, "lora_alpha", "save_minutes")
         # The optimizer computes in 32 bits; a rate like 1e38 would overflow there.
         if not 0 < self.lr <= 1e30:
             raise ConfigError(f"--lr must be above 0 and at most 1e30, got {self.lr}")
@@ -217,6 +220,18 @@ class SftConfig(RunConfig):
         if not self.online:
             return self.REQUIRED
         return ("model", *(("online_tasks",) if self.online_source == "reasoning-gym" else ()))
+
+    def of_adapter(self, rank: int, alpha: float) -> "SftConfig":
+        """The settings of a run that trains on an adapter of this rank and alpha."""
+        for name, own in (("lora_rank", rank), ("lora_alpha", alpha)):
+            given = getattr(self, name)
+            if given not in (own, getattr(SftConfig, name)):
+                raise ConfigError(
+                    f"{self.flag(name)} must be {own:g}, that of the adapter {self.model}, which "
+                    f"is trained on, got {given:g}; leave it out, or merge the adapter first: "
+                    f"batchwright models merge {self.model} -o FOLDER"
+                )
+        return replace(self, lora_rank=rank, lora_alpha=alpha)
 
     def refuse_ignored(self, given: Iterable[str] = ()) -> None:
         """Refuse settings of a new run that another setting would make without effect.

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,21 +25,36 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from batchwright import rng
+from batchwright.batching import BatchPlan
 from batchwright.batching.collation import CollatedBatch
+from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadLoss, ConfigError, MissingFile, need, one_line
 from batchwright.files import atomic_folder
-from batchwright.models.transformers import context_length, load_model, write_tokenizer
+from batchwright.models.adapter import Adapter, attach, base_weights, find_adapter, name_base
+from batchwright.models.transformers import (
+    context_length,
+    load_model,
+    tokenizer_for,
+    write_tokenizer,
+)
 from batchwright.streaming.protocols import AsyncSampleStream
 from batchwright.train import ranks
 from batchwright.train.attention import choose_backend, packed_inputs, use_backend
-from batchwright.train.run import Run
+from batchwright.train.run import STOPS, Run
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.isolation import refuse_leaks
 from batchwright.train.sft.online import OnlineSteps
 from batchwright.train.sft.planned import PlannedSteps, batches_of
-from batchwright.train.sft.prepare import Prepared, open_prepared, prepare, tokenizer_of
+from batchwright.train.sft.prepare import (
+    Prepared,
+    batching_config,
+    open_prepared,
+    prepare,
+    tokenizer_of,
+)
 from batchwright.train.sft.state import load_state, training_state
 from batchwright.world import World
 
@@ -99,6 +114,8 @@ class SftResult:
     run_dir: Path
     finished: bool
     """False if it was stopped and can be resumed."""
+    stopped_by: str | None
+    """SIGTERM, SIGUSR1, Ctrl-C or --stop-after, of any rank; None if it is finished."""
     step: int
     first_loss: float | None
     last_loss: float | None
@@ -123,18 +140,19 @@ def train_sft(
     config: SftConfig,
     *,
     resume: bool = False,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker] | Callable[[Path], Sequence[Tracker]] = (),
     progress: Callable[[int, int, float], None] | None = None,
     preparing: Callable[[int, int], None] | None = None,
     stream: Callable[[Tokenizer], AsyncSampleStream] | None = None,
 ) -> SftResult:
     """Train, or resume the run in `config.run_dir`.
 
-    Ctrl-C once ends the step and saves; a second one stops at once. `progress` is called with
-    steps done, steps in all (0: endless) and the loss. An online run learns from the `stream`
-    that is made of the tokenizer, by default from the one that `config` names. A tracker that
-    cannot start is an error before anything is trained; one that fails later is counted and
-    logged once.
+    Ctrl-C, SIGTERM or SIGUSR1 on any rank ends the step and saves; a second Ctrl-C stops at once.
+    What stopped it is in the result: after SIGTERM, it is for the caller to exit.
+    `progress` is called with steps done, steps in all (0: endless) and the loss. An online run
+    learns from the `stream` that is made of the tokenizer, by default from the one that `config`
+    names. `trackers` may be made of the run directory, which is numbered. One that cannot start
+    is an error before anything is trained; one that fails later is counted and logged once.
     """
     if not resume:
         config.refuse_ignored()
@@ -148,12 +166,28 @@ def train_sft(
             "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
         )
     main = world.rank == 0
-    run = Run(config, resume=resume, writes=main)
-    trackers = trackers if main else ()
+    adapter = find_adapter(config.model)
+    if adapter is not None:
+        config = config.of_adapter(adapter.rank, adapter.alpha)
     device = ranks.device_of(config.device, world)
     backend = choose_backend(config.attention, device)
-    with run, ranks.joined(world, device), ExitStack() as open_things:
-        model, own, _ = load_model(config.model, device=device, dtype=torch.float32)
+    with ranks.joined(world, device), ExitStack() as open_things:
+
+        def agree(number: int) -> int:
+            return int(ranks.summed([float(number)], world, device)[0])
+
+        run = Run(config, resume=resume, writes=main, agree=agree)
+        open_things.enter_context(run)
+        config = replace(config, run_dir=run.folder)
+        if not resume:
+            _refuse_early(config, world)
+        trackers = trackers(config.run_dir) if callable(trackers) else trackers
+        if found := run.latest():
+            _refuse_shorter(run, config, found)
+        base = adapter.base if adapter else config.model
+        model, own, _ = load_model(base, device=device, dtype=torch.float32)
+        if adapter:
+            own = tokenizer_for(adapter.tokenizer)
         tokenizer = tokenizer_of(config, own, model)
         if main and not resume:
             prepare(config, tokenizer, world.size, preparing)
@@ -185,7 +219,10 @@ def train_sft(
             with _autocast(device, dtype):
                 refuse_leaks(model.eval(), backend, device)
         keeps = _takes_logits_to_keep(model)
-        if config.lora_rank:
+        weights = base_weights(model) if config.lora_rank else ""
+        if adapter:
+            model = attach(model, adapter)
+        elif config.lora_rank:
             model = _with_adapters(model, config)
         if config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -194,13 +231,13 @@ def train_sft(
         optimizer = _optimizer(model, config)
 
         step = begun_at = 0
-        if found := run.latest():
+        if found:
             source.load(found, load_state(found, bare, optimizer))
             step = begun_at = found.step
         elif isinstance(source, OnlineSteps):
             source.fill()
         total = source.total
-        tracking = _Tracking(trackers, run)
+        tracking = _Tracking(trackers if main else (), run)
         open_things.callback(tracking.finish)
         tracking.start({k: str(v) for k, v in vars(config).items()})
         run.start(
@@ -217,19 +254,31 @@ def train_sft(
         waited = 0.0
         began = time.perf_counter()
 
+        stopping: str | None = None
+
+        def state() -> dict[str, Any]:
+            trained = training_state(bare, optimizer, source.position)
+            return {**trained, **source.state()}
+
         def save() -> None:
-            state = training_state(bare, optimizer, source.position)
-            run.save(step, {**state, **source.state()}, keep=config.keep)
+            run.save(step, state, keep=config.keep)
+
+        def interrupted() -> bool:
+            """Whether a signal has reached any rank, which is not waited for an evaluation with."""
+            nonlocal stopping
+            stopping = _strongest(ranks.summed(_flags(run.stop(0)), world, device)) or stopping
+            return stopping in STOPS[:3]
 
         def evaluate() -> float | None:
             if held_out is None:
                 return None
             model.eval()
-            value = _evaluate(model, held_out, world, device, keeps, dtype)
+            value = _evaluate(model, held_out, world, device, keeps, dtype, interrupted)
             ranks.reshard(model, world)
             model.train()
-            run.event("eval", step=step, loss=value)
-            tracking.log(step, {"eval/loss": value})
+            if value is not None:
+                run.event("eval", step=step, loss=value)
+                tracking.log(step, {"eval/loss": value})
             return value
 
         def refused(why: str, ready: Sequence[CollatedBatch], sentence: str) -> BadLoss:
@@ -239,8 +288,7 @@ def train_sft(
             return BadLoss(f"step {step + 1}: {sentence}")
 
         model.train()
-        stop = open_things.enter_context(run.stopping())
-        steps = source.steps(lambda: stop(step - begun_at), preparing)
+        steps = source.steps(lambda: run.stop(step - begun_at) is not None, preparing)
         open_things.callback(steps.close)
         while step < total:
             start = time.perf_counter()
@@ -253,6 +301,7 @@ def train_sft(
                     run.event("stop", step=step, why="no samples", error=one_line(error))
                 raise
             if ready is None:
+                stopping = run.stop(step - begun_at)
                 break
             wait = time.perf_counter() - start
 
@@ -279,10 +328,13 @@ def train_sft(
                 float(loss_sum),
                 float(sum(b.token_count for b in ready if b.weight)),
                 float(sum(b.batch_size * b.max_len for b in ready)),
-                # Ctrl-C may have reached one rank and not yet another; all stop together.
-                float(stop(step + 1 - begun_at)),
+                # The clock of the first rank says when to save.
+                float(main and run.due()),
+                # A signal may have reached one rank and not another; all stop together.
+                *_flags(run.stop(step + 1 - begun_at)),
             ]
-            summed, tokens, capacity, stops = ranks.summed(totals, world, device)
+            summed, tokens, capacity, due, *stops = ranks.summed(totals, world, device)
+            stopping = _strongest(stops)
             loss = summed / counted
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise refused(
@@ -319,19 +371,26 @@ def train_sft(
                 progress(step, 0 if config.endless else total, loss)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
-            if bool(stops) and step < total:
+            if stopping and step < total:
                 break
-            if config.save_every and step % config.save_every == 0:
+            if due or (config.save_every and step % config.save_every == 0):
                 save()
 
-        finished = step >= total or source.ended
-        eval_loss = evaluate() if finished else None
-        save()
-        if finished or config.endless:
-            _export(bare, config, main)
+        finished, eval_loss = step >= total or source.ended, None
+        # A finished run to which nothing was added is left as it is.
+        if not (finished and run.is_finished(step, "model")):
+            save()
+            if finished and held_out:
+                eval_loss = evaluate()
+                finished = eval_loss is not None
+            if finished or config.endless:
+                _export(bare, config, main, adapter, weights)
+            if finished:
+                run.finish(step)
         result = SftResult(
             run_dir=config.run_dir,
             finished=finished,
+            stopped_by=None if finished else stopping,
             step=step,
             first_loss=first_loss,
             last_loss=loss,
@@ -349,6 +408,7 @@ def train_sft(
             "stop",
             step=step,
             why=why,
+            by=result.stopped_by,
             loss=loss,
             ullage=result.ullage,
             tracker_failures=tracking.failures,
@@ -413,8 +473,9 @@ def _evaluate(
     device: torch.device,
     keeps: bool,
     dtype: torch.dtype,
-) -> float:
-    """Mean loss over the held-out tokens that carry it."""
+    interrupted: Callable[[], bool],
+) -> float | None:
+    """Mean loss over the held-out tokens that carry it; None if it was interrupted."""
     ready = data.plan
     if world.size <= ready.num_microbatches():
         ready = ready.shard(world.rank, world.size)
@@ -422,6 +483,8 @@ def _evaluate(
     loss = count = 0.0
     with torch.no_grad():
         for step in ready.iter_steps(epochs=1):
+            if interrupted():
+                return None
             for batch in batches_of(step, data, 0):
                 with _autocast(device, dtype):
                     loss += float(microbatch_loss(model, batch, device, keeps))
@@ -430,6 +493,38 @@ def _evaluate(
     if not count:
         raise BadLoss("no token of the held-out data carries loss; check its loss masks")
     return loss / count
+
+
+def _flags(stop: str | None) -> list[float]:
+    """A cause to stop as numbers that ranks can add."""
+    return [float(stop == name) for name in STOPS]
+
+
+def _strongest(counts: Sequence[float]) -> str | None:
+    """The most pressing cause that any rank has."""
+    return next((name for name, count in zip(STOPS, counts, strict=True) if count), None)
+
+
+def _refuse_early(config: SftConfig, world: World) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded and rows are tokenised."""
+    for data in (config.data, config.eval_data):
+        if data and not data.startswith("hf:") and not Path(data).exists():
+            # With the sentence of the rows.
+            open_source(data)
+    if config.batchplan:
+        BatchPlan.load(config.batchplan).shard(0, world.size)
+    else:
+        batching_config(config, world.size)
+
+
+def _refuse_shorter(run: Run, config: SftConfig, found: Checkpoint) -> None:
+    """Refuse to resume with fewer steps or epochs than are behind the checkpoint."""
+    if config.max_steps:
+        run.no_less("max_steps", config.max_steps, found.step)
+    if not config.online:
+        at = found.state["position"]
+        epochs = config.epochs or BatchPlan.load(config.run_dir / "plan").num_epochs
+        run.no_less("epochs", epochs, at["epoch"] + (at["microbatch_idx"] > 0))
 
 
 def _opened(run: Path) -> Prepared:
@@ -510,8 +605,8 @@ def _names(batches: Sequence[CollatedBatch]) -> str:
     return ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
 
-def _export(model: Any, config: SftConfig, main: bool) -> None:
-    """Write the trained model as transformers saves it."""
+def _export(model: Any, config: SftConfig, main: bool, adapter: Adapter | None, base: str) -> None:
+    """Write the trained model as transformers saves it; an adapter with what it was trained on."""
     # All ranks: sharded weights are gathered, tied ones once.
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     gathered: dict[int | str, torch.Tensor] = {}
@@ -529,4 +624,6 @@ def _export(model: Any, config: SftConfig, main: bool) -> None:
     marker = "adapter_config.json" if config.lora_rank else "config.json"
     with atomic_folder(config.run_dir / "model", marker) as folder:
         model.save_pretrained(folder, state_dict=weights)
-        write_tokenizer(folder, config.model, config.tokenizer)
+        if config.lora_rank:
+            name_base(folder, adapter.base if adapter else config.model, base)
+        write_tokenizer(folder, adapter.tokenizer if adapter else config.model, config.tokenizer)

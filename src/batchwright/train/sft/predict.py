@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from batchwright.errors import ConfigError
+from batchwright.models.adapter import find_adapter
 from batchwright.models.transformers import load_model
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.prepare import open_prepared, prepare, tokenizer_of
@@ -40,7 +41,11 @@ def predict(config: SftConfig) -> Prediction:
     if config.online:
         raise ConfigError("an --online run cannot be predicted; leave out --dry-run")
     world = World.detect()
-    model, own, info = load_model(config.model, device="cpu", dtype=torch.float32)
+    adapter = find_adapter(config.model)
+    if adapter:
+        config = config.of_adapter(adapter.rank, adapter.alpha)
+    base = adapter.base if adapter else config.model
+    model, own, info = load_model(base, device="cpu", dtype=torch.float32)
     tokenizer = tokenizer_of(config, own, model)
     with tempfile.TemporaryDirectory() as folder:
         prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)
