@@ -326,6 +326,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "min_length": ("bucketed", 2),
     "pad_policy": ("bucketed", "pad_to_bucket"),
     "align": ("sorted", 8),
+    "segment_multiple": ("packed", 2),
     "pack_max_length": ("packed", 127),
     "pack_mode": ("packed", "optimal"),
     "pack_max_segments": ("packed", 50),

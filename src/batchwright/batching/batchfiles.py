@@ -23,7 +23,7 @@ BATCHES = SealedFolder(
     "folder of batches",
     "generate it again: batchwright data batch generate",
 )
-_ARRAYS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens")
+_ARRAYS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens", "lengths")
 
 
 class BatchWriter:

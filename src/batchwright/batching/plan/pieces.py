@@ -27,6 +27,8 @@ class Counts:
     truncated: int
     split: int
     tokens_left_out: int
+    skipped_group: int = 0
+    """Samples that were skipped with others of their group, or because it is too large."""
 
 
 @dataclass(frozen=True)
