@@ -207,7 +207,7 @@ def _packed(
 
 
 def _sorted(units: list[Unit], config: BatchingConfig) -> list[Batch]:
-    """Runs of units in the order of their widths, as long as the budget allows; short ones first."""
+    """Runs of units by width, as long as the budget allows; the narrowest come first."""
     batches: list[Batch] = []
     widest = 0
     for unit in sorted(units, key=lambda unit: unit.width, reverse=True):
