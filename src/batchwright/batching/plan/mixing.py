@@ -43,7 +43,9 @@ def mixable_patterns(
     if copies <= 1:
         extra = int(plain.num_bins < most_rows and _tight(hist, capacity, plain.num_bins))
         return plain, np.array([1, plain.num_bins, extra])
-    one, others = hist // copies, hist % copies
+    # Lengths that are rare are not in the block; a sixteenth of the others is left to fill them up.
+    one = hist // copies * 15 // 16
+    others = hist - one * copies
     block = pack_histogram(one, capacity, max_segments)
     rest = pack_histogram(others, capacity, max_segments)
     start = _starts(hist)
