@@ -74,8 +74,9 @@ def mosaic(lengths: Lengths) -> Callable[[int], Epoch]:
     """Shuffled samples; each batch of them is packed by first fit, longest first.
 
     `BinPackCollator` takes `packing_ratio` times as many samples as a batch has rows, sorts them
-    by length, puts each into the first row with space, keeps the fullest rows of a batch and
-    carries the others over. The ratio is the mean number of samples that a row holds.
+    by length, puts each into the first row with space, which then goes to the end of the list,
+    gives out the fullest rows and carries the others over. It may drop rows that are left over;
+    here all are kept. The ratio is the mean number of samples that fit a row.
     """
     rows = BUDGET // CAPACITY
     take = max(1, int(rows * CAPACITY / lengths.mean()))
@@ -91,7 +92,7 @@ def mosaic(lengths: Lengths) -> Callable[[int], Epoch]:
                 for at, (free, row) in enumerate(carried):
                     if free >= length:
                         row.append(item)
-                        carried[at] = (free - length, row)
+                        carried.append((free - length, carried.pop(at)[1]))
                         break
                 else:
                     carried.append((CAPACITY - length, [item]))

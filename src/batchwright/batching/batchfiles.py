@@ -19,7 +19,7 @@ __all__ = ["BatchReader", "BatchWriter"]
 
 BATCHES = SealedFolder(
     "batchwright.batches",
-    1,
+    2,
     "folder of batches",
     "generate it again: batchwright data batch generate",
 )
