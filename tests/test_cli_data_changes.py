@@ -127,3 +127,28 @@ def test_a_curriculum_goes_from_easy_to_hard(folder: Path, typed: Typed) -> None
     ]
     error = typed(folder, build.replace("hard", "soft"), code=1)
     assert "soft is None" in error
+
+
+def test_groups_costs_and_multiples_come_from_columns(folder: Path, typed: Typed) -> None:
+    paired = [{**row, "pair": n // 2, "image_tokens": n % 3} for n, row in enumerate(NAMED)]
+    write(folder / "paired.jsonl", paired)
+    typed(folder, "data lengths build -d paired.jsonl -t bytes -o paired.lengths.jsonl")
+    build = (
+        "data batchplan build -l paired.lengths.jsonl -d paired.jsonl --group-by pair "
+        "--cost-column image_tokens --segment-multiple 16 --layout packed -b 4096 -o plan"
+    )
+    typed(folder, build)
+    typed(folder, "data batchplan verify -p plan -l paired.lengths.jsonl")
+    info = json.loads(typed(folder, "data batchplan info -p plan -n 1000 --format json"))
+    seen = [sorted(int(name[1:]) // 2 for name in batch["samples"]) for batch in info["batches"]]
+    tokens = sum(len(row["text"]) for row in NAMED)
+
+    assert sorted(pair for batch in seen for pair in batch) == [n // 2 for n in range(len(NAMED))]
+    assert all(batch.count(pair) == 2 for batch in seen for pair in batch)
+    assert info["useful_tokens"] - tokens >= sum(row["image_tokens"] for row in paired)
+    typed(folder, "data batch generate -p plan -d paired.jsonl -t bytes -o batches")
+    assert texts(folder / "batches") == sorted(row["text"] for row in NAMED)
+    for batch in BatchReader(folder / "batches").iter_epoch(0):
+        assert not (batch.cu_seqlens % 16).any()
+    error = typed(folder, build.replace("image_tokens", "text"), code=1)
+    assert "give an integer of at least 0" in error

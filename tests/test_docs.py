@@ -145,6 +145,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             {"instruction": text(12), "response": text(40), "difficulty": draw.random()}
             for _ in range(400)
         ],
+        "pairs": [{"id": f"p{n}", "text": text(9), "pair": n // 2} for n in range(40)],
         "math": [{"id": f"m{n}", "question": text(10), "answer": text(8)} for n in range(120)],
         "chat": [
             {

@@ -327,6 +327,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
     "min_length": ("bucketed", 2),
     "pad_policy": ("bucketed", "pad_to_bucket"),
     "align": ("sorted", 8),
+    "segment_multiple": ("packed", 2),
     "pack_max_length": ("packed", 127),
     "pack_mode": ("packed", "optimal"),
     "pack_max_segments": ("packed", 50),
@@ -431,16 +432,16 @@ def test_plans_never_change(layout: str) -> None:
 
 GOLDEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "bucketed": (
-        "c49cf158715ecc7cab0d58a91f0b244f4e7f109c3bf2061a5a429248cda56405",
+        "3b3c3186610f5eaa9f73b6a98248ada13839dfae8610701e1e5fbe1d7654107f",
         ("s31", "s136", "s131", "s165"),
     ),
     "sorted": (
-        "6e6a66d76a43c59c65626899767a5310848da2ef3380be17e78f564557b3b6fa",
+        "047ffff5cd609a342738cb672cae2679532961a5f59ca31d6598eba5b06d33a2",
         ("s149", "s52", "s128", "s31"),
     ),
     "packed": (
-        "b4fb35c45c2d9699bfcd4a05ebe27e9ece58f514c26db4bbe1296a14b1b20c7f",
-        ("s95", "s171", "s74", "s53"),
+        "3cb5b0a17e6f16a51aa361047cfd5b666f2cf27a250131ec71f86a44c1d26044",
+        ("s25", "s198", "s74", "s7"),
     ),
 }
 

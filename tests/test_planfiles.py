@@ -19,6 +19,7 @@ from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile
 
 KINDS = ["bucketed", "sorted", "packed", "optimal", "split", "numbered", "curriculum", "mixture"]
+KINDS += ["groups", "costs"]
 
 
 def make(kind: str, seed: int = 42, num_epochs: int = 2) -> BatchPlan:
@@ -39,6 +40,11 @@ def make(kind: str, seed: int = 42, num_epochs: int = 2) -> BatchPlan:
     if kind == "curriculum":
         difficulty = [i % 7 for i in range(40)]
         return BatchPlanBuilder(lengths, config, difficulty=difficulty).build(num_epochs)
+    if kind == "groups":
+        groups = [i // 3 for i in range(40)]
+        return BatchPlanBuilder(lengths, config, groups=groups).build(num_epochs)
+    if kind == "costs":
+        return BatchPlanBuilder(lengths, config, costs=list(range(40))).build(num_epochs)
     if kind == "mixture":
         sources = {"a": lengths, "b": {"x": 3, "y": 4}}
         return BatchPlanBuilder(sources, config, weights={"a": 1.0, "b": 1.5}).build(num_epochs)
@@ -268,9 +274,9 @@ def test_folders_that_are_no_plans_are_named(tmp_path: Path) -> None:
 def test_another_version_says_so(saved: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(saved["packed"], tmp_path / "plan")
     manifest = tmp_path / "plan" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 2', 1))
+    manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 3', 1))
 
-    with pytest.raises(BadFile, match="format version 2"):
+    with pytest.raises(BadFile, match="format version 3"):
         BatchPlan.load(tmp_path / "plan")
 
 
@@ -356,4 +362,4 @@ def test_the_files_of_a_plan_never_change(tmp_path: Path) -> None:
     for name, raw in sorted(contents(path).items()):
         seal.update(f"{name}:{len(raw)}:".encode() + raw)
 
-    assert seal.hexdigest() == ("386a0e53b5da0d2d74c89f11254aab2b2b9b9134d608c705adbc4fe7dfdcbbd1")
+    assert seal.hexdigest() == ("dab2cde9aa2d9166127c36472c093a48f1531f29a0ef410bc3bb766687ac5034")

@@ -142,6 +142,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sorted": {"layout": "sorted"},
     "bucketed": {"layout": "bucketed", "bucket_edges": (32, 64), "overflow_max": 256},
     "one by one": {"layout": "packed", "pack_max_length": 128, "pack_max_segments": 1},
+    "multiples": {"layout": "packed", "pack_max_length": 128, "segment_multiple": 16},
 }
 
 

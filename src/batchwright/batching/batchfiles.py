@@ -19,11 +19,11 @@ __all__ = ["BatchReader", "BatchWriter"]
 
 BATCHES = SealedFolder(
     "batchwright.batches",
-    1,
+    2,
     "folder of batches",
     "generate it again: batchwright data batch generate",
 )
-_ARRAYS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens")
+_ARRAYS = ("input_ids", "labels", "position_ids", "segment_ids", "cu_seqlens", "lengths")
 
 
 class BatchWriter:

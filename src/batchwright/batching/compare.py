@@ -53,6 +53,8 @@ def compare_layouts(
                 "layout": layout,
                 "pack_max_length": limit,
                 "overflow_max": limit,
+                # Narrow packed rows may end below the last of the default edges.
+                "bucket_edges": tuple(edge for edge in config.bucket_edges if edge <= limit),
                 "drop_last": config.drop_last and layout == "bucketed",
             }
         )

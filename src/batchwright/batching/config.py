@@ -1,8 +1,11 @@
 """How sample lengths become batches: one frozen object, every field of which changes the plan."""
 
+import math
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from batchwright.batching.buckets import BucketSpec
@@ -76,6 +79,9 @@ class BatchingConfig(BaseModel):
     """How wide a padded batch is."""
     align: int = Field(1, gt=0)
     """Widths are rounded up to a multiple of this."""
+    segment_multiple: int = Field(1, gt=0, lt=2**31)
+    """Every sample is padded to a multiple of this, on its own, as context parallelism and FP8
+    need it: `cu_seqlens` and widths are multiples."""
     pack_max_length: int = Field(2048, gt=0, lt=2**31)
     """Width of a packed row (layout packed)."""
     pack_mode: PackingMode = PackingMode.BEST_FIT_DECREASING
@@ -169,14 +175,34 @@ class BatchingConfig(BaseModel):
     @property
     def limit(self) -> int:
         """The longest sample a batch can hold; longer ones follow `overflow`."""
+        multiple = self.segment_multiple
         if self.layout == "packed":
-            return self.pack_max_length
-        widest = self.token_budget // self.align * self.align
+            if self.pack_max_length < multiple:
+                raise ConfigError(
+                    f"pack_max_length must be at least segment_multiple={multiple:,}, "
+                    f"got {self.pack_max_length:,}"
+                )
+            return self.pack_max_length // multiple * multiple
+        align = self.width_multiple
+        widest = self.token_budget // align * align
         if widest == 0:
+            what = "align" if align == self.align else "segment_multiple"
             raise ConfigError(
-                f"token_budget must be at least align={self.align:,}, got {self.token_budget:,}"
+                f"token_budget must be at least {what}={align:,}, got {self.token_budget:,}"
             )
         return min(self.overflow_max, widest)
+
+    @property
+    def width_multiple(self) -> int:
+        """Widths are multiples of this."""
+        return math.lcm(self.align, self.segment_multiple)
+
+    def room(self, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The tokens that samples take up in a row: their lengths, rounded up."""
+        multiple = self.segment_multiple
+        if multiple == 1:
+            return lengths
+        return -(-lengths // np.int32(multiple)) * np.int32(multiple)
 
     @property
     def bucket_spec(self) -> BucketSpec:
@@ -195,4 +221,4 @@ class BatchingConfig(BaseModel):
         return self._fit(max_in_batch)
 
     def _fit(self, length: int) -> int:
-        return -(-length // self.align) * self.align
+        return -(-length // self.width_multiple) * self.width_multiple

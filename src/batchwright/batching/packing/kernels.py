@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
+from batchwright.permutation import below
 
 __all__ = [
     "best_fit",
@@ -22,12 +23,16 @@ __all__ = [
     "gather",
     "histogram",
     "lower_bounds",
+    "random_rows",
     "sort_descending",
     "spread",
 ]
 
 UNLIMITED = 2**31 - 1
 """Stands for no `max_segments`: a bin never holds this many items."""
+
+TRIES = 8
+"""Pairs that `random_rows` looks at to fill a row to the last token."""
 
 _FEW = 1 << 16
 _DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
@@ -385,3 +390,159 @@ def lower_bounds(hist: NDArray[np.int64], capacity: int) -> tuple[int, int]:
         rest = max(volume[half + 1] - volume[a] - beside, 0)
         l2 = max(l2, alone + large + (rest + capacity - 1) // capacity)
     return l1, l2
+
+
+@kernel
+def random_rows(
+    sizes: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    capacity: int,
+    max_segments: int,
+    most_rows: int,
+    draws: int,
+    key: np.uint64,
+) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Rows of random items, filled to the last token: offsets of the rows, and classes of items.
+
+    There are `counts[c]` items of size `sizes[c]`, the longest class first. A row begins with the
+    longest item that is left, because later ones fit anywhere. Random items that fit follow, each
+    the longest of `draws` draws; the last two are the pair that leaves least free, of `TRIES`.
+    More draws save short items for the end, where they fill what is left, but mix less.
+
+    Two empty arrays if it would take more than `most_rows` rows.
+    """
+    classes = sizes.size
+    left = counts.copy()
+    tree = _tree(left)
+    total, tokens = 0, 0
+    for c in range(classes):
+        total += counts[c]
+        tokens += counts[c] * sizes[c]
+    spare = most_rows * capacity - tokens
+    row_offsets = np.zeros(most_rows + 1, np.int64)
+    items = np.empty(total, np.int32)
+    at, rows, drawn, longest = 0, 0, 0, 0
+    while at < total:
+        while left[longest] == 0:
+            longest += 1
+        free = capacity
+        room = max_segments
+        x, y = longest, -1
+        while x >= 0:
+            for c in (x, y):
+                if c >= 0:
+                    items[at] = c
+                    at += 1
+                    left[c] -= 1
+                    _tree_take(tree, c)
+                    free -= sizes[c]
+                    room -= 1
+            x, y = -1, -1
+            first = _first_fitting(sizes, free) if room > 0 else classes
+            before = total - at if first == classes else _tree_sum(tree, first)
+            fitting = total - at - before
+            best = capacity + 1
+            for _ in range(TRIES if fitting > 0 else 0):
+                rank = fitting
+                for _ in range(draws):
+                    drawn += 1
+                    rank = min(rank, below(key, drawn, fitting))
+                one = _tree_find(tree, before + rank)
+                rest = free - sizes[one]
+                if room == 1 or (best > capacity and 4 * rest >= capacity):
+                    # The row is far from full: no need to look for its last item yet.
+                    x, y = one, -1
+                    break
+                two = _longest_left(tree, left, sizes, rest, one, total - at)
+                waste = rest - (sizes[two] if two >= 0 else 0)
+                if waste < best:
+                    best, x, y = waste, one, two
+                if waste == 0:
+                    break
+        rows += 1
+        spare -= free
+        if spare < 0 or (rows == most_rows and at < total):
+            return np.empty(0, np.int64), np.empty(0, np.int32)
+        row_offsets[rows] = at
+    return row_offsets[: rows + 1].copy(), items
+
+
+@kernel
+def _longest_left(
+    tree: NDArray[np.int64],
+    left: NDArray[np.int64],
+    sizes: NDArray[np.int32],
+    free: int,
+    taken: int,
+    total: int,
+) -> int:
+    """The longest class that fits `free` and has an item besides the `taken` one, or -1."""
+    first = _first_fitting(sizes, free)
+    if first == sizes.size:
+        return -1
+    before = _tree_sum(tree, first)
+    if before == total:
+        return -1
+    found = _tree_find(tree, before)
+    if found == taken and left[taken] == 1:
+        return -1 if before + 1 == total else _tree_find(tree, before + 1)
+    return found
+
+
+@kernel
+def _first_fitting(sizes: NDArray[np.int32], free: int) -> int:
+    """The first of falling `sizes` that is at most `free`."""
+    low, high = 0, sizes.size
+    while low < high:
+        middle = (low + high) // 2
+        if sizes[middle] > free:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def _tree(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A Fenwick tree: sums of `counts` whose updates and searches take logarithmic time."""
+    tree = np.zeros(counts.size + 1, np.int64)
+    for i in range(1, tree.size):
+        tree[i] += counts[i - 1]
+        parent = i + (i & -i)
+        if parent < tree.size:
+            tree[parent] += tree[i]
+    return tree
+
+
+@kernel
+def _tree_take(tree: NDArray[np.int64], c: int) -> None:
+    """One less in class `c`."""
+    i = c + 1
+    while i < tree.size:
+        tree[i] -= 1
+        i += i & -i
+
+
+@kernel
+def _tree_sum(tree: NDArray[np.int64], c: int) -> int:
+    """Items in the classes before `c`."""
+    found = 0
+    while c > 0:
+        found += tree[c]
+        c -= c & -c
+    return found
+
+
+@kernel
+def _tree_find(tree: NDArray[np.int64], rank: int) -> int:
+    """The class of item `rank`, counted class by class."""
+    step = 1
+    while 2 * step < tree.size:
+        step *= 2
+    c = 0
+    while step > 0:
+        if c + step < tree.size and tree[c + step] <= rank:
+            c += step
+            rank -= tree[c]
+        step >>= 1
+    return c

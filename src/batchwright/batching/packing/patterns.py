@@ -46,6 +46,13 @@ class Patterns:
     entry_count: NDArray[np.int32]
 
     @property
+    def arrays(
+        self,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """What the kernels take."""
+        return self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count
+
+    @property
     def num_bins(self) -> int:
         return int(self.bin_starts[-1])
 
@@ -59,9 +66,7 @@ class Patterns:
 
         `order[p]` is the item at position p.
         """
-        return kernels.expand(
-            self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count, order
-        )
+        return kernels.expand(*self.arrays, order)
 
     def __repr__(self) -> str:
         return (

@@ -9,7 +9,7 @@ but for `pack_mode` optimal, whose patterns come from a linear programme and are
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,19 +20,29 @@ from batchwright.batching.packing import kernels
 from batchwright.batching.packing.bins import pack_lengths
 from batchwright.batching.packing.modes import PackingMode
 from batchwright.batching.packing.optimal import pack_optimal
-from batchwright.batching.packing.patterns import pack_histogram
 from batchwright.batching.plan import order_kernels
 from batchwright.batching.plan.canonical import canonical_order
+from batchwright.batching.plan.groups import Groups, Unit, shuffled_units, units_of, whole_units
+from batchwright.batching.plan.mixing import mixable_patterns
 from batchwright.batching.plan.order import MaterialisedOrder, Order, Rows, VirtualOrder
 from batchwright.batching.plan.pieces import Pieces, cut_pieces
 from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
-from batchwright.errors import ConfigError, DuplicateId
+from batchwright.errors import ConfigError, DuplicateId, OversizedSample
 from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import permutation
 
-__all__ = ["Arranged", "LengthSource", "Source", "arrange", "check_difficulty", "join_sources"]
+__all__ = [
+    "Arranged",
+    "LengthSource",
+    "Source",
+    "arrange",
+    "check_costs",
+    "check_difficulty",
+    "join_sources",
+    "with_costs",
+]
 
 LengthSource = Mapping[str, int] | LengthCache | Lengths | NDArray[np.integer]
 
@@ -59,18 +69,25 @@ def arrange(
     num_epochs: int,
     sources: Sequence[Source] = (),
     difficulty: NDArray[np.float64] | None = None,
+    groups: Groups | None = None,
 ) -> Arranged:
     """The order of `num_epochs` epochs. A sample over the limit follows `config.overflow`.
 
-    Mixtures, curricula and packing by arrival are written out epoch by epoch; everything else
-    is a virtual order, which holds for any number of epochs.
+    Mixtures, curricula, groups and packing by arrival are written out epoch by epoch; everything
+    else is a virtual order, which holds for any number of epochs.
     """
     pieces = cut_pieces(lengths, config)
     canonical = canonical_order(lengths.ids)
-    if difficulty is None and not sources and not _by_arrival(config):
+    if difficulty is None and not sources and groups is None and not _by_arrival(config):
         return _virtual(pieces, canonical, config)
     if canonical is None:
         canonical = np.arange(len(lengths), dtype=np.int32)
+    if groups is not None:
+        pieces = whole_units(pieces, groups, config)
+        shown = pieces.of_items(canonical)
+        units = units_of(shown, groups, config)
+        together = [_grouped(shown, units, config, epoch) for epoch in range(num_epochs)]
+        return Arranged(MaterialisedOrder.collect(config, together), pieces)
     epochs: list[list[Rows]] = []
     for epoch in range(num_epochs):
         shown = _mixture(canonical, sources, config, epoch) if sources else canonical
@@ -147,6 +164,41 @@ def check_difficulty(
     return values
 
 
+def check_costs(
+    costs: Sequence[int] | NDArray[np.integer] | None, samples: int
+) -> NDArray[np.int32] | None:
+    if costs is None:
+        return None
+    values = np.asarray(costs)
+    if values.shape != (samples,):
+        raise ConfigError(
+            f"costs has {values.size:,} values for {samples:,} samples; give one each"
+        )
+    if values.dtype.kind not in "iu" or values.min() < 0 or values.max() >= 2**31:
+        raise ConfigError(
+            "costs must be integers of at least 0, the tokens that each sample takes up beside "
+            "its own"
+        )
+    return values.astype(np.int32)
+
+
+def with_costs(lengths: Lengths, costs: NDArray[np.int32], config: BatchingConfig) -> Lengths:
+    """The lengths that are planned: tokens and costs. Only tokens can be cut."""
+    if config.overflow == "split":
+        raise ConfigError(
+            "overflow split cannot divide the costs of a sample; choose error, skip or truncate"
+        )
+    values = lengths.values.astype(np.int64) + costs
+    uncut = np.flatnonzero((costs >= config.limit) | (values >= 2**31))
+    if uncut.size and config.overflow == "truncate":
+        at = int(uncut[0])
+        raise OversizedSample(
+            f"sample {lengths.ids[at]!r} costs {int(costs[at]):,} tokens beside its own, which "
+            f"cannot be truncated to {config.limit:,}; choose overflow skip, or raise the limit"
+        )
+    return replace(lengths, values=np.minimum(values, 2**31 - 1).astype(np.int32))
+
+
 def _mixture(
     canonical: NDArray[np.int32], sources: Sequence[Source], config: BatchingConfig, epoch: int
 ) -> NDArray[np.int32]:
@@ -197,6 +249,32 @@ def _listed(
     return listed
 
 
+def _grouped(pieces: Pieces, units: list[Unit], config: BatchingConfig, epoch: int) -> list[Rows]:
+    """The microbatches of one epoch, in which no unit is divided."""
+    if config.layout != "packed":
+        return shuffled_units(pieces, units, [], config, epoch)
+    large = [unit for unit in units if len(unit.rows) > 1]
+    small = [unit for unit in units if len(unit.rows) == 1]
+    if not small:
+        return shuffled_units(pieces, large, [], config, epoch)
+    # Units of one row are packed as samples are, each as long as all of it.
+    most = config.pack_max_segments
+    if most is not None:
+        most = max(1, most // max(len(unit.pieces) for unit in small))
+    one_row = {"token_budget": config.limit, "pack_max_length": config.limit, "align": 1}
+    own = config.model_copy(
+        update={**one_row, "segment_multiple": 1, "pack_max_segments": most, "min_length": 1}
+    )
+    rooms = np.array([unit.room for unit in small], np.int32)
+    numbers = np.arange(len(small), dtype=np.int32)
+    whole = Pieces(numbers, np.empty(0, np.int32), rooms, pieces.skipped, pieces.counts)
+    rows = [
+        [small[at].pieces for at in row.items.tolist()]
+        for row in _listed(whole, [numbers], own, epoch)
+    ]
+    return shuffled_units(pieces, large, rows, config, epoch)
+
+
 def _virtual(
     pieces: Pieces, canonical: NDArray[np.int32] | None, config: BatchingConfig
 ) -> Arranged:
@@ -212,21 +290,26 @@ def _virtual(
     classes = distinct_offsets
     batch_start, batch_size = no_longs, no_ints
     patterns = (no_longs, no_longs, no_longs, no_ints)
+    mixing = no_longs
     note = ""
     if config.layout == "packed":
+        # Positions with the longest first are in the order of their rooms as well.
+        rooms = np.zeros(config.limit + 1, np.int64)
+        np.add.at(rooms, config.room(distinct), hist[distinct])
+        most = config.pack_max_segments
+        packed, mixing = mixable_patterns(rooms, config.limit, most)
         if config.pack_mode is PackingMode.OPTIMAL:
-            best = pack_optimal(hist, config.pack_max_length, config.pack_max_segments)
-            packed, note = best.patterns, f"{best.method}: {best.note}"
-        else:
-            packed = pack_histogram(hist, config.pack_max_length, config.pack_max_segments)
-        patterns = (
-            packed.bin_starts,
-            packed.entry_offsets,
-            packed.entry_position,
-            packed.entry_count,
-        )
+            best = pack_optimal(rooms, config.limit, most)
+            note = f"{best.method}: {best.note}"
+            if best.patterns.num_bins < packed.num_bins:
+                packed = best.patterns
+                # Blocks were cut from best-fit-decreasing; one block is as good as any rows.
+                mixing = (
+                    np.array([1, packed.num_bins, 0]) if mixing.tolist()[:1] == [1] else no_longs
+                )
+        patterns = packed.arrays
     elif config.layout == "sorted":
-        classes, widths = _near_lengths(distinct, distinct_offsets, config.align)
+        classes, widths = _near_lengths(distinct, distinct_offsets, config.width_multiple)
         # At most two runs share a class, and one more is cut for every budget of tokens.
         runs = 2 * widths.size + pieces.counts.planned_tokens // config.token_budget
         with interpreted(quicker_without_numba(4.0 * runs)):
@@ -244,6 +327,7 @@ def _virtual(
         batch_start,
         batch_size,
         *patterns,
+        mixing,
     )
     return Arranged(order, pieces, note)
 
@@ -266,10 +350,8 @@ def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> li
     """Pack samples as they come in this epoch's shuffle, and shuffle the rows."""
     key = np.uint64(rng.key(config.seed, "plan/arrival", epoch))
     arrival = permutation(pieces.items.size, key)
-    lengths = pieces.lengths[arrival]
-    packing = pack_lengths(
-        lengths, config.pack_max_length, config.pack_mode, config.pack_max_segments
-    )
+    rooms = config.room(pieces.lengths[arrival])
+    packing = pack_lengths(rooms, config.limit, config.pack_mode, config.pack_max_segments)
     key = np.uint64(rng.key(config.seed, "plan/bins", epoch))
     bins = permutation(packing.num_bins, key)
     width = config.get_pad_length(-1, config.pack_max_length)

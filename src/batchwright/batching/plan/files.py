@@ -30,7 +30,7 @@ from batchwright.sealed import SealedFolder, write_array
 
 __all__ = ["VERSION", "read_plan", "write_plan", "write_shards", "write_text"]
 
-VERSION = 1
+VERSION = 2
 """Of the plan's format and of the rules by which an order follows from its arrays."""
 
 PLAN = SealedFolder(
@@ -39,7 +39,8 @@ PLAN = SealedFolder(
     "batch plan",
     "build it again: batchwright data batchplan build",
 )
-_READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped", "difficulty"}
+_BY_SAMPLE = ("difficulty", "groups", "costs_N")
+_READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped", *_BY_SAMPLE}
 """Large arrays whose values index nothing unchecked; the others are hashed on opening."""
 
 
@@ -101,7 +102,7 @@ def read_plan(path: Path, make: Callable[..., P], check: bool = False) -> P:
         shard = manifest["shard"]
         plan = make(
             skipped=arrays.pop("skipped"),
-            difficulty=arrays.pop("difficulty", None),
+            **{name: arrays.pop(name, None) for name in _BY_SAMPLE},
             order=order_of(manifest["kind"], config, arrays),
             ids=ids,
             config=config,

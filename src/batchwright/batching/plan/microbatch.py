@@ -40,6 +40,15 @@ class MicrobatchSpec:
     """Pieces of this length may be cut from a longer sample; None: every sample is whole."""
     weight: float = 1.0
     """0 for a filler that evens out the ranks: run it, but count none of its loss."""
+    segment_multiple: int = 1
+    """Every segment is padded to a multiple of this."""
+    costs: NDArray[np.int32] | None = None
+    """The part of `lengths` that is not in the tokens of the samples, such as image tokens."""
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Tokens of each segment: its length without what it costs beside them."""
+        return self.lengths if self.costs is None else self.lengths - self.costs
 
     @property
     def batch_size(self) -> int:
@@ -92,6 +101,7 @@ class MicrobatchSpec:
             mine == theirs
             and np.array_equal(self.starts, other.starts)
             and np.array_equal(self.lengths, other.lengths)
+            and np.array_equal(self.tokens, other.tokens)
             and np.array_equal(self.row_offsets, other.row_offsets)
             and self.samples == other.samples
         )

@@ -1,7 +1,8 @@
 """Two ways to hold an order of microbatches, behind one interface.
 
 A `VirtualOrder` stores the samples sorted by length, the shapes of the batches and a seed; any
-batch of any epoch follows from them in microseconds, and every epoch mixes anew. A
+batch of any epoch follows from them, and every epoch mixes anew. Only the first batch of a packed
+epoch takes longer than microseconds: then its rows are drawn. A
 `MaterialisedOrder` stores the lists themselves, for orders that no such rule describes:
 curricula and mixtures.
 """
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 
 from batchwright import rng
 from batchwright.batching.config import BatchingConfig, PadPolicy
+from batchwright.batching.packing.patterns import Patterns
 from batchwright.batching.plan import order_kernels as kernels
+from batchwright.batching.plan.mixing import VARIANTS, mixed_patterns
 from batchwright.errors import UnknownSample
 from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import permute, unpermute
@@ -97,6 +100,8 @@ class VirtualOrder:
     entry_position: NDArray[np.int64]
     entry_count: NDArray[np.int32]
     """Patterns of packed rows (`packing.Patterns`); empty for padded layouts."""
+    mixing: NDArray[np.int64]
+    """How packed rows are drawn anew every epoch (`mixing`); empty if they are not."""
 
     kind = "virtual"
     _names = (
@@ -111,6 +116,7 @@ class VirtualOrder:
         "entry_offsets",
         "entry_position",
         "entry_count",
+        "mixing",
     )
 
     def __post_init__(self) -> None:
@@ -127,9 +133,12 @@ class VirtualOrder:
                 )
         object.__setattr__(self, "_buckets", buckets)
         object.__setattr__(self, "_widths", widths)
+        object.__setattr__(self, "_drawn", {})
 
     _buckets: NDArray[np.int32] = None  # type: ignore[assignment]
     _widths: NDArray[np.int32] = None  # type: ignore[assignment]
+    _drawn: dict[int, Patterns] = None  # type: ignore[assignment]
+    """The packed rows of the epochs that were last asked for."""
 
     def arrays(self) -> Arrays:
         return {name: getattr(self, name) for name in self._names}
@@ -147,9 +156,15 @@ class VirtualOrder:
     def _pack_width(self) -> int:
         return self.config.get_pad_length(-1, self.config.pack_max_length)
 
+    @property
+    def _num_rows(self) -> int:
+        """Rows of a packed epoch."""
+        extra = int(self.mixing[0] * self.mixing[2]) if self.mixing.size else 0
+        return int(self.bin_starts[-1]) + extra
+
     def size(self, epoch: int) -> int:
         if self.config.layout == "packed":
-            return -(-int(self.bin_starts[-1]) // self.rows_per_batch)
+            return -(-self._num_rows // self.rows_per_batch)
         return len(self.batch_start)
 
     def rows(self, epoch: int, index: int) -> Rows:
@@ -162,7 +177,7 @@ class VirtualOrder:
         key = self._key("class", epoch)
         if self.config.layout == "packed":
             first = index * self.rows_per_batch
-            count = min(self.rows_per_batch, int(self.bin_starts[-1]) - first)
+            count = min(self.rows_per_batch, self._num_rows - first)
             items, starts, lengths, row_offsets = kernels.draw_bins(
                 first,
                 count,
@@ -172,10 +187,7 @@ class VirtualOrder:
                 self.items,
                 self.starts,
                 self.distinct,
-                self.bin_starts,
-                self.entry_offsets,
-                self.entry_position,
-                self.entry_count,
+                *self._patterns(epoch),
             )
             return Rows(-1, self._pack_width, items, starts, lengths, row_offsets)
         batch = self._batch_at(epoch, index)
@@ -202,7 +214,7 @@ class VirtualOrder:
     ) -> NDArray[np.int64]:
         if self.config.layout == "packed":
             if not quadratic:
-                left = self.bin_starts[-1] - np.arange(first, stop) * self.rows_per_batch
+                left = self._num_rows - np.arange(first, stop) * self.rows_per_batch
                 rows: NDArray[np.int64] = np.minimum(left, self.rows_per_batch)
                 return rows * (linear * self._pack_width)
             with interpreted(self._quicker_without_numba(stop - first)):
@@ -214,10 +226,7 @@ class VirtualOrder:
                     self._key("bins", epoch),
                     self.class_offsets,
                     self.distinct,
-                    self.bin_starts,
-                    self.entry_offsets,
-                    self.entry_position,
-                    self.entry_count,
+                    *self._patterns(epoch),
                     linear,
                     quadratic,
                 )
@@ -234,7 +243,7 @@ class VirtualOrder:
             self.batch_size,
             self.class_offsets,
             self._widths,
-            self.config.align,
+            self.config.width_multiple,
             self.distinct,
             self.distinct_offsets,
             linear,
@@ -261,14 +270,8 @@ class VirtualOrder:
             length_class = np.searchsorted(self.distinct_offsets, origin, "right") - 1
             length = int(self.distinct[length_class])
             if self.config.layout == "packed":
-                bin_, segment = kernels.find_bin(
-                    position,
-                    self.bin_starts,
-                    self.entry_offsets,
-                    self.entry_position,
-                    self.entry_count,
-                )
-                slot = unpermute(bin_, int(self.bin_starts[-1]), self._key("bins", epoch))
+                bin_, segment = kernels.find_bin(position, *self._patterns(epoch))
+                slot = unpermute(bin_, self._num_rows, self._key("bins", epoch))
                 index, row = divmod(slot, self.rows_per_batch)
                 found.append(Place(index, row, segment, start, length))
                 continue
@@ -278,6 +281,31 @@ class VirtualOrder:
             if batch >= 0 and row < self.batch_size[batch]:
                 found.append(Place(self._index_of(epoch, batch), row, 0, start, length))
         return found
+
+    def _patterns(
+        self, epoch: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """The packed rows of an epoch, as `packing.Patterns` describes them."""
+        base = Patterns(self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count)
+        if not self.mixing.size:
+            return base.arrays
+        variant = epoch if self.mixing[0] == 1 else epoch % VARIANTS
+        found = self._drawn.get(variant)
+        if found is None:
+            sizes, first = np.unique(-self.config.room(self.distinct), return_index=True)
+            found = mixed_patterns(
+                base,
+                self.mixing,
+                -sizes,
+                np.append(self.distinct_offsets[first], self.distinct_offsets[-1]),
+                self.config.limit,
+                self.config.pack_max_segments,
+                self._key("rows", variant),
+            )
+            for old in list(self._drawn)[: 1 - VARIANTS]:
+                self._drawn.pop(old, None)
+            self._drawn[variant] = found
+        return found.arrays
 
     def _batch_at(self, epoch: int, index: int) -> int:
         count = len(self.batch_start)

@@ -30,6 +30,8 @@ class Counts:
     truncated: int
     split: int
     tokens_left_out: int
+    skipped_group: int = 0
+    """Samples that were skipped with others of their group, or because it is too large."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _without_loss(
     starts: NDArray[np.int32],
     planned: NDArray[np.int32],
 ) -> NDArray[np.bool_]:
-    """Which pieces end before the first token of their sample that carries loss."""
+    """Which pieces are left out: those that end before the first token that carries loss."""
     if measured.loss is None:
         return np.zeros(items.size, bool)
     ends = planned + starts if starts.size else planned
@@ -148,7 +150,7 @@ def _without_loss(
             f"{measured.ids[int(silent[0])]!r}, which has none{cut}; choose no_loss skip to leave "
             f"them out, or mend their rows"
         )
-    return mute
+    return mute if config.no_loss == "skip" else np.zeros(items.size, bool)
 
 
 def _what_limits(config: BatchingConfig) -> str:

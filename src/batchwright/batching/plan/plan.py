@@ -5,13 +5,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
-from batchwright.batching.plan.arrange import LengthSource, Source, arrange, join_sources
+from batchwright.batching.plan.arrange import (
+    LengthSource,
+    Source,
+    arrange,
+    join_sources,
+    with_costs,
+)
 from batchwright.batching.plan.canonical import canonical_ids, canonical_order
 from batchwright.batching.plan.files import (
     VERSION,
@@ -20,6 +26,7 @@ from batchwright.batching.plan.files import (
     write_shards,
     write_text,
 )
+from batchwright.batching.plan.groups import Groups
 from batchwright.batching.plan.microbatch import MicrobatchSpec, Placement, Pulled, Step
 from batchwright.batching.plan.order import Arrays, Order
 from batchwright.batching.plan.pieces import Counts
@@ -37,6 +44,8 @@ from batchwright.errors import BadFile, ConfigError, Mismatch, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
 
 __all__ = ["BatchPlan", "EpochPlan", "iter_from_checkpoint", "shard_batch_plan"]
+
+V = TypeVar("V", np.float64, np.int32)
 
 COST_LINEAR = 24_576
 COST_QUADRATIC = 1
@@ -108,6 +117,10 @@ class BatchPlan:
     sources: tuple[Source, ...] = ()
     """Name, size and weight of each source of a mixture."""
     difficulty: NDArray[np.float64] | None = None
+    groups: NDArray[np.int32] | None = None
+    """The group of each sample, -1 if it is in none; None if there are no groups."""
+    costs_N: NDArray[np.int32] | None = None
+    """Tokens that each sample costs beside its own; None if there are none."""
     note: str = ""
     """How the plan was packed: what `optimal` packing achieved."""
     shard_of: Shard | None = None
@@ -125,9 +138,13 @@ class BatchPlan:
         num_epochs: int,
         sources: Sequence[Source] = (),
         difficulty: NDArray[np.float64] | None = None,
+        groups: Groups | None = None,
+        costs: NDArray[np.int32] | None = None,
     ) -> "BatchPlan":
         """The plan of these lengths; `BatchPlanBuilder` makes them ready for it."""
-        made = arrange(lengths, config, num_epochs, sources, difficulty)
+        if costs is not None:
+            lengths = with_costs(lengths, costs, config)
+        made = arrange(lengths, config, num_epochs, sources, difficulty, groups)
         return cls(
             order=made.order,
             ids=lengths.ids,
@@ -139,6 +156,8 @@ class BatchPlan:
             tokenizer_hash=lengths.tokenizer_hash,
             sources=tuple(sources),
             difficulty=difficulty,
+            groups=None if groups is None else groups.of_sample,
+            costs_N=costs,
             note=made.note,
         )
 
@@ -179,7 +198,15 @@ class BatchPlan:
         if not 0 <= index < count:
             raise UnknownSample(f"epoch {epoch} has microbatches 0 to {count - 1}, got {index}")
         rows = self.order.rows(epoch, index)
-        return MicrobatchSpec(epoch, index, *rows, ids=self.ids, cut_at=self._cut_at)
+        return MicrobatchSpec(
+            epoch,
+            index,
+            *rows,
+            ids=self.ids,
+            cut_at=self._cut_at,
+            segment_multiple=self.config.segment_multiple,
+            costs=None if self.costs_N is None else self.costs_N[rows.items],
+        )
 
     def epoch(self, epoch: int) -> EpochPlan:
         return EpochPlan(self, self._checked(epoch))
@@ -345,8 +372,16 @@ class BatchPlan:
             [list(source) for source in sorted(self.sources)],
             ids,
             order,
+            self._costs_digest,
             shard,
         )
+
+    @cached_property
+    def _costs_digest(self) -> str | None:
+        if self.costs_N is None:
+            return None
+        canonical = canonical_order(self.ids)
+        return digest_array(self.costs_N if canonical is None else self.costs_N[canonical])
 
     @cached_property
     def _cut_at(self) -> int | None:
@@ -404,8 +439,15 @@ class BatchPlan:
         else:
             given, sources = Lengths.of(lengths), ()  # type: ignore[arg-type]
             _same_data(self, given)
+        groups = _values_for(self, self.groups, given)
         again = BatchPlan.arranged(
-            given, self.config, self.num_epochs, sources, _difficulty_for(self, given)
+            given,
+            self.config,
+            self.num_epochs,
+            sources,
+            _values_for(self, self.difficulty, given),
+            None if groups is None else Groups(groups),
+            _values_for(self, self.costs_N, given),
         )
         if not sources:
             # Hashes that contradict each other were refused above; an unknown one fits any.
@@ -440,8 +482,9 @@ class BatchPlan:
         arrays: Arrays = {**self.order.arrays(), "skipped": self.skipped}
         if self.ids.arrays is not None:
             arrays["id_offsets"], arrays["id_data"] = self.ids.arrays
-        if self.difficulty is not None:
-            arrays["difficulty"] = self.difficulty
+        for name in ("difficulty", "groups", "costs_N"):
+            if getattr(self, name) is not None:
+                arrays[name] = getattr(self, name)
         return arrays
 
     def _share(self, epoch: int, first: int, stop: int) -> tuple[MicrobatchSpec, ...]:
@@ -520,12 +563,12 @@ def _same_data(plan: BatchPlan, lengths: Lengths) -> None:
         )
 
 
-def _difficulty_for(plan: BatchPlan, lengths: Lengths) -> NDArray[np.float64] | None:
-    """The plan's difficulties in the order of `lengths`, which may name the samples otherwise."""
-    if plan.difficulty is None or len(lengths) != len(plan.ids):
-        return plan.difficulty
+def _values_for(plan: BatchPlan, values: NDArray[V] | None, lengths: Lengths) -> NDArray[V] | None:
+    """The plan's `values` in the order of `lengths`, which may name the samples otherwise."""
+    if values is None or len(lengths) != len(plan.ids):
+        return values
     theirs, mine = canonical_order(lengths.ids), canonical_order(plan.ids)
-    moved = np.empty_like(plan.difficulty)
+    moved = np.empty_like(values)
     every = slice(None)
-    moved[every if theirs is None else theirs] = plan.difficulty[every if mine is None else mine]
+    moved[every if theirs is None else theirs] = values[every if mine is None else mine]
     return moved

@@ -79,6 +79,9 @@ def build(
         Parameter(help="Width of a padded batch; default: pad_to_bucket if predictable."),
     ] = None,
     align: Annotated[int, Parameter(help="Widths are multiples of this.")] = 1,
+    segment_multiple: Annotated[
+        int, Parameter(help="Pad every sample to a multiple of this, for context parallel or FP8.")
+    ] = 1,
     predictable: Annotated[
         bool,
         Parameter(name=["--predictable", "-p"], negative="", help="Fixed shapes and bucket order."),
@@ -100,9 +103,17 @@ def build(
     curriculum_stages: Annotated[
         int, Parameter(help="Stages of the curriculum, from easy to hard.")
     ] = 10,
+    group_by: Annotated[
+        str | None,
+        Parameter(help="Column of --dataset; rows of equal value share a microbatch."),
+    ] = None,
+    cost_column: Annotated[
+        str | None,
+        Parameter(help="Column of --dataset: tokens to add to a sample's length (image tokens)."),
+    ] = None,
     dataset: Annotated[
         list[str] | None,
-        Parameter(name=["--dataset", "-d"], negative="", help="The rows, for --curriculum."),
+        Parameter(name=["--dataset", "-d"], negative="", help="The rows that columns are read of."),
     ] = None,
     dataset_hash: Annotated[
         str | None, Parameter(help="Overrides the hash in the length cache.")
@@ -132,13 +143,16 @@ def build(
         pack_mode=pack_mode,
         pack_max_segments=pack_max_segments,
         align=align,
+        segment_multiple=segment_multiple,
         seed=seed,
         drop_last=drop_last,
         step_size=_step_size(step_size),
         curriculum_stages=curriculum_stages,
         **optional,
     )
-    builder = _builder(lengths, config, weight, curriculum, dataset, dataset_hash)
+    columns = {"difficulty": curriculum, "groups": group_by, "costs": cost_column}
+    named = {name: column for name, column in columns.items() if column is not None}
+    builder = _builder(lengths, config, weight, named, dataset, dataset_hash)
     plan = builder.build(epochs)
     lines = [_comparison(builder, plan), *_counted(plan)]
     if dry_run:
@@ -391,10 +405,11 @@ def _builder(
     paths: list[Path],
     config: Any,
     weights: list[float] | None,
-    curriculum: str | None,
+    columns: dict[str, str],
     dataset: list[str] | None,
     dataset_hash: str | None,
 ) -> "BatchPlanBuilder":
+    """The builder of these length caches; `columns` of the rows by the argument they become."""
     import dataclasses
 
     from batchwright.batching.plan.builder import BatchPlanBuilder
@@ -408,46 +423,64 @@ def _builder(
             )
         parts = dict(zip(sources, shares, strict=True))
         mixture = BatchPlanBuilder(sources, config, weights=parts)
-        if curriculum is None:
+        if not columns:
             return mixture
-        difficulty = _difficulty(dataset, curriculum, mixture.lengths.ids, list(sources))
-        return BatchPlanBuilder(sources, config, weights=parts, difficulty=difficulty)
+        values = _columns(dataset, columns, mixture.lengths.ids, list(sources))
+        return BatchPlanBuilder(sources, config, weights=parts, **values)
     loaded = load_lengths(paths[0])
     if dataset_hash is not None:
         loaded = dataclasses.replace(loaded, dataset_hash=dataset_hash)
-    if curriculum is None:
-        return BatchPlanBuilder(loaded, config)
-    difficulty = _difficulty(dataset, curriculum, loaded.ids, [])
-    return BatchPlanBuilder(loaded, config, difficulty=difficulty)
+    return BatchPlanBuilder(loaded, config, **_columns(dataset, columns, loaded.ids, []))
 
 
-def _difficulty(dataset: list[str] | None, column: str, ids: Any, names: list[str]) -> list[float]:
+_COLUMNS = {
+    "difficulty": ("--curriculum", (int, float), "a curriculum needs a number in every row"),
+    "groups": ("--group-by", (str, int, type(None)), "give a string, an integer or null"),
+    "costs": ("--cost-column", (int,), "give an integer of at least 0 in every row"),
+}
+"""Of every argument of the builder that a column can give: its flag, and what may stand there."""
+
+
+def _columns(
+    dataset: list[str] | None, columns: dict[str, str], ids: Any, names: list[str]
+) -> dict[str, list[Any]]:
+    """The values of columns of the rows, one for each sample."""
     from batchwright.data.reader import PlanRows
     from batchwright.data.rows.source import open_source
     from batchwright.errors import BadRow
 
-    if not dataset:
-        raise ConfigError("--curriculum reads a column of the rows; give --dataset too")
-    sources = [open_source(spec) for spec in dataset]
+    if columns and not dataset:
+        flag = _COLUMNS[next(iter(columns))][0]
+        raise ConfigError(f"{flag} reads a column of the rows; give --dataset too")
+    if not columns:
+        return {}
+    sources = [open_source(spec) for spec in dataset or []]
     place = PlanRows(sources, ids, names).place
-    found = []
+    found: dict[str, list[Any]] = {name: [] for name in columns}
     for item in range(len(ids)):
-        part, row = place(item)
-        value = sources[part][row].get(column)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise BadRow(
-                f"{sources[part].where(row)}: {column} is {value!r}; "
-                f"a curriculum needs a number in every row"
-            )
-        found.append(float(value))
+        part, number = place(item)
+        row = sources[part][number]
+        for name, column in columns.items():
+            _, kinds, allowed = _COLUMNS[name]
+            value = row.get(column)
+            missing = name == "groups" and column not in row
+            negative = name == "costs" and isinstance(value, int) and value < 0
+            if not isinstance(value, kinds) or isinstance(value, bool) or missing or negative:
+                seen = "missing" if missing else repr(value)
+                raise BadRow(f"{sources[part].where(number)}: {column} is {seen}; {allowed}")
+            found[name].append(value)
     return found
 
 
 def _comparison(builder: "BatchPlanBuilder", plan: "BatchPlan") -> str:
     from batchwright.batching.compare import compare_layouts, layout_row
+    from batchwright.batching.plan.arrange import with_costs
     from batchwright.report.text import number, percent, table
 
-    rows = compare_layouts(builder.lengths, builder.config)
+    lengths = builder.lengths
+    if builder.costs is not None:
+        lengths = with_costs(lengths, builder.costs, builder.config)
+    rows = compare_layouts(lengths, builder.config)
     if plan.order.kind == "materialised":
         rows.append(layout_row(plan))
     first = rows[0]
@@ -484,6 +517,8 @@ def _counted(plan: "BatchPlan") -> list[str]:
     if counts.skipped_no_loss:
         what = "pieces" if counts.split else "samples"
         lines.append(f"skipped {counts.skipped_no_loss:,} {what} without a token that carries loss")
+    if counts.skipped_group:
+        lines.append(f"skipped {counts.skipped_group:,} more samples so that groups stay whole")
     if counts.truncated:
         lines.append(f"truncated {counts.truncated:,} samples to {plan.config.limit:,} tokens")
     if counts.split:
@@ -535,6 +570,8 @@ def _why(plan: "BatchPlan", bucket: int) -> str:
 def _why_not(plan: "BatchPlan", sample_id: str) -> str:
     if plan.ids.find(sample_id) in plan.skipped:
         without = " or has no token with loss" if plan.counts.skipped_no_loss else ""
+        if plan.groups is not None and plan.groups[plan.ids.find(sample_id)] >= 0:
+            return f"its group does not fit whole (overflow {plan.config.overflow})"
         return (
             f"its length is not within {plan.config.min_length:,} to {plan.config.limit:,} "
             f"(overflow {plan.config.overflow}){without}"

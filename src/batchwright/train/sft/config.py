@@ -12,7 +12,7 @@ __all__ = ["SftConfig"]
 
 _PLANNED = (
     *("layout", "token_budget", "bucket_edges", "pack", "pack_max_len", "pack_mode"),
-    *("overflow", "no_loss", "step_size", "grad_accum"),
+    *("segment_multiple", "overflow", "no_loss", "step_size", "grad_accum"),
 )
 """Settings that a plan already holds."""
 _GYM = ("gym_host", "gym_port", "gym_transport", "gym_connections")
@@ -59,6 +59,8 @@ class SftConfig(RunConfig):
         "best_fit_decreasing"
     )
     """Bin packing algorithm."""
+    segment_multiple: int = 1
+    """Pad every sample to a multiple of this, for context parallel or FP8."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
     """What to do with a sample that is too long for a row."""
     no_loss: Literal["error", "skip"] = "error"
@@ -169,7 +171,7 @@ class SftConfig(RunConfig):
         given: object = self.data
         if isinstance(given, str):
             object.__setattr__(self, "data", (given,) if given else ())
-        self.at_least(1, "token_budget", "pack_max_len", "grad_accum", "keep")
+        self.at_least(1, "token_budget", "pack_max_len", "segment_multiple", "grad_accum", "keep")
         self.at_least(0, "epochs", "step_size", "max_steps", "warmup_steps", "eval_every")
         self.at_least(0, "save_every", "stop_after", "weight_decay", "clip", "lora_rank")
         self.at_least(0, "lora_alpha", "save_minutes")
@@ -262,7 +264,7 @@ class SftConfig(RunConfig):
             why |= dict.fromkeys(("pack_max_len", "pack_mode"), other)
         if not self.online:
             return why | dict.fromkeys(_ONLINE, "has no effect without --online; add it")
-        offline = ("batchplan", "epochs", "eval_fraction", "pack_mode", "fsdp")
+        offline = ("batchplan", "epochs", "eval_fraction", "pack_mode", "segment_multiple", "fsdp")
         why |= dict.fromkeys(offline, "has no effect with --online; leave one of them out")
         only = f"has no effect with --online-source {self.online_source}; leave it out"
         if self.online_source != "gym":

@@ -247,6 +247,7 @@ def batching_config(config: SftConfig, world_size: int) -> BatchingConfig:
         no_loss=config.no_loss,
         pack_max_length=config.pack_max_len,
         pack_mode=config.pack_mode,
+        segment_multiple=config.segment_multiple,
         step_size=config.step_size or config.grad_accum * world_size,
         seed=config.seed,
         **({"bucket_edges": edges} if edges else {}),
