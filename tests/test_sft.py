@@ -29,6 +29,7 @@ from batchwright.errors import (
     BatchwrightError,
     ConfigError,
     Mismatch,
+    NoLoss,
     OversizedSample,
 )
 from batchwright.events import read_events
@@ -741,7 +742,7 @@ def test_a_sample_over_the_models_context_is_refused(config: SftConfig, tmp_path
     assert train_sft(dataclasses.replace(train, overflow="skip", pack_max_len=128)).finished
 
 
-def test_a_step_without_loss_tokens_stops_saves_and_names_its_samples(
+def test_samples_without_loss_are_left_out_and_a_step_without_loss_changes_nothing(
     config: SftConfig, tmp_path: Path
 ) -> None:
     # Samples of 40 tokens fill a microbatch each; the one that is masked is the last to come.
@@ -750,14 +751,28 @@ def test_a_step_without_loss_tokens_stops_saves_and_names_its_samples(
     config = dataclasses.replace(
         config, data=written(tmp_path / "r.jsonl", [*ready, mute]), token_budget=40, pack_max_len=40
     )
-    with pytest.raises(BadLoss, match=r"step \d: none of its tokens carries loss, samples mute;"):
+    with pytest.raises(NoLoss, match=r"1 of 7 samples .* loss, the first is 'mute'"):
         train_sft(config)
-    *before, stop = read_events(config.run_dir / "events.jsonl")
-    done = sum(event.kind == "step" for event in before)
+    skipping = dataclasses.replace(config, no_loss="skip", run_dir=tmp_path / "skipping")
+    without = dataclasses.replace(
+        config, data=(written(tmp_path / "six.jsonl", ready),), run_dir=tmp_path / "six"
+    )
+    assert train_sft(skipping).last_loss == train_sft(without).last_loss
 
-    assert stop.fields["why"] == "no loss tokens"
-    assert stop.fields["samples"] == "mute"
-    assert (config.run_dir / "checkpoints" / f"step_{done:08d}").is_dir()
+    # The middle piece of a split sample carries no loss; a step of it alone teaches nothing.
+    mask = [1] * 40 + [0] * 40 + [1] * 40
+    split = {"id": "split", "input_ids": [9] * 120, "loss_mask": mask}
+    parted = dataclasses.replace(
+        config,
+        data=(written(tmp_path / "split.jsonl", [split]),),
+        overflow="split",
+        run_dir=tmp_path / "parted",
+    )
+    result = train_sft(parted)
+    records = [e.fields for e in read_events(parted.run_dir / "events.jsonl") if e.kind == "step"]
+    assert (result.step, result.steps_without_loss) == (3, 1)
+    assert sorted(record["loss_tokens"] for record in records) == [0, 39, 39]
+    assert [record["loss"] is None for record in records].count(True) == 1
 
 
 def test_a_loss_that_is_not_a_number_stops_saves_and_names_its_samples(config: SftConfig) -> None:

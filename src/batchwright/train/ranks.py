@@ -1,7 +1,8 @@
 """Data-parallel training over several ranks; on one rank, each of these does nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ __all__ = [
     "spread",
     "summed",
     "syncing",
-    "wait",
 ]
 
 
@@ -35,26 +35,26 @@ def device_of(wanted: str, world: World) -> torch.device:
 
 
 @contextmanager
-def joined(world: World, device: torch.device) -> Iterator[None]:
-    """The ranks as one process group, while the block lasts."""
+def joined(world: World, device: torch.device) -> Iterator[Callable[[], None]]:
+    """The ranks as one process group, while the block lasts.
+
+    What it gives blocks until every rank has called it, however long one of them works before,
+    and keeps no accelerator busy meanwhile.
+    """
     if world.size == 1:
-        yield
+        yield lambda: None
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Given, not read from RANK: srun has other names for them.
     dist.init_process_group(backend, rank=world.rank, world_size=world.size)
+    # Collectives of the default group give up after minutes; tokenising may take hours.
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     try:
-        yield
+        yield lambda: dist.barrier(patient)
     finally:
         dist.destroy_process_group()
-
-
-def wait(world: World) -> None:
-    """Block until every rank has called it."""
-    if world.size > 1:
-        dist.barrier()
 
 
 def summed(values: Sequence[float], world: World, device: torch.device) -> list[float]:

@@ -62,7 +62,7 @@ class Pieces:
 
 
 def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
-    """Apply the policies for samples that are too long or have no loss, counting what they touch."""
+    """Apply the policies for samples that are too long or without loss, counting all they touch."""
     lengths = measured.values
     limit = config.limit
     over = np.flatnonzero(lengths > limit)

@@ -443,7 +443,7 @@ _COLUMNS = {
 
 def _columns(
     dataset: list[str] | None, columns: dict[str, str], ids: Any, names: list[str]
-) -> dict[str, list[Any]]:
+) -> dict[str, Any]:
     """The values of columns of the rows, one for each sample."""
     from batchwright.data.reader import PlanRows
     from batchwright.data.rows.source import open_source

@@ -129,6 +129,8 @@ def _table(result: "SftResult") -> str:
         ["attention", result.backend],
         *_online(result.online or {}),
     ]
+    if result.steps_without_loss:
+        rows.append(["steps without loss", number(result.steps_without_loss)])
     if result.tracker_failures:
         rows.append(["calls of trackers that failed", number(result.tracker_failures)])
     end = ending(result.finished, f"done: {result.run_dir}/model", "sft", result.run_dir)

@@ -51,6 +51,7 @@ from batchwright.train.sft.planned import PlannedSteps, batches_of
 from batchwright.train.sft.prepare import (
     Prepared,
     batching_config,
+    mixture_of,
     open_prepared,
     prepare,
     tokenizer_of,
@@ -127,6 +128,8 @@ class SftResult:
     backend: str
     tracker_failures: int = 0
     """Calls of trackers that raised; training went on without them."""
+    steps_without_loss: int = 0
+    """Steps of which no token carries loss; they changed nothing."""
     online: dict[str, Any] | None = None
     """What an online run took from its stream, by the end of this call."""
 
@@ -171,7 +174,7 @@ def train_sft(
         config = config.of_adapter(adapter.rank, adapter.alpha)
     device = ranks.device_of(config.device, world)
     backend = choose_backend(config.attention, device)
-    with ranks.joined(world, device), ExitStack() as open_things:
+    with ranks.joined(world, device) as wait_for_all, ExitStack() as open_things:
 
         def agree(number: int) -> int:
             return int(ranks.summed([float(number)], world, device)[0])
@@ -191,7 +194,7 @@ def train_sft(
         tokenizer = tokenizer_of(config, own, model)
         if main and not resume:
             prepare(config, tokenizer, world.size, preparing)
-        ranks.wait(world)
+        wait_for_all()
 
         held_out = open_prepared(config.run_dir, "eval_")
         if held_out:
@@ -250,7 +253,7 @@ def train_sft(
         )
 
         first_loss = loss = None
-        useful = padded = 0
+        useful = padded = without_loss = 0
         waited = 0.0
         began = time.perf_counter()
 
@@ -307,13 +310,6 @@ def train_sft(
 
             count = sum(batch.num_loss_tokens for batch in ready)
             (counted,) = ranks.summed([float(count)], world, device)
-            if not counted:
-                raise refused(
-                    "no loss tokens",
-                    ready,
-                    f"none of its tokens carries loss, samples {_names(ready)}; the state before "
-                    f"it is saved, check the loss masks of these rows",
-                )
             _set_rate(optimizer, learning_rate(config, step, total))
             _seed(config.seed, step, world.rank)
             loss_sum = torch.zeros((), device=device, dtype=torch.float64)
@@ -321,7 +317,7 @@ def train_sft(
                 with ranks.syncing(model, number == len(ready)), _autocast(device, dtype):
                     part = microbatch_loss(model, batch, device, keeps)
                     # Gradients are averaged over the ranks, and the sum is what is wanted.
-                    torch.autograd.backward(part * (world.size / counted))
+                    torch.autograd.backward(part * (world.size / max(counted, 1)))
                 loss_sum += part.detach()
             norm = ranks.clip(model, config.clip)
             totals = [
@@ -335,8 +331,9 @@ def train_sft(
             ]
             summed, tokens, capacity, due, *stops = ranks.summed(totals, world, device)
             stopping = _strongest(stops)
-            loss = summed / counted
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+            if counted:
+                loss = summed / counted
+            if not (math.isfinite(summed) and math.isfinite(norm)):
                 raise refused(
                     "loss is not finite",
                     ready,
@@ -344,7 +341,11 @@ def train_sft(
                     f"the state before it is saved, start a new run with a lower --lr or without "
                     f"these samples",
                 )
-            optimizer.step()
+            if counted:
+                optimizer.step()
+            else:
+                # Pieces of split samples may be without loss; there is nothing to learn from.
+                without_loss += 1
             optimizer.zero_grad(set_to_none=True)
 
             step += 1
@@ -353,7 +354,7 @@ def train_sft(
             first_loss = loss if first_loss is None else first_loss
             useful, padded, waited = useful + int(tokens), padded + int(capacity), waited + wait
             metrics = {
-                "loss": loss,
+                "loss": loss if counted else None,
                 "lr": optimizer.param_groups[0]["lr"],
                 "grad_norm": norm,
                 "tokens": int(tokens),
@@ -366,9 +367,10 @@ def train_sft(
             }
             run.event("step", step=step, **place, **metrics)
             logged = metrics | (place if config.online else {})
-            tracking.log(step, {f"train/{name}": float(v) for name, v in logged.items()})
+            numbers = {name: float(v) for name, v in logged.items() if v is not None}
+            tracking.log(step, {f"train/{name}": value for name, value in numbers.items()})
             if progress and main:
-                progress(step, 0 if config.endless else total, loss)
+                progress(step, 0 if config.endless else total, math.nan if loss is None else loss)
             if config.eval_every and step % config.eval_every == 0 and step < total:
                 evaluate()
             if stopping and step < total:
@@ -401,6 +403,7 @@ def train_sft(
             data_wait_s=waited,
             backend=attention,
             tracker_failures=tracking.failures,
+            steps_without_loss=without_loss,
             online=source.summary(),
         )
         why = "stream ended" if source.ended else "done" if finished else "stopped"
@@ -507,7 +510,8 @@ def _strongest(counts: Sequence[float]) -> str | None:
 
 def _refuse_early(config: SftConfig, world: World) -> None:
     """Refuse what can be seen to be wrong before a model is loaded and rows are tokenised."""
-    for data in (config.data, config.eval_data):
+    data_sets, _ = mixture_of(config.data)
+    for data in (*data_sets, config.eval_data):
         if data and not data.startswith("hf:") and not Path(data).exists():
             # With the sentence of the rows.
             open_source(data)
