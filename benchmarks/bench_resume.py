@@ -37,7 +37,8 @@ import torch
 from batchwright.batching import BatchPlan, BatchPlanBuilder, CheckpointPosition, Step, collate
 from batchwright.checkpoint import latest
 from batchwright.data.ids import Ids
-from batchwright.data.tokens import STORE, TokenStore
+from batchwright.data.tokens import TokenStore
+from batchwright.data.tokens.store import STORE
 from batchwright.models.transformers import load_model, tokenizer_for
 from batchwright.rng import stream
 from batchwright.sealed import write_array
@@ -87,6 +88,8 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
         "tokens": np.resize(block, tokens),
         "mask": np.ones(tokens, np.uint8),
         "offsets": offsets,
+        "loss": np.stack([np.ones(n), np.diff(offsets) - 1], axis=1).astype(np.int32),
+        "content": np.zeros(n, np.uint64),
     }
     if named:
         pairs = Ids.of(f"row-{number * 7919 % n:09d}" for number in range(n)).arrays
@@ -94,7 +97,8 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
         arrays["id_offsets"], arrays["id_data"] = pairs
     with STORE.replacing(folder / "tokens") as place:
         files = {name: write_array(place, name, array) for name, array in arrays.items()}
-        fields = {"dataset_hash": "made", "tokenizer_hash": tokenizer.fingerprint, "skipped": 0}
+        fields = {"dataset_hash": "made", "tokenizer_hash": tokenizer.fingerprint}
+        fields |= dict.fromkeys(("skipped", "repeated"), {"count": 0, "reasons": []})
         STORE.write(place, {**fields, "files": files})
     store = TokenStore(folder / "tokens")
     plan = BatchPlanBuilder(store.lengths, batching_config(config, 1)).build(1)

@@ -38,7 +38,7 @@ import torch
 from batchwright.batching import BatchPlanBuilder, collate
 from batchwright.data.rows.sample import IGNORE
 from batchwright.data.rows.source import open_source
-from batchwright.data.tokens import TokenStore
+from batchwright.data.tokens import make_store
 from batchwright.errors import BatchwrightError
 from batchwright.models.transformers import load_model
 from batchwright.train.sft.loop import train_sft
@@ -152,7 +152,7 @@ def data_work(layout: str) -> Contender:
 
             tokenizer = load_model(task.model).tokenizer
             load = lap()
-            lengths = TokenStore.build(open_source(config.data), tokenizer, run / "tokens").lengths
+            lengths = make_store(open_source(config.data), tokenizer)[0].lengths
             tokenise = lap()
             BatchPlanBuilder(lengths, batching_config(config, 1)).build(1).save(run / "plan")
             plan = lap()

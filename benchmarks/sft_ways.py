@@ -14,7 +14,7 @@ import torch
 
 from batchwright.data.rows.sample import IGNORE
 from batchwright.data.rows.source import open_source
-from batchwright.data.tokens import TokenStore
+from batchwright.data.tokens import make_store
 from batchwright.models.transformers import load_model, tokenizer_for
 from batchwright.rng import stream
 from batchwright.train.sft.config import SftConfig
@@ -123,7 +123,7 @@ def _task(
     place.mkdir()
     file = place / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    store = TokenStore.build(open_source(str(file)), tokenizer_for(model), place / "tokens")
+    store = make_store(open_source(str(file)), tokenizer_for(model))[0]
     samples = [store(item) for item in range(len(store))]
     tokens = [sample.input_ids.tolist() for sample in samples]
     labels = [np.where(sample.loss_mask, sample.input_ids, IGNORE).tolist() for sample in samples]

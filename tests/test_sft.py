@@ -22,7 +22,7 @@ from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample, encode_row
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
-from batchwright.data.tokens import TokenStore
+from batchwright.data.tokens import make_store
 from batchwright.errors import (
     BadFile,
     BadLoss,
@@ -151,9 +151,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_every_layout_has_the_loss_of_its_samples_one_at_a_time(
     tmp_path: Path, layout: str
 ) -> None:
-    store = TokenStore.build(
-        open_source(written(tmp_path / "rows.jsonl", rows(20))), BYTES, tmp_path / "tokens"
-    )
+    store = make_store(open_source(written(tmp_path / "rows.jsonl", rows(20))), BYTES)[0]
     model = load_model("tiny").model
     expected, count = by_hand(model, [store(item) for item in range(len(store))])
     plan = BatchPlanBuilder(
@@ -189,9 +187,7 @@ def test_logits_are_made_where_they_are_wanted_and_the_loss_is_the_same(
 
 @pytest.mark.parametrize("layout", ["packed", "sorted"])
 def test_a_filler_adds_neither_loss_nor_gradient(tmp_path: Path, layout: str) -> None:
-    store = TokenStore.build(
-        open_source(written(tmp_path / "rows.jsonl", rows(5))), BYTES, tmp_path / "tokens"
-    )
+    store = make_store(open_source(written(tmp_path / "rows.jsonl", rows(5))), BYTES)[0]
     model = load_model("tiny").model
     plan = BatchPlanBuilder(
         store.lengths, BatchingConfig(token_budget=256, **LAYOUTS[layout])
@@ -509,7 +505,7 @@ def test_the_same_samples_are_held_out_whatever_the_order_and_none_is_trained_on
     turned = written(config.run_dir.parent / "turned.jsonl", rows(20)[::-1])
     more = written(config.run_dir.parent / "more.jsonl", [*rows(9, 5), *rows(20)])
     held = []
-    for name, data in (("a", config.data), ("b", turned), ("c", more)):
+    for name, data in (("a", config.data[0]), ("b", turned), ("c", more)):
         run = elsewhere(config, name, data=data)
         assert train_sft(run).eval_loss is not None
         trained, out = planned(run.run_dir), planned(run.run_dir, "eval_")
@@ -531,7 +527,7 @@ def test_what_an_earlier_attempt_held_out_is_forgotten(config: SftConfig) -> Non
     with pytest.raises(OversizedSample):
         train_sft(
             dataclasses.replace(
-                config, eval_data=config.data, pack_max_len=8, token_budget=8, overflow="error"
+                config, eval_data=config.data[0], pack_max_len=8, token_budget=8, overflow="error"
             )
         )
     (config.run_dir / "eval_plan").mkdir(exist_ok=True)
@@ -678,7 +674,7 @@ def following(config: SftConfig, plan: Path, **more: Any) -> SftConfig:
 
 
 def test_a_plan_built_before_is_followed(config: SftConfig, tmp_path: Path) -> None:
-    lengths = build_lengths(config.data, BYTES, tmp_path / "lengths.jsonl").cache.lengths
+    lengths = build_lengths(config.data[0], BYTES, tmp_path / "lengths.jsonl").cache.lengths
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256, step_size=2)
     plan = BatchPlanBuilder(lengths, built).build(2)
     plan.save(tmp_path / "plan")
@@ -711,7 +707,7 @@ def test_a_plan_for_other_data_or_another_tokenizer_is_refused_with_both_fingerp
     config: SftConfig, tmp_path: Path
 ) -> None:
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=256)
-    own = build_lengths(config.data, BYTES, tmp_path / "own.jsonl").cache.lengths
+    own = build_lengths(config.data[0], BYTES, tmp_path / "own.jsonl").cache.lengths
     other = build_lengths(
         written(tmp_path / "other.jsonl", rows(20, 3)), BYTES, tmp_path / "others.jsonl"
     ).cache.lengths
@@ -735,7 +731,7 @@ def test_a_sample_over_the_models_context_is_refused(config: SftConfig, tmp_path
         pack_max_len=10_000,
         token_budget=10_000,
     )
-    held_out = dataclasses.replace(config, eval_data=train.data)
+    held_out = dataclasses.replace(config, eval_data=train.data[0])
     for refused in (train, held_out):
         with pytest.raises(ConfigError, match=r"9,001 tokens, the model takes 8,192"):
             train_sft(refused)

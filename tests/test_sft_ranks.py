@@ -240,7 +240,7 @@ def test_accumulation_on_ranks_is_that_on_one(config: SftConfig) -> None:
 def test_a_plan_whose_steps_grow_with_the_ranks_is_trained_to_its_end(config: SftConfig) -> None:
     """One microbatch a rank: after a change of ranks, the steps that are left are others."""
     folder = config.run_dir.parent
-    lengths = build_lengths(config.data, "bytes", folder / "lengths.jsonl").cache.lengths
+    lengths = build_lengths(config.data[0], "bytes", folder / "lengths.jsonl").cache.lengths
     built = BatchingConfig(layout="packed", pack_max_length=128, token_budget=128)
     plan = BatchPlanBuilder(lengths, built).build(2)
     plan.save(folder / "plan")
