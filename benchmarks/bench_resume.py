@@ -98,7 +98,8 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
     with STORE.replacing(folder / "tokens") as place:
         files = {name: write_array(place, name, array) for name, array in arrays.items()}
         fields = {"dataset_hash": "made", "tokenizer_hash": tokenizer.fingerprint}
-        fields |= dict.fromkeys(("skipped", "repeated"), {"count": 0, "reasons": []})
+        none = {"count": 0, "reasons": []}
+        fields |= {"skipped": none, "repeated": none}
         STORE.write(place, {**fields, "files": files})
     store = TokenStore(folder / "tokens")
     plan = BatchPlanBuilder(store.lengths, batching_config(config, 1)).build(1)
