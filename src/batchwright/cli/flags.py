@@ -1,5 +1,6 @@
 """What several commands share: flags, reading length caches, ranks, lists of numbers."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,7 @@ __all__ = [
     "WorldSize",
     "at_least",
     "edges_of",
+    "hint",
     "load_lengths",
     "load_sources",
     "sharded",
@@ -60,6 +62,15 @@ def edges_of(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"bucket edges must be integers separated by commas, got {text!r}; write 128,256,512"
         ) from None
+
+
+def hint(*words: object) -> str:
+    """The command to type next, quoted so that it can be pasted into a shell.
+
+    >>> hint("data", "batching", "suggest", "-c", Path("my lengths.jsonl"))
+    "next: batchwright data batching suggest -c 'my lengths.jsonl'"
+    """
+    return "next: " + shlex.join(["batchwright", *map(str, words)])
 
 
 def at_least(least: int, **given: int | None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.flags import CachePath, load_lengths
+from batchwright.cli.flags import CachePath, hint, load_lengths
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["lengths"]
@@ -109,7 +109,7 @@ def build(
         f"measured {report.measured:,}, reused {report.reused:,}, "
         f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
         *(f"  skipped {reason}" for reason in report.skipped.reasons),
-        f"next: batchwright data batching suggest -c {output}",
+        hint("data", "batching", "suggest", "-c", output),
     ]
     show(result, "\n".join(lines), format)
 
