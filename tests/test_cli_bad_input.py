@@ -370,6 +370,8 @@ WRONG_NUMBERS = {
     "data batching suggest -c lengths.jsonl --current 5,4": "5, 4",
     "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "at least 1, got 0",
     "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "--per-file",
+    "train sft --model tiny --data train.jsonl --pack --pack-max-len 0": "--pack-max-len must be",
+    "gym run --mock -t bytes --difficulty-max 2": "--difficulty-min and --difficulty-max must be",
 }  # fmt: skip
 WRONG_USAGE = {
     "nonsense": '"nonsense"',
@@ -404,6 +406,26 @@ def test_numbers_out_of_range_are_refused_by_name(refused, shop, line) -> None:
     assert re.search(WRONG_NUMBERS[line], said)
     # Flags are named, not the fields of Python behind them.
     assert set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", said)) <= {"batch_plan"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--deadline -1", "--deadline must be above 0, got -1"),
+        ("--max-cost 1", "--max-cost needs prices; give --price-in and --price-out"),
+    ],
+)
+def test_flags_of_calls_are_refused_by_name(refused, tmp_path, flags, words) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n')
+    line = "calls run -i prompts.jsonl -o new.jsonl --model m --endpoint http://127.0.0.1:1/v1"
+    assert words in refused(f"{line} {flags}", tmp_path)
+
+
+def test_a_file_that_is_called_like_a_field_keeps_its_name(refused, shop) -> None:
+    said = refused("data batchplan build -l token_budget -o new", shop)
+    assert "token_budget" in said
+    assert "--token-budget" not in said
 
 
 @pytest.mark.parametrize("line", WRONG_USAGE)

@@ -31,8 +31,13 @@ COMMANDS = {
 }
 """Every command with its help; its module, of the same name, is imported when it is typed."""
 
-FIELDS = {"pack_max_length": "pack_max_len", "num_epochs": "epochs"}
-"""Fields of the library whose flag has another name, by the parameter of the command."""
+FIELDS = {
+    "pack_max_length": ("pack_max_len",),
+    "num_epochs": ("epochs",),
+    "deadline_s": ("deadline",),
+    "difficulty_range": ("difficulty_min", "difficulty_max"),
+}
+"""Fields of the library whose flags have other names, by the parameters of the commands."""
 
 
 def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -163,7 +168,9 @@ def _by_flags(sentence: str, tokens: tuple[str, ...]) -> str:
         for argument in apps[-1].assemble_argument_collection()
         if argument.names[0].startswith("--")
     }
-    flags |= {name: flags[own] for name, own in FIELDS.items() if own in flags}
+    for name, own in FIELDS.items():
+        if flags.keys() >= set(own):
+            flags[name] = " and ".join(flags[parameter] for parameter in own)
     typed = " ".join(tokens)
     for name, flag in flags.items():
         if "_" not in name:
