@@ -87,11 +87,11 @@ def lightbinpack(name: str) -> Callable[..., list[list[int]]]:
     return function
 
 
-def function_of(package: str, file: str, *names: str) -> list[Callable[..., Any]]:
+def function_of(package: str, file: str, *names: str, **imported: Any) -> list[Callable[..., Any]]:
     """Functions and classes compiled from a file of an installed package, without importing it.
 
-    For functions that need the standard library alone, in packages that import a whole
-    training stack on the way to them.
+    For functions that need the standard library and what is `imported` alone, in packages that
+    import a whole training stack on the way to them.
     """
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -99,6 +99,6 @@ def function_of(package: str, file: str, *names: str) -> list[Callable[..., Any]
     path = Path(spec.submodule_search_locations[0]) / file
     tree = ast.parse(path.read_text())
     wanted = [node for node in tree.body if getattr(node, "name", None) in names]
-    scope: dict[str, Any] = {"heapq": heapq}
+    scope: dict[str, Any] = {"heapq": heapq, **imported}
     exec(compile(ast.Module(wanted, []), str(path), "exec"), scope)
     return [scope[name] for name in names]

@@ -62,7 +62,7 @@ class Outcome:
 
 Run = Callable[..., Outcome]
 
-PROCESSES = {"run", "workshop", "copy", "server"}
+PROCESSES = {"run", "workshop", "copy", "server", "shell"}
 """Fixtures that start the command or a server; `make quick` leaves out the tests that use them."""
 
 LONG = """

@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ END_OF_TEXT = 50256
 PLAN_KEYS = {
     *("fingerprint", "layout", "kind", "epochs", "microbatches", "steps", "padded_tokens"),
     *("useful_tokens", "efficiency", "ullage", "counts", "config", "dataset_hash"),
-    *("tokenizer_hash", "sources", "note", "shard"),
+    *("tokenizer_hash", "sources", "note", "shard", "whole", "fillers", "dropped"),
 }
 HISTOGRAM_KEYS = {
     *("bins", "total_samples", "total_tokens", "min_length", "max_length", "mean_length"),
@@ -160,6 +161,55 @@ def test_the_shards_share_out_the_plan_in_equal_counts(folder, lengths, call) ->
     assert [rank["shard"]["rank"] for rank in ranks] == [0, 1, 2, 3]
     batches = [batch for rank in ranks for batch in rank["batches"] if batch["weight"]]
     assert Counter(name for b in batches for name in b["samples"]) == Counter(list(lengths))
+
+
+def test_info_of_a_shard_counts_what_its_rank_does(folder, call) -> None:
+    whole = call("data batchplan info -p batch_plan --format json", folder).data
+    ranks = [
+        call(f"data batchplan info -p shards/rank_{r} --format json", folder).data for r in range(4)
+    ]
+    assert whole["whole"] is None
+    assert {rank["whole"]["fingerprint"] for rank in ranks} == {whole["fingerprint"]}
+    assert {rank["whole"]["microbatches"] for rank in ranks} == {whole["microbatches"]}
+    assert sum(rank["useful_tokens"] for rank in ranks) == whole["useful_tokens"]
+    own = sum(rank["microbatches"] - rank["fillers"] for rank in ranks)
+    assert own == whole["microbatches"]
+    shown = call("data batchplan info -p shards/rank_3", folder).out
+    assert "rank 3 of 4, cost" in shown
+    assert re.search(rf"^microbatches +{ranks[3]['microbatches']}$", shown, re.MULTILINE)
+    assert re.search(rf"^microbatches of all +{whole['microbatches']}$", shown, re.MULTILINE)
+
+
+def test_drop_last_counts_what_it_leaves_out(copy, lengths, call) -> None:
+    line = "data batchplan build -l lengths.jsonl -b 1024 --drop-last -o dropped"
+    built = call(line, copy).out
+    info = call("data batchplan info -p dropped -n 999 --format json", copy).data
+    used = {name for batch in info["batches"] for name in batch["samples"]}
+    left = lengths.keys() - used
+    assert left
+    tokens = sum(lengths[name] for name in left)
+    assert info["dropped"] == {"pieces": len(left), "tokens": tokens}
+    sentence = f"--drop-last leaves out {len(left)} samples with {tokens:,} tokens of epoch 0"
+    assert sentence in built
+    assert sentence in call("data batchplan info -p dropped", copy).out
+    kept = call("data batchplan info -p batch_plan --format json", copy).data
+    assert kept["dropped"] == {"pieces": 0, "tokens": 0}
+
+
+def test_weights_and_drop_last_are_not_counted_as_one(copy, call) -> None:
+    line = "data batchplan build -l lengths.jsonl --weight 2 -b 1024 --drop-last -o d --format json"
+    assert call(line, copy).data["dropped"] is None
+    assert "not counted apart" in call("data batchplan info -p d", copy).out
+
+
+@pytest.mark.parametrize("budget", [512, 1024, 100_000])
+def test_no_layout_has_fewer_microbatches_than_its_lower_bound(folder, call, budget) -> None:
+    line = f"data batchplan build -l lengths.jsonl -b {budget} --overflow-max 512 --dry-run"
+    shown = call(f"{line} --bucket-edges 128", folder).out
+    rows = re.findall(r"^(?:fixed, 8 rows|[a-z]+) +([\d,]+) +([\d,]+) ", shown, re.MULTILINE)
+    assert len(rows) == 4
+    for count, bound in rows:
+        assert int(bound.replace(",", "")) <= int(count.replace(",", ""))
 
 
 @pytest.mark.parametrize("bins", [15, 20])

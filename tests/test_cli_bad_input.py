@@ -312,28 +312,28 @@ WRONG_NUMBERS = {
     f"{BUILD} --bucket-edges=-5,10": "edge -5",
     f"{BUILD} --bucket-edges 0,10": "edge 0",
     f"{BUILD} --bucket-edges 128 --overflow-max 100": "edge 128, got 100",
-    f"{BUILD} -b 0": "token_budget must be at least 1, got 0",
-    f"{BUILD} -b -5": "token_budget must be at least 1, got -5",
-    f"{BUILD} -b 99999999999": "token_budget must be at most 2,147,483,647, got 99999999999",
-    f"{BUILD} -b 100 --bucket-edges 128": "edge 128 .*token_budget=100",
+    f"{BUILD} -b 0": "--token-budget must be at least 1, got 0",
+    f"{BUILD} -b -5": "--token-budget must be at least 1, got -5",
+    f"{BUILD} -b 99999999999": "--token-budget must be at most 2,147,483,647, got 99999999999",
+    f"{BUILD} -b 100 --bucket-edges 128": "edge 128 .*--token-budget=100",
     f"{BUILD} -b 2 --bucket-edges 1": "60 of 60 samples are longer than 2",
     f"{BUILD} -b 2 --layout sorted": "60 of 60 samples are longer than 2",
     f"{BUILD} -b 2 --layout sorted --overflow skip": "all 60 samples were skipped",
     f"{BUILD} -b 2 --layout packed --pack-max-len 2": "60 of 60 samples are longer than 2",
     f"{BUILD} -b 100 --layout packed": "samples are longer than 100",
-    f"{BUILD} -b 100 --layout packed --pack-max-len 101": "token_budget=100, got 101",
-    f"{BUILD} --layout packed --pack-max-len 0": "pack_max_length must be at least 1, got 0",
-    f"{BUILD} --pack-max-segments 0": "pack_max_segments must be at least 1, got 0",
-    f"{BUILD} --overflow-max 0": "overflow_max must be at least 1, got 0",
-    f"{BUILD} --min-length 0": "min_length must be at least 1, got 0",
-    f"{BUILD} --min-length 9999": "min_length must be at most .*, got 9,999",
-    f"{BUILD} --align 0": "align must be at least 1, got 0",
-    f"{BUILD} -e 0": "num_epochs must be at least 1, got 0",
-    f"{BUILD} -e {10**20}": "num_epochs must be at most 2,147,483,647, got 100,000,000",
-    f"{BUILD} -e -1": "num_epochs must be at least 1, got -1",
-    f"{BUILD} --step-size 0": "step_size must be at least 1 or 'world', got 0",
+    f"{BUILD} -b 100 --layout packed --pack-max-len 101": "--token-budget=100, got 101",
+    f"{BUILD} --layout packed --pack-max-len 0": "--pack-max-len must be at least 1, got 0",
+    f"{BUILD} --pack-max-segments 0": "--pack-max-segments must be at least 1, got 0",
+    f"{BUILD} --overflow-max 0": "--overflow-max must be at least 1, got 0",
+    f"{BUILD} --min-length 0": "--min-length must be at least 1, got 0",
+    f"{BUILD} --min-length 9999": "--min-length must be at most .*, got 9,999",
+    f"{BUILD} --align 0": "--align must be at least 1, got 0",
+    f"{BUILD} -e 0": "--epochs must be at least 1, got 0",
+    f"{BUILD} -e {10**20}": "--epochs must be at most 2,147,483,647, got 100,000,000",
+    f"{BUILD} -e -1": "--epochs must be at least 1, got -1",
+    f"{BUILD} --step-size 0": "--step-size must be at least 1 or 'world', got 0",
     f"{BUILD} --step-size few": "must be an integer or world, got 'few'",
-    f"{BUILD} --curriculum-stages 0": "curriculum_stages must be at least 1, got 0",
+    f"{BUILD} --curriculum-stages 0": "--curriculum-stages must be at least 1, got 0",
     f"{BUILD} --weight 0": "weight 0",
     f"{BUILD} --weight nan": "weight nan",
     f"{BUILD} --weight 1 --weight 2": "2 weights for 1 sources",
@@ -342,39 +342,41 @@ WRONG_NUMBERS = {
     f"{BUILD} --group-by pair": "--group-by reads a column of the rows; give --dataset too",
     f"{BUILD} --group-by pair -d train.jsonl": "train.jsonl:1: pair is missing",
     f"{BUILD} --cost-column images -d train.jsonl": "train.jsonl:1: images is None",
-    f"{BUILD} --segment-multiple 0": "segment_multiple must be at least 1, got 0",
-    f"{BUILD} --layout packed --segment-multiple 4096": "pack_max_length must be at least",
-    f"{BUILD} --layout sorted --drop-last": "drop_last",
+    f"{BUILD} --segment-multiple 0": "--segment-multiple must be at least 1, got 0",
+    f"{BUILD} --layout packed --segment-multiple 4096": "--pack-max-len must be at least",
+    f"{BUILD} --layout sorted --drop-last": "--drop-last is for",
     f"{BUILD} -l lengths.jsonl": "a name of its own",
     "data batchplan build -l lengths.jsonl": "--output",
-    "data batchplan shard -p batch_plan -o new -w 0": "world size must be at least 1, got 0",
-    "data batchplan shard -p batch_plan -o new -w -1": "world size must be at least 1, got -1",
-    "data batchplan shard -p batch_plan -o new -w 99": "world size must be at most .*, got 99",
-    "data batchplan shard -p batch_plan -o new -w 99999999999": "world size must be at most",
+    "data batchplan shard -p batch_plan -o new -w 0": "--world-size must be at least 1, got 0",
+    "data batchplan shard -p batch_plan -o new -w -1": "--world-size must be at least 1, got -1",
+    "data batchplan shard -p batch_plan -o new -w 99": "--world-size must be at most .*, got 99",
+    "data batchplan shard -p batch_plan -o new -w 99999999999": "--world-size must be at most",
     "data batchplan info -p batch_plan -r 0": "--rank and --world-size go together",
     "data batchplan info -p batch_plan -w 2": "--rank and --world-size go together",
-    "data batchplan info -p batch_plan -r 2 -w 2": "rank must be between 0 and 1 .*, got 2",
-    "data batchplan info -p batch_plan -r -1 -w 2": "rank must be between 0 and 1 .*, got -1",
-    "data batchplan info -p batch_plan -r 0 -w 0": "world size must be at least 1, got 0",
+    "data batchplan info -p batch_plan -r 2 -w 2": "--rank must be between 0 and 1 .*, got 2",
+    "data batchplan info -p batch_plan -r -1 -w 2": "--rank must be between 0 and 1 .*, got -1",
+    "data batchplan info -p batch_plan -r 0 -w 0": "--world-size must be at least 1, got 0",
     "data batchplan info -p batch_plan -n -1": "--show-batches must be at least 0, got -1",
     "data batchplan explain row-07 -p batch_plan -r 0": "--rank and --world-size go together",
     "data batchplan explain nobody -p batch_plan": "'nobody'",
-    "data batchplan draw -p batch_plan --epoch -1": "epoch must be at least 0, got -1",
+    "data batchplan draw -p batch_plan --epoch -1": "--epoch must be at least 0, got -1",
     "data batchplan draw -p batch_plan --rows 0": "--rows must be at least 1, got 0",
     "data batchplan draw -p batch_plan --width 0": "--width must be at least 1, got 0",
     "data batchplan verify -p batch_plan -l lengths.jsonl -l lengths.jsonl": "2 are given",
-    "data batching histogram -c lengths.jsonl --bins 0": "num_bins .*at least 1, got 0",
+    "data batching histogram -c lengths.jsonl --bins 0": "--bins .*at least 1, got 0",
     "data batching histogram -c lengths.jsonl --width -4": "--width must be at least 1, got -4",
     "data batching histogram -c lengths.jsonl --bucket-edges few": "must be integers",
     "data batching analyze -c lengths.jsonl --bucket-edges 3,2": "strictly ascending",
     "data batching analyze -c lengths.jsonl --overflow-max 5": "last bucket edge 1024, got 5",
     "data batching analyze -c lengths.jsonl --token-budget 0": "--token-budget .*at least 1, got 0",
-    "data batching suggest -c lengths.jsonl -n 0": "num_buckets .*at least 1, got 0 and 1",
-    "data batching suggest -c lengths.jsonl --align 0": "align must be at least 1, got 4 and 0",
-    "data batching suggest -c lengths.jsonl --max-length 2": "max_length=2",
+    "data batching suggest -c lengths.jsonl -n 0": "--num-buckets .*at least 1, got 0 and 1",
+    "data batching suggest -c lengths.jsonl --align 0": "--align must be at least 1, got 4 and 0",
+    "data batching suggest -c lengths.jsonl --max-length 2": "--max-length=2",
     "data batching suggest -c lengths.jsonl --current 5,4": "5, 4",
     "data lengths build -d train.jsonl -t bytes -o new.jsonl --workers 0": "at least 1, got 0",
-    "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "per_file",
+    "data batch generate -p batch_plan -d train.jsonl -t gpt2 -o new --per-file 0": "--per-file",
+    "train sft --model tiny --data train.jsonl --pack --pack-max-len 0": "--pack-max-len must be",
+    "gym run --mock -t bytes --difficulty-max 2": "--difficulty-min and --difficulty-max must be",
 }  # fmt: skip
 WRONG_USAGE = {
     "nonsense": '"nonsense"',
@@ -405,7 +407,30 @@ def shop(workshop) -> Path:
 
 @pytest.mark.parametrize("line", WRONG_NUMBERS)
 def test_numbers_out_of_range_are_refused_by_name(refused, shop, line) -> None:
-    assert re.search(WRONG_NUMBERS[line], refused(line, shop))
+    said = refused(line, shop)
+    assert re.search(WRONG_NUMBERS[line], said)
+    # Flags are named, not the fields of Python behind them.
+    assert set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", said)) <= {"batch_plan"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--deadline -1", "--deadline must be above 0, got -1"),
+        ("--max-cost 1", "--max-cost needs prices; give --price-in and --price-out"),
+    ],
+)
+def test_flags_of_calls_are_refused_by_name(refused, tmp_path, flags, words) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}\n')
+    line = "calls run -i prompts.jsonl -o new.jsonl --model m --endpoint http://127.0.0.1:1/v1"
+    assert words in refused(f"{line} {flags}", tmp_path)
+
+
+def test_a_file_that_is_called_like_a_field_keeps_its_name(refused, shop) -> None:
+    said = refused("data batchplan build -l token_budget -o new", shop)
+    assert "token_budget" in said
+    assert "--token-budget" not in said
 
 
 @pytest.mark.parametrize("line", WRONG_USAGE)

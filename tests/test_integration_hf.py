@@ -19,6 +19,8 @@ from transformers import (
     DataCollatorForSeq2Seq,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -178,6 +180,40 @@ def test_any_attention_keeps_the_samples_apart(attention, tmp_path, padded):
     trainer = planned(tmp_path, one_step("packed"), max_steps=2, more={"attention": attention})
 
     same(curve(trainer), padded[:2])
+
+
+def mamba() -> MambaForCausalLM:
+    """No attention at all: a state runs through the row, from sample to sample."""
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+    return MambaForCausalLM(config)
+
+
+def test_a_model_that_mixes_packed_samples_is_refused_before_its_first_step(tmp_path):
+    trainer = planned(tmp_path, one_step("packed"), more={"model": mamba()})
+
+    with pytest.raises(Mismatch, match="MambaForCausalLM with segments attention leaks") as caught:
+        trainer.train()
+    assert "plan whose layout is not packed" in str(caught.value)
+    assert "leaks='allow'" in str(caught.value)
+    assert trainer.state.global_step == 0
+
+
+def test_a_model_that_mixes_samples_trains_on_rows_that_are_not_packed_or_by_name(tmp_path):
+    assert len(curve(planned(tmp_path, one_step("sorted"), more={"model": mamba()}))) == 1
+    allowed = {"model": mamba(), "leaks": "allow"}
+    assert len(curve(planned(tmp_path, one_step("packed"), more=allowed))) == 1
+    with pytest.raises(ConfigError, match="leaks must be refuse or allow, got 'no'"):
+        planned(tmp_path, one_step("packed"), more={"leaks": "no"})
+
+
+def test_weights_that_a_process_does_not_hold_are_said_to_be_untested(tmp_path):
+    with torch.device("meta"):
+        model = model_of()
+    trainer = planned(tmp_path, one_step("packed"))
+    trainer.model = model
+    with pytest.warns(UserWarning, match="does not hold the weights"):
+        trainer.get_train_dataloader()
 
 
 def test_a_model_made_by_model_init_is_given_the_attention_too(tmp_path, padded):

@@ -1,4 +1,4 @@
-"""verl's real managers, configuration, Ray workers and advantages, in an environment of its own."""
+"""verl's real managers, Ray workers, advantages and micro-batches, in an environment of its own."""
 
 import os
 import subprocess
@@ -17,12 +17,15 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_everything_of_verl_checks_holds_inside_verl(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"), [("verl_checks.py", 8), ("verl_batching_checks.py", 40)]
+)
+def test_everything_of_the_checks_holds_inside_verl(tmp_path: Path, name: str, count: int) -> None:
     try:
         python = verl_venv.made()
     except subprocess.CalledProcessError as error:
         pytest.skip(f"verl cannot be installed here: {error.stderr.strip().splitlines()[-1]}")
-    checks = ROOT / "tests" / "verl_checks.py"
+    checks = ROOT / "tests" / name
     words = ["-q", "-c", os.devnull, "--rootdir", ROOT, "-p", "no:cacheprovider", "-W", "ignore"]
     done = subprocess.run(
         [python, "-m", "pytest", *words, checks],
@@ -33,7 +36,7 @@ def test_everything_of_verl_checks_holds_inside_verl(tmp_path: Path) -> None:
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "8 passed" in done.stdout
+    assert f"{count} passed" in done.stdout
 
 
 def test_without_verl_the_module_still_gives_the_functions() -> None:

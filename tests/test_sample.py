@@ -193,7 +193,7 @@ def test_a_beginning_of_text_token_stands_before_prompts_and_texts_once() -> Non
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, r"none of the known keys; saw \[\]"),
     ({"txt": "a", "label": 1}, r"none of the known keys; saw \[label, txt\]"),
-    ({"text": None}, "none of the known keys"),
+    ({"text": None}, "its text is null, so there is nothing to train on"),
     ({"text": 3}, "its text is of type int, not text"),
     ({"text": ""}, "its text is empty"),
     ({"text": "\ud800"}, "half of a surrogate pair"),

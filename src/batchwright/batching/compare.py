@@ -23,7 +23,10 @@ class LayoutRow:
     layout: str
     microbatches: int
     bound: int
-    """Lower bound for any layout: useful tokens over the token budget."""
+    """Microbatches that no layout can go below: useful tokens over the token budget.
+
+    Batches of a fixed size ignore the budget, so their bound is at most their own number.
+    """
     padded_tokens: int
     useful_tokens: int
     cost: int
@@ -87,7 +90,7 @@ def _fixed(lengths: Lengths, config: BatchingConfig, fixed_rows: int) -> LayoutR
     return LayoutRow(
         layout=f"fixed, {fixed_rows} rows",
         microbatches=starts.size,
-        bound=-(-useful // config.token_budget),
+        bound=min(starts.size, -(-useful // config.token_budget)),
         padded_tokens=int(width @ size),
         useful_tokens=useful,
         cost=int(COST_LINEAR * (width @ size) + COST_QUADRATIC * (width**2 @ size)),

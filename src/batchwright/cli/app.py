@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,14 @@ COMMANDS = {
     "prove": "Prove a query from facts and rules, and print the proof as a tree with rule names.",
 }
 """Every command with its help; its module, of the same name, is imported when it is typed."""
+
+FIELDS = {
+    "pack_max_length": ("pack_max_len",),
+    "num_epochs": ("epochs",),
+    "deadline_s": ("deadline",),
+    "difficulty_range": ("difficulty_min", "difficulty_max"),
+}
+"""Fields of the library whose flags have other names, by the parameters of the commands."""
 
 
 def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -112,7 +121,7 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
         _failed(f"{error} See: {_help_of(tokens)}", debug)
         return 2
     except BatchwrightError as error:
-        return _failed(str(error), debug)
+        return _failed(_by_flags(str(error), tokens), debug)
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); nothing is wrong.
         _mute()
@@ -145,6 +154,33 @@ def _help_of(tokens: tuple[str, ...]) -> str:
     """The help of the innermost command that was named."""
     chain = app.parse_commands(tokens)[0]
     return " ".join(["batchwright", *chain, "--help"])
+
+
+def _by_flags(sentence: str, tokens: tuple[str, ...]) -> str:
+    """An error of the library with the flags of this command for the fields it names.
+
+    Names with an underscore are fields wherever they stand, unless they were typed (a file may be
+    called so); plain words only where they are set (`align=4`) or are what must be something.
+    """
+    apps = app.parse_commands(tokens)[1]
+    flags = {
+        argument.field_info.name: argument.names[0]
+        for argument in apps[-1].assemble_argument_collection()
+        if argument.names[0].startswith("--")
+    }
+    for name, own in FIELDS.items():
+        if flags.keys() >= set(own):
+            flags[name] = " and ".join(flags[parameter] for parameter in own)
+    typed = " ".join(tokens)
+    for name, flag in flags.items():
+        if "_" not in name:
+            sentence = re.sub(rf"(?:^|(?<= and )){name}(?= must\b)", flag, sentence)
+            sentence = re.sub(rf"(?<![\w'\"`./-]){name}(?==\d)", flag, sentence)
+        elif name not in typed:
+            field = rf"(?<![\w'\"`./-]){name}(?!\.?\w|['\"`(/])"
+            sentence = re.sub(field, flag, sentence)
+            sentence = re.sub(rf"^{name.replace('_', ' ')}(?= must\b)", flag, sentence)
+    return sentence
 
 
 def _failed(sentence: str, debug: bool) -> int:

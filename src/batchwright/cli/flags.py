@@ -1,6 +1,7 @@
 """What several commands share: flags, reading length caches, ranks, lists of numbers."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ __all__ = [
     "amount",
     "at_least",
     "edges_of",
+    "hint",
     "load_lengths",
     "load_sources",
     "sharded",
@@ -86,6 +88,15 @@ def edges_of(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"bucket edges must be integers separated by commas, got {text!r}; write 128,256,512"
         ) from None
+
+
+def hint(*words: object) -> str:
+    """The command to type next, quoted so that it can be pasted into a shell.
+
+    >>> hint("data", "batching", "suggest", "-c", Path("my lengths.jsonl"))
+    "next: batchwright data batching suggest -c 'my lengths.jsonl'"
+    """
+    return "next: " + shlex.join(["batchwright", *map(str, words)])
 
 
 def at_least(least: int, **given: int | None) -> None:

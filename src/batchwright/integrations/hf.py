@@ -12,6 +12,7 @@ resumed run starts at its step without planning or reading anything before it.
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,6 +40,7 @@ from transformers import Trainer, TrainerCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from batchwright.train.attention import Backend, choose_backend, use_backend  # noqa: E402
+from batchwright.train.sft.isolation import refuse_leaks  # noqa: E402
 
 __all__ = ["PlanPosition", "PlanTrainer", "PlanTrainerMixin"]
 
@@ -54,6 +56,10 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
     `read` and `tokenizer` are those of `PlanDataset`. `attention` isolates packed samples during
     training; evaluation and everything after training use the model's original attention.
 
+    Before it trains on packed rows the model is tested: a sample that changes the logits of another
+    raises `Mismatch`, unless `leaks` is "allow", which tests nothing. Weights that a process does
+    not hold (on the meta device, or partitioned by DeepSpeed) cannot be tested, which is a warning.
+
     The Trainer's arguments apply as usual, including the number of epochs. Only the batches come
     from the plan: `per_device_train_batch_size`, shuffling and columns have no effect.
     """
@@ -65,8 +71,11 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
         read: SampleReader | Sequence[Row] | Source | Sequence[Source],
         tokenizer: Tokenizer | None = None,
         attention: Backend | Literal["auto"] = "auto",
+        leaks: Literal["refuse", "allow"] = "refuse",
         **settings: Any,
     ) -> None:
+        if leaks not in ("refuse", "allow"):
+            raise ConfigError(f"leaks must be refuse or allow, got {leaks!r}")
         # SFTTrainer looks at a row of the data, and would tokenize and pack the data set. This row
         # shows that both are done.
         row = Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
@@ -76,6 +85,7 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
         _check(self, self.plan)
         self._samples = PlanDataset(plan, read, tokenizer)
         self._backend = choose_backend(attention, self.args.device)
+        self._leaks = leaks
         self._own_attention = self.model.config._attn_implementation
         self.add_callback(PlanPosition(self.plan.whole_fingerprint, self.plan.step_microbatches))
 
@@ -83,6 +93,8 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
         """The microbatches of this rank, in the order of the plan."""
         if self.plan.config.layout == "packed":
             use_backend(self.model, self._backend)
+            if self._leaks == "refuse":
+                self._refuse_leaks()
         return _PlanLoader(
             self._samples,
             batch_sampler=_StepSampler(self.plan),
@@ -92,6 +104,24 @@ class PlanTrainerMixin(_Trainer):  # type: ignore[misc]
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
         )
+
+    def _refuse_leaks(self) -> None:
+        if any(weight.is_meta or not weight.numel() for weight in self.model.parameters()):
+            warnings.warn(
+                "this process does not hold the weights of the model, so whether packed samples "
+                "change each other was not tested; run `batchwright pack verify` on the model",
+                stacklevel=2,
+            )
+            return
+        with self.compute_loss_context_manager():
+            refuse_leaks(
+                self.model,
+                self._backend,
+                next(self.model.parameters()).device,
+                seq_idx=True,
+                way_out="use another `attention` for this model, train it on a plan whose layout "
+                "is not packed, or let samples of a row see each other by leaks='allow'",
+            )
 
     def train(self, *args: Any, **settings: Any) -> Any:
         try:

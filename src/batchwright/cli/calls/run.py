@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
+from batchwright.cli.flags import at_least
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 from batchwright.errors import BudgetExceeded, ConfigError
 
@@ -78,6 +79,8 @@ def run(
     parameters = {name: value for name, value in given.items() if value is not None}
     prompts = read_prompts(input, model, parameters)
     prices = _prices(prompts, price_in, price_out)
+    if max_cost is not None and prices is None:
+        raise ConfigError("--max-cost needs prices; give --price-in and --price-out")
     if dry_run:
         _predict(prompts, output, cache, prices, retry_failed, format)
         return
@@ -125,6 +128,7 @@ def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]
         return Pool(*endpoints, limit="auto", **settings)
     if not batch_size.isdecimal():
         raise ConfigError(f"--batch-size must be a number or auto, got {batch_size}")
+    at_least(1, batch_size=int(batch_size))
     return Pool(*endpoints, limit=int(batch_size), **settings)
 
 

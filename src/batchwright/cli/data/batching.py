@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.flags import CachePath, at_least, edges_of, load_lengths
+from batchwright.cli.flags import CachePath, at_least, edges_of, hint, load_lengths
 from batchwright.cli.output import Format, show
 
 __all__ = ["batching"]
@@ -30,7 +30,7 @@ def histogram(
     from batchwright.batching.analyze.report import compute_length_histogram
     from batchwright.report import text as pictures
 
-    at_least(1, width=width)
+    at_least(1, bins=bins, width=width)
     marks = edges_of(bucket_edges) if bucket_edges else None
     found = compute_length_histogram(load_lengths(cache), num_bins=bins)
     labels = [f"{b.min_length:,}-{b.max_length - 1:,}" for b in found.bins]
@@ -127,8 +127,16 @@ def suggest(
         )
     spec = found.spec()
     edges = ",".join(map(str, spec.edges)) or str(spec.overflow_max)
-    lines.append(
-        f"next: batchwright data batchplan build -l {cache} --bucket-edges {edges} "
-        f"--overflow-max {spec.overflow_max} -b {max(4096, spec.overflow_max)} -o batch_plan/"
+    longest = spec.overflow_max
+    limits: tuple[object, ...] = (
+        "--bucket-edges",
+        edges,
+        "--overflow-max",
+        longest,
+        "-b",
+        max(4096, longest),
     )
+    if found.over_long:
+        limits += ("--overflow", "skip")
+    lines.append(hint("data", "batchplan", "build", "-l", cache, *limits, "-o", "batch_plan/"))
     show(found.to_dict(), "\n".join(lines), format)

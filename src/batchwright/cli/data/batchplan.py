@@ -13,6 +13,7 @@ from batchwright.cli.flags import (
     WorldSize,
     at_least,
     edges_of,
+    hint,
     load_lengths,
     load_sources,
     sharded,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["batchplan"]
 
 batchplan = App(name="batchplan")
+
+_OF_ALL = ("microbatches", "padded_tokens", "useful_tokens")
 
 LengthPaths = Annotated[
     list[Path],
@@ -156,14 +159,13 @@ def build(
     plan = builder.build(epochs)
     lines = [_comparison(builder, plan), *_counted(plan)]
     if dry_run:
-        lines.append("nothing written (--dry-run)")
-        caches = " ".join(f"-l {path}" for path in lengths)
-        lines.append(f"next: batchwright data batchplan build {caches} ... -o batch_plan/")
+        lines.append("nothing written (--dry-run); run it with --output DIR instead to save it")
     else:
         assert output is not None
         plan.save(output)
         lines.append(f"saved {output}, plan {plan.fingerprint[:16]}")
-        lines.append(f"next: batchwright data batchplan verify -p {output} -l {lengths[0]}")
+        caches = [word for path in lengths for word in ("-l", path)]
+        lines.append(hint("data", "batchplan", "verify", "-p", output, *caches))
     show({**_facts(plan), "output": None if dry_run else str(output)}, "\n".join(lines), format)
 
 
@@ -200,12 +202,20 @@ def info(
         }
         for batch in islice(opened.iter_epoch(0), show_batches)
     ]
-    shown = ("fingerprint", "layout", "kind", "epochs", "microbatches", "steps", "shard")
-    rows = [[name, str(facts[name])] for name in shown if facts[name] is not None]
-    rows += [[name, number(facts[name])] for name in ("padded_tokens", "useful_tokens")]
+    rows = [[name, str(facts[name])] for name in ("fingerprint", "layout", "kind", "epochs")]
+    whole = facts["whole"]
+    if whole is not None:
+        shard = facts["shard"]
+        rows.append(["shard", f"rank {shard['rank']} of {shard['world_size']}, {shard['balance']}"])
+    counted = ("microbatches", "fillers", "steps", "padded_tokens", "useful_tokens")
+    rows += [[name, number(facts[name])] for name in counted if facts[name] is not None]
     rows += [["useful", percent(facts["efficiency"])], ["ullage", percent(facts["ullage"])]]
+    if whole is not None:
+        # What follows is counted over all ranks.
+        rows.append(["whole plan", whole["fingerprint"]])
+        rows += [[f"{name} of all", number(whole[name])] for name in _OF_ALL]
     rows += [[name, number(value)] for name, value in facts["counts"].items()]
-    lines = [table(["plan", str(plan)], rows)]
+    lines = [table(["plan", str(plan)], rows), *_dropped_line(opened)]
     for batch in listed:
         ids = ", ".join(batch["samples"][:6]) + (", ..." if len(batch["samples"]) > 6 else "")
         lines.append(
@@ -527,27 +537,66 @@ def _counted(plan: "BatchPlan") -> list[str]:
         lines.append(f"left out {counts.tokens_left_out:,} of {counts.tokens:,} tokens")
     if plan.note:
         lines.append(f"packing: {plan.note}")
-    if plan.config.drop_last:
-        dropped = counts.planned_tokens - plan.useful_tokens(0)
-        lines.append(f"drop_last leaves out {dropped:,} tokens of epoch 0")
-    return lines
+    return lines + _dropped_line(plan)
+
+
+def _dropped(plan: "BatchPlan") -> dict[str, int] | None:
+    """What `--drop-last` leaves out of epoch 0 over all ranks, or None where it is not known."""
+    if not plan.config.drop_last:
+        return {"pieces": 0, "tokens": 0}
+    if any(weight != 1 for _, _, weight in plan.sources):
+        # The weights decide too what an epoch shows, and it is not told which left out what.
+        return None
+    batches = (plan.batch(0, index) for index in range(plan.num_microbatches(0)))
+    return {
+        "pieces": plan.counts.planned_pieces - sum(len(batch.items) for batch in batches),
+        "tokens": plan.counts.planned_tokens - plan.useful_tokens(0),
+    }
+
+
+def _dropped_line(plan: "BatchPlan") -> list[str]:
+    if not plan.config.drop_last:
+        return []
+    dropped = _dropped(plan)
+    if dropped is None:
+        return ["--drop-last leaves out partial batches; not counted apart from the weights"]
+    what = "pieces" if plan.counts.split else "samples"
+    return [
+        f"--drop-last leaves out {dropped['pieces']:,} {what} with {dropped['tokens']:,} tokens "
+        f"of epoch 0"
+    ]
 
 
 def _facts(plan: "BatchPlan") -> dict[str, Any]:
+    """What a plan holds in epoch 0; of a shard, what its rank does, and the whole plan apart."""
     from dataclasses import asdict
 
     useful, padded = plan.useful_tokens(0), plan.padded_tokens(0)
+    microbatches, fillers, whole = plan.num_microbatches(0), None, None
+    if plan.shard_of is not None:
+        whole = {
+            "fingerprint": plan.whole_fingerprint,
+            "microbatches": microbatches,
+            "padded_tokens": padded,
+            "useful_tokens": useful,
+        }
+        own = list(plan.iter_epoch(0))
+        microbatches, fillers = len(own), sum(not batch.weight for batch in own)
+        padded = sum(batch.padded_tokens for batch in own)
+        useful = sum(batch.token_count for batch in own if batch.weight)
     return {
         "fingerprint": plan.fingerprint,
         "layout": plan.config.layout,
         "kind": plan.order.kind,
         "epochs": plan.num_epochs,
-        "microbatches": plan.num_microbatches(0),
+        "microbatches": microbatches,
+        "fillers": fillers,
         "steps": plan.num_steps(0),
         "padded_tokens": padded,
         "useful_tokens": useful,
         "efficiency": useful / padded,
         "ullage": 1 - useful / padded,
+        "dropped": _dropped(plan),
         "counts": asdict(plan.counts),
         "config": plan.config.model_dump(mode="json"),
         "dataset_hash": plan.dataset_hash,
@@ -555,6 +604,7 @@ def _facts(plan: "BatchPlan") -> dict[str, Any]:
         "sources": [list(source) for source in plan.sources],
         "note": plan.note,
         "shard": asdict(plan.shard_of) if plan.shard_of else None,
+        "whole": whole,
     }
 
 
@@ -576,7 +626,7 @@ def _why_not(plan: "BatchPlan", sample_id: str) -> str:
             f"its length is not within {plan.config.min_length:,} to {plan.config.limit:,} "
             f"(overflow {plan.config.overflow}){without}"
         )
-    return "drop_last or the weight of its source left it out of these epochs"
+    return "--drop-last or the weight of its source left it out of these epochs"
 
 
 def _step_size(text: str) -> int | str:

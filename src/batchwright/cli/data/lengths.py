@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.flags import CachePath, load_lengths
+from batchwright.cli.flags import CachePath, hint, load_lengths
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 
 __all__ = ["lengths"]
@@ -138,7 +138,7 @@ def build(
         *([f"left out {report.repeated.count:,} repeated ids"] if report.repeated.count else []),
         *(f"  left out {reason}" for reason in report.repeated.reasons),
         *([f"{without_loss:,} samples have no token with loss"] if without_loss else []),
-        f"next: batchwright data batching suggest -c {output}",
+        hint("data", "batching", "suggest", "-c", output),
     ]
     show(result, "\n".join(lines), format)
 

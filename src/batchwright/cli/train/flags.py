@@ -1,5 +1,6 @@
 """From the flags that were typed to the settings of a run, in the same way for all trainers."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -43,7 +44,8 @@ def ending(finished: bool, done: str, trainer: str, run: Path) -> str:
     """The last line of a trainer's report: what is done, or how to resume what is not."""
     if finished:
         return done
-    return f"stopped and saved; resume with: batchwright train {trainer} --resume {run}"
+    words = ["batchwright", "train", trainer, "--resume", str(run)]
+    return f"stopped and saved; resume with: {shlex.join(words)}"
 
 
 def leave(stopped_by: str | None) -> None:

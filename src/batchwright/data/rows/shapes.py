@@ -32,6 +32,12 @@ __all__ = [
 IGNORE = -100
 """The label of a token that carries no loss, `ignore_index` of torch and transformers."""
 
+KNOWN = (
+    *("input_ids", "messages", "conversations", "conversation", "chosen", "prompt"),
+    *("instruction", "question", "input", "text", "content"),
+)
+"""Columns that decide the shape of a row, in the order in which they are looked for."""
+
 RESPONSES = ("completion", "response", "output", "answer")
 """What data sets call the text that is learned, in the order in which it is looked for."""
 
@@ -152,6 +158,8 @@ class _Columns:
         null = [name for name in names if name in self.row]
         if null:
             raise BadRow(f"its {null[0]} is null, so there is no response to train on")
+        if "chosen" in self.row:
+            raise BadRow("its chosen is null, so there is no response to train on")
         raise BadRow(f"has {having} but no {' or '.join(names)}; saw {_keys(self.row)}")
 
 
@@ -195,15 +203,18 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
         response = row.response("question", "answer")
         parts = (row.optional(*SYSTEM), row.optional("context"), row.text("question"))
         return _pair(_after(*parts) + "\n", row.text(response))
-    if row.has("input") and row.has("output"):
+    if row.has("input") and "output" in row.row:
+        response = row.response("input", "output")
         prompt = _after(row.optional(*SYSTEM), row.text("input"))
-        return _pair(prompt + "\n", row.text("output"))
+        return _pair(prompt + "\n", row.text(response))
     for name in ("text", "content", "input"):
         if row.has(name):
             text = row.text(name)
             if not text:
                 raise BadRow(f"its {name} is empty, so there are no tokens to train on")
             return Text(text)
+    if null := [name for name in KNOWN if name in row.row]:
+        raise BadRow(f"its {null[0]} is null, so there is nothing to train on")
     raise BadRow(
         f"has none of the known keys; saw {_keys(row.row)}; known are input_ids, messages, "
         f"conversations, chosen, prompt + completion, instruction + output, question + answer, "
@@ -359,6 +370,10 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             message = {"role": SHAREGPT.get(role, role), "content": message["value"]} | {
                 k: v for k, v in message.items() if k not in ("from", "value")
             }
+        if message is None:
+            raise BadRow(f"its message {number} is null")
+        if isinstance(message, Mapping) and message.get("role", "") is None:
+            raise BadRow(f"its message {number} has a role that is null")
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"its message {number} is not an object with a role")
         if "content" not in message and "tool_calls" not in message:

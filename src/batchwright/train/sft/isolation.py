@@ -17,6 +17,8 @@ __all__ = ["IsolationProof", "refuse_leaks", "verify_isolation"]
 TOLERANCE = 1e-3
 """Packed and alone, logits of a sample may differ by rounding: sums have another order."""
 
+WAY_OUT = "use another --attention for this model, or train it without --pack"
+
 
 @dataclass(frozen=True, slots=True)
 class IsolationProof:
@@ -69,7 +71,7 @@ def verify_isolation(
             f"perturbing a sample of {name} changed its own logits by {min(own)}, so nothing can "
             f"be tested; check the model's weights"
         )
-    _no_leak(backend, others)
+    _no_leak(f"{backend} attention", others)
     if proof.against_alone > TOLERANCE:
         raise Mismatch(
             f"{backend} attention changes the model: packed and alone, logits differ by "
@@ -78,25 +80,58 @@ def verify_isolation(
     return proof
 
 
-def refuse_leaks(model: Any, backend: Backend, device: torch.device) -> None:
-    """A quick test before training: layers other than attention may mix tokens as well."""
-    row, bounds = torch.arange(2, 14, device=device), [0, 5, 12]
-    _, others = _moved(_packed(model, bounds, device), row, bounds, 16)
-    _no_leak(backend, others)
+def refuse_leaks(
+    model: Any,
+    backend: Backend,
+    device: torch.device,
+    *,
+    seq_idx: bool = False,
+    way_out: str = WAY_OUT,
+) -> None:
+    """A quick test before training: layers other than attention may mix tokens as well.
+
+    `seq_idx` says that training passes it, as transformers' flattening collator does: some
+    state-space layers keep samples apart by it. The model is tested in evaluation mode.
+
+    Raises:
+        Mismatch: a sample changed the logits of another; the sentence ends with `way_out`.
+        ConfigError: the model's output has no logits to compare.
+    """
+    bounds = [0, 5, 12]
+    vocabulary = min(16, model.config.get_text_config().vocab_size)
+    row = torch.arange(2, 14, device=device) % vocabulary
+    training = model.training
+    model.eval()
+    try:
+        _, others = _moved(_packed(model, bounds, device, seq_idx), row, bounds, vocabulary)
+    finally:
+        model.train(training)
+    _no_leak(f"{type(model).__name__} with {backend} attention", others, way_out)
 
 
 def _packed(
-    model: Any, bounds: list[int], device: torch.device
+    model: Any, bounds: list[int], device: torch.device, seq_idx: bool = False
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from the tokens of a packed row to their logits."""
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
     positions = torch.cat([torch.arange(n, device=device) for n in sizes])[None]
     limits = torch.tensor(bounds, dtype=torch.int32, device=device)
+    more = {}
+    if seq_idx:
+        samples = torch.arange(len(sizes), dtype=torch.int32, device=device)
+        more["seq_idx"] = samples.repeat_interleave(torch.tensor(sizes, device=device))[None]
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            out: torch.Tensor = model(ids[None], **packed_inputs(limits, positions)).logits
-        return out[0]
+            out = model(ids[None], **packed_inputs(limits, positions), **more)
+        if getattr(out, "logits", None) is None:
+            raise ConfigError(
+                f"the output of {type(model).__name__} has no logits, so whether packed samples "
+                f"change each other cannot be tested; use a model that returns them, or rows that "
+                f"are not packed"
+            )
+        found: torch.Tensor = out.logits[0]
+        return found
 
     return logits
 
@@ -121,13 +156,12 @@ def _moved(
     return own, others
 
 
-def _no_leak(backend: str, others: list[float]) -> None:
+def _no_leak(what: str, others: list[float], way_out: str = WAY_OUT) -> None:
     leaky = [number for number, moved in enumerate(others) if moved > 0]
     if leaky:
         raise Mismatch(
-            f"{backend} attention leaks: perturbing sample {leaky[0]} of {len(others)} changed "
-            f"the logits of others by {others[leaky[0]]:.3g}; use another --attention for this "
-            f"model, or train it without --pack"
+            f"{what} leaks: perturbing sample {leaky[0]} of {len(others)} changed "
+            f"the logits of others by {others[leaky[0]]:.3g}; {way_out}"
         )
 
 

@@ -220,7 +220,7 @@ def train_sft(
             attention = backend
             use_backend(model, backend)
             with _autocast(device, dtype):
-                refuse_leaks(model.eval(), backend, device)
+                refuse_leaks(model, backend, device)
         keeps = _takes_logits_to_keep(model)
         weights = base_weights(model) if config.lora_rank else ""
         if adapter:
