@@ -378,7 +378,7 @@ def train_sft(
 
         finished, eval_loss = step >= total or source.ended, None
         # A finished run to which nothing was added is left as it is.
-        if not (finished and run.is_finished(step, "model")):
+        if not (finished and run.is_left(begun_at, step, "model")):
             save()
             if finished and held_out:
                 eval_loss = evaluate()
