@@ -269,9 +269,11 @@ def test_a_run_directory_holds_everything(config: SftConfig) -> None:
     kinds = [event.kind for event in read_events(run / "events.jsonl")]
 
     assert sorted(p.name for p in run.iterdir()) == [
+        ".lock",
         "checkpoints",
         "config.toml",
         "events.jsonl",
+        "finished.json",
         "model",
         "plan",
         "stamp.json",

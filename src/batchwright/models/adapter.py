@@ -11,7 +11,15 @@ from batchwright.files import atomic_folder
 from batchwright.models.folder import ADAPTER, no_progress_bars
 from batchwright.models.transformers import has_tokenizer, load_model, write_tokenizer
 
-__all__ = ["Adapter", "attach", "base_weights", "find_adapter", "merge", "name_base"]
+__all__ = [
+    "Adapter",
+    "attach",
+    "base_weights",
+    "check_base",
+    "find_adapter",
+    "merge",
+    "name_base",
+]
 
 BASE = "base.json"
 """Has the fingerprint of the weights that an adapter was trained on."""
@@ -73,7 +81,7 @@ def base_weights(model: Any) -> str:
 def attach(model: Any, adapter: Adapter) -> Any:
     """The base `model` with the adapter, to be trained on; a base that has changed is refused."""
     peft = need("peft", extra="train")
-    _check_base(model, adapter)
+    check_base(model, adapter)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(adapter.folder), is_trainable=True)
     except Exception as error:  # the library raises nothing narrower for files it cannot read
@@ -115,7 +123,7 @@ def merge(name: Path, output: Path) -> Adapter:
     return adapter
 
 
-def _check_base(model: Any, adapter: Adapter) -> None:
+def check_base(model: Any, adapter: Adapter) -> None:
     """Refuse another base than the one of the training; an adapter made elsewhere names none."""
     try:
         wanted = json.loads((adapter.folder / BASE).read_bytes())["weights"]

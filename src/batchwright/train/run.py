@@ -449,12 +449,13 @@ class Run:
 
                 save_checkpoint(self.checkpoints, step, found, keep=keep)
 
-    def is_finished(self, step: int, result: str) -> bool:
-        """Whether the run was finished before, at this very step, and its `result` is there.
+    def is_left(self, begun: int, step: int, result: str) -> bool:
+        """Whether this call, which began at one step and is at another, leaves the run as it is.
 
-        Then nothing is left to do, and nothing is written again.
+        It does if the run was finished at this very step before, its `result` is there, and
+        nothing was trained since: nothing is written again.
         """
-        if self._in_memory or not (self.folder / result).exists():
+        if step != begun or self._in_memory or not (self.folder / result).exists():
             return False
         try:
             saved = json.loads((self.folder / FINISHED).read_bytes())

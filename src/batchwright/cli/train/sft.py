@@ -133,7 +133,10 @@ def _table(result: "SftResult") -> str:
         rows.append(["steps without loss", number(result.steps_without_loss)])
     if result.tracker_failures:
         rows.append(["calls of trackers that failed", number(result.tracker_failures)])
-    end = ending(result.finished, f"done: {result.run_dir}/model", "sft", result.run_dir)
+    done = f"done: {result.run_dir}/model"
+    if result.finished and result.first_loss is None:
+        done += "; nothing was left to train, raise --max-steps or --epochs to train on"
+    end = ending(result.finished, done, "sft", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end
 
 

@@ -225,7 +225,7 @@ def _train(
 
     stopping: str | None = None
     with threads(config.threads):
-        if at.epoch == config.epochs and not run.is_finished(at.global_step, "model"):
+        if at.epoch == config.epochs and not run.is_left(begun_at, at.global_step, "model"):
             # It was to have more epochs, so its last one was not the last.
             at, best = evaluated(at)
         while not (_finished(config, at) or stopping):
@@ -264,7 +264,7 @@ def _train(
             due = config.save_every and at.epoch % config.save_every == 0
             if due and at.epoch < config.epochs:
                 save()
-        already = run.is_finished(at.global_step, "model")
+        already = run.is_left(begun_at, at.global_step, "model")
         if not already:
             save()
     finished = _finished(config, at)

@@ -263,7 +263,7 @@ def _train(
             if stopping or due:
                 run.save(at.round, state)
     finished = at.round == len(plan)
-    if finished and run.writes and not run.is_finished(at.round, "model"):
+    if finished and run.writes and not run.is_left(begun_at, at.round, "model"):
         kept = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
         save_checkpoint(run.folder / "model", at.best_round, kept, keep=1)
         run.finish(at.round)

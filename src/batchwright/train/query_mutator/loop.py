@@ -104,7 +104,7 @@ def train_query_mutator(
             run.event("stop", update=ppo.updates, why="error budget", error=str(error))
             raise
         finished = ppo.updates >= ppo.total_updates
-        if finished and not run.is_finished(ppo.updates, "operators.json"):
+        if finished and not run.is_left(begun_at, ppo.updates, "operators.json"):
             names = json.dumps([operator.name for operator in env.operators])
             write_atomic(run.folder / "operators.json", names.encode())
             run.finish(ppo.updates)

@@ -30,10 +30,17 @@ from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
 from batchwright.data.rows.source import open_source
-from batchwright.data.tokenizers import Tokenizer
+from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadLoss, ConfigError, MissingFile, need, one_line
 from batchwright.files import atomic_folder
-from batchwright.models.adapter import Adapter, attach, base_weights, find_adapter, name_base
+from batchwright.models.adapter import (
+    Adapter,
+    attach,
+    base_weights,
+    check_base,
+    find_adapter,
+    name_base,
+)
 from batchwright.models.transformers import (
     context_length,
     load_model,
@@ -190,6 +197,8 @@ def train_sft(
         base = adapter.base if adapter else config.model
         model, own, _ = load_model(base, device=device, dtype=torch.float32)
         if adapter:
+            # Now, not when it is attached: rows would be tokenised for nothing.
+            check_base(model, adapter)
             own = tokenizer_for(adapter.tokenizer)
         tokenizer = tokenizer_of(config, own, model)
         if main and not resume:
@@ -237,6 +246,8 @@ def train_sft(
         if found:
             source.load(found, load_state(found, bare, optimizer))
             step = begun_at = found.step
+            # Weights and moments once more, which would stay in memory until the end.
+            found = None
         elif isinstance(source, OnlineSteps):
             source.fill()
         total = source.total
@@ -380,7 +391,7 @@ def train_sft(
 
         finished, eval_loss = step >= total or source.ended, None
         # A finished run to which nothing was added is left as it is.
-        if not (finished and run.is_finished(step, "model")):
+        if not (finished and run.is_left(begun_at, step, "model")):
             save()
             if finished and held_out:
                 eval_loss = evaluate()
@@ -515,6 +526,10 @@ def _refuse_early(config: SftConfig, world: World) -> None:
         if data and not data.startswith("hf:") and not Path(data).exists():
             # With the sentence of the rows.
             open_source(data)
+    if config.tokenizer is not None:
+        load_tokenizer(config.tokenizer)
+    if config.lora_rank:
+        need("peft", extra="train")
     if config.batchplan:
         BatchPlan.load(config.batchplan).shard(0, world.size)
     else:
