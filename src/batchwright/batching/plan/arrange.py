@@ -84,9 +84,9 @@ def arrange(
         canonical = np.arange(len(lengths), dtype=np.int32)
     if groups is not None:
         pieces = whole_units(pieces, groups, config)
-        listed = pieces.of_items(canonical)
-        units = units_of(listed, groups, config)
-        together = [_grouped(listed, units, config, epoch) for epoch in range(num_epochs)]
+        ordered = pieces.of_items(canonical)
+        units = units_of(ordered, groups, config)
+        together = [_grouped(ordered, units, config, epoch) for epoch in range(num_epochs)]
         return Arranged(MaterialisedOrder.collect(config, together), pieces)
     epochs: list[list[Rows]] = []
     for epoch in range(num_epochs):

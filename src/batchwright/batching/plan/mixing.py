@@ -1,10 +1,10 @@
-"""Packed rows composed anew every epoch, no more of them than best-fit-decreasing needs.
+"""Packed rows composed anew every epoch, hardly more of them than best-fit-decreasing needs.
 
 Best-fit-decreasing pairs lengths, so on a small set, where most lengths occur once, it pairs the
 same samples in every epoch. Here the rows of an epoch are drawn at random and filled to the last
-token (`kernels.random_rows`). A set of many samples is copies of one block of them: the rows of
-the block are drawn, each stands for as many rows as there are copies, and their samples are
-permuted among equal lengths.
+token (`kernels.random_rows`). In a large set, every run of `copies` positions in the order of
+lengths is one slot, as long as its longest: rows of slots are drawn, and each stands for `copies`
+rows of samples. Lengths in a slot hardly differ, so that this costs about half a row a copy.
 """
 
 import numpy as np
@@ -33,41 +33,35 @@ def mixable_patterns(
 ) -> tuple[Patterns, NDArray[np.int64]]:
     """Best-fit-decreasing of `hist`, and what `mixed_patterns` has to know of it.
 
-    That is: of how many copies of one block it consists, the rows of the block, and how many more
-    rows a block is given because it has no tokens to spare. Empty if all that would need over a
-    thousandth more rows.
+    That is: the copies of every slot, the rows of slots, and how many more rows they are given
+    because they have no tokens to spare. Empty if that would need over a thousandth more rows.
     """
     plain = pack_histogram(hist, capacity, max_segments)
     most_rows = plain.num_bins + plain.num_bins // 1000
-    copies = int(hist.sum()) // BLOCK
-    if copies <= 1:
-        extra = int(plain.num_bins < most_rows and _tight(hist, capacity, plain.num_bins))
-        return plain, np.array([1, plain.num_bins, extra])
-    # Lengths that are rare are not in the block; a sixteenth of the others is left to fill them up.
-    one = hist // copies * 15 // 16
-    others = hist - one * copies
-    block = pack_histogram(one, capacity, max_segments)
-    rest = pack_histogram(others, capacity, max_segments)
-    start = _starts(hist)
-    rows = copies * block.num_bins
-    patterns = _joined(
-        Patterns(
-            block.bin_starts * copies,
-            block.entry_offsets,
-            _moved(block.entry_position, _starts(one), start, copies),
-            block.entry_count,
-        ),
-        Patterns(
-            rest.bin_starts + rows,
-            rest.entry_offsets,
-            _moved(rest.entry_position, _starts(others), start + (one * copies)[::-1], 1),
-            rest.entry_count,
-        ),
-    )
+    copies = max(1, int(hist.sum()) // BLOCK)
+    patterns, slots = plain, hist
+    if copies > 1:
+        offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(hist[::-1])))
+        slots = _slots(offsets, copies)[::-1]
+        block = pack_histogram(slots, capacity, max_segments)
+        alone = int(offsets[-1]) % copies
+        patterns = _with_rows_alone(
+            Patterns(
+                block.bin_starts * copies,
+                block.entry_offsets,
+                alone + block.entry_position * copies,
+                block.entry_count,
+            ),
+            alone,
+        )
     if patterns.num_bins > most_rows:
         return plain, np.empty(0, np.int64)
-    extra = int(patterns.num_bins + copies <= most_rows and _tight(one, capacity, block.num_bins))
-    return patterns, np.array([copies, block.num_bins, extra])
+    rows = patterns.num_bins // copies
+    spare = rows * capacity - int(slots @ np.arange(len(slots)))
+    # With less than two rows free, the last of the random rows seldom come out.
+    tight = spare < 2 * capacity
+    extra = int(tight and patterns.num_bins + copies <= most_rows)
+    return patterns, np.array([copies, rows, extra])
 
 
 def mixed_patterns(
@@ -84,7 +78,7 @@ def mixed_patterns(
     Positions offsets[c] to offsets[c + 1] - 1 have size sizes[c], the longest first.
     """
     copies, rows, extra = (int(number) for number in mixing)
-    counts = np.diff(offsets) // copies
+    counts = _slots(offsets, copies)
     pieces = int(counts.sum())
     most = max_segments or kernels.UNLIMITED
     with interpreted(quicker_without_numba(60.0 * pieces)):
@@ -111,53 +105,31 @@ def mixed_patterns(
     by_class = np.argsort(classes, kind="stable")
     place = np.empty(pieces, np.int64)
     place[by_class] = np.arange(pieces) - np.repeat(np.cumsum(counts) - counts, counts)
-    block = Patterns(
+    alone = int(offsets[-1]) % copies
+    slot = (np.cumsum(counts) - counts)[classes] + place
+    rows_of_slots = Patterns(
         np.arange(len(row_offsets)) * copies,
         row_offsets,
-        offsets[classes] + place * copies,
+        alone + slot * copies,
         np.ones(pieces, np.int32),
     )
-    rest = int(np.searchsorted(base.bin_starts, rows * copies))
-    first = int(base.entry_offsets[rest])
-    return _joined(
-        block,
-        Patterns(
-            base.bin_starts[rest:] + extra * copies,
-            base.entry_offsets[rest:] - first,
-            base.entry_position[first:],
-            base.entry_count[first:],
-        ),
-    )
+    return _with_rows_alone(rows_of_slots, alone)
 
 
-def _tight(hist: NDArray[np.int64], capacity: int, rows: int) -> bool:
-    """Whether less than half a row is free, too little for random rows to end with."""
-    tokens = int(hist @ np.arange(len(hist)))
-    return 2 * (rows * capacity - tokens) < capacity
+def _slots(offsets: NDArray[np.int64], copies: int) -> NDArray[np.int64]:
+    """How many slots begin in each class of positions; the first few positions are in none."""
+    alone = int(offsets[-1]) % copies
+    begun: NDArray[np.int64] = np.maximum(0, -(-(offsets - alone) // copies))
+    return np.diff(begun)
 
 
-def _joined(left: Patterns, right: Patterns) -> Patterns:
-    """The intervals of both; `right` counts its bins on from those of `left`."""
+def _with_rows_alone(patterns: Patterns, alone: int) -> Patterns:
+    """`patterns` and a row for each of the first `alone` positions, the longest."""
+    if not alone:
+        return patterns
     return Patterns(
-        np.concatenate((left.bin_starts, right.bin_starts[1:])),
-        np.concatenate((left.entry_offsets, right.entry_offsets[1:] + left.entry_offsets[-1])),
-        np.concatenate((left.entry_position, right.entry_position)),
-        np.concatenate((left.entry_count, right.entry_count)),
+        np.append(patterns.bin_starts, patterns.num_bins + alone),
+        np.append(patterns.entry_offsets, patterns.entry_offsets[-1] + 1),
+        np.append(patterns.entry_position, 0),
+        np.append(patterns.entry_count, np.int32(1)),
     )
-
-
-def _starts(hist: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The first position of each length, the longest length first."""
-    falling = hist[::-1]
-    return np.cumsum(falling) - falling
-
-
-def _moved(
-    position: NDArray[np.int64],
-    start: NDArray[np.int64],
-    new_start: NDArray[np.int64],
-    copies: int,
-) -> NDArray[np.int64]:
-    """Positions of a part in the whole, where each class begins elsewhere and is repeated."""
-    which = np.searchsorted(start, position, side="right") - 1
-    return new_start[which] + (position - start[which]) * copies

@@ -26,6 +26,9 @@ from batchwright.permutation import permute, unpermute
 __all__ = ["Arrays", "MaterialisedOrder", "Order", "Place", "Rows", "VirtualOrder", "order_of"]
 
 Arrays = dict[str, NDArray[np.generic]]
+Drawn = tuple[
+    NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]
+]
 
 _DRAW_US = 80.0
 """Microseconds to find one sample of a batch by kernels that are interpreted."""
@@ -137,7 +140,7 @@ class VirtualOrder:
 
     _buckets: NDArray[np.int32] = None  # type: ignore[assignment]
     _widths: NDArray[np.int32] = None  # type: ignore[assignment]
-    _drawn: dict[int, Patterns] = None  # type: ignore[assignment]
+    _drawn: dict[int, Drawn] = None  # type: ignore[assignment]
     """The packed rows of the epochs that were last asked for."""
 
     def arrays(self) -> Arrays:
@@ -226,7 +229,7 @@ class VirtualOrder:
                     self._key("bins", epoch),
                     self.class_offsets,
                     self.distinct,
-                    *self._patterns(epoch),
+                    *self._patterns(epoch)[:4],
                     linear,
                     quadratic,
                 )
@@ -270,7 +273,7 @@ class VirtualOrder:
             length_class = np.searchsorted(self.distinct_offsets, origin, "right") - 1
             length = int(self.distinct[length_class])
             if self.config.layout == "packed":
-                bin_, segment = kernels.find_bin(position, *self._patterns(epoch))
+                bin_, segment = kernels.find_bin(position, *self._patterns(epoch)[:4])
                 slot = unpermute(bin_, self._num_rows, self._key("bins", epoch))
                 index, row = divmod(slot, self.rows_per_batch)
                 found.append(Place(index, row, segment, start, length))
@@ -282,30 +285,36 @@ class VirtualOrder:
                 found.append(Place(self._index_of(epoch, batch), row, 0, start, length))
         return found
 
-    def _patterns(
-        self, epoch: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """The packed rows of an epoch, as `packing.Patterns` describes them."""
-        base = Patterns(self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count)
-        if not self.mixing.size:
-            return base.arrays
-        variant = epoch if self.mixing[0] == 1 else epoch % VARIANTS
+    def _patterns(self, epoch: int) -> Drawn:
+        """The packed rows of an epoch, as `packing.Patterns` has them, and classes of entries."""
+        variant = 0
+        if self.mixing.size:
+            variant = epoch if self.mixing[0] == 1 else epoch % VARIANTS
         found = self._drawn.get(variant)
         if found is None:
-            sizes, first = np.unique(-self.config.room(self.distinct), return_index=True)
-            found = mixed_patterns(
-                base,
-                self.mixing,
-                -sizes,
-                np.append(self.distinct_offsets[first], self.distinct_offsets[-1]),
-                self.config.limit,
-                self.config.pack_max_segments,
-                self._key("rows", variant),
+            rows = Patterns(
+                self.bin_starts, self.entry_offsets, self.entry_position, self.entry_count
             )
+            if self.mixing.size:
+                rows = self._mixed(rows, variant)
+            first = np.searchsorted(self.class_offsets, rows.entry_position, "right") - 1
+            found = (*rows.arrays, first.astype(np.int32))
             for old in list(self._drawn)[: 1 - VARIANTS]:
                 self._drawn.pop(old, None)
             self._drawn[variant] = found
-        return found.arrays
+        return found
+
+    def _mixed(self, base: Patterns, variant: int) -> Patterns:
+        sizes, first = np.unique(-self.config.room(self.distinct), return_index=True)
+        return mixed_patterns(
+            base,
+            self.mixing,
+            -sizes,
+            np.append(self.distinct_offsets[first], self.distinct_offsets[-1]),
+            self.config.limit,
+            self.config.pack_max_segments,
+            self._key("rows", variant),
+        )
 
     def _batch_at(self, epoch: int, index: int) -> int:
         count = len(self.batch_start)

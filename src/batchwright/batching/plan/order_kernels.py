@@ -84,6 +84,7 @@ def draw_bins(
     entry_offsets: Longs,
     entry_position: Longs,
     entry_count: Ints,
+    entry_class: Ints,
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """The samples of `count` packed rows from slot `first` on, and where each row begins."""
     num_bins = bin_starts[-1]
@@ -108,7 +109,9 @@ def draw_bins(
             base = entry_position[entry] + inside * entry_count[entry]
             # Classes of a packed layout are the distinct lengths. An entry of an optimal packing
             # may continue into shorter ones.
-            which = np.searchsorted(class_offsets, base, side="right") - 1
+            which = np.int64(entry_class[entry])
+            while base >= class_offsets[which + 1]:
+                which += 1
             low = class_offsets[which]
             size = class_offsets[which + 1] - low
             class_key = mix(key, np.uint64(which))

@@ -435,12 +435,13 @@ def _builder(
         mixture = BatchPlanBuilder(sources, config, weights=parts)
         if not columns:
             return mixture
-        values = _columns(dataset, columns, mixture.lengths.ids, list(sources))
+        values: dict[str, Any] = _columns(dataset, columns, mixture.lengths.ids, list(sources))
         return BatchPlanBuilder(sources, config, weights=parts, **values)
     loaded = load_lengths(paths[0])
     if dataset_hash is not None:
         loaded = dataclasses.replace(loaded, dataset_hash=dataset_hash)
-    return BatchPlanBuilder(loaded, config, **_columns(dataset, columns, loaded.ids, []))
+    found: dict[str, Any] = _columns(dataset, columns, loaded.ids, [])
+    return BatchPlanBuilder(loaded, config, **found)
 
 
 _COLUMNS = {
