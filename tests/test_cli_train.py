@@ -128,7 +128,7 @@ def test_a_dry_run_predicts_the_steps_and_writes_nothing(
     data = call(f"{line} --dry-run --format json", folder).data
 
     assert outcome.code == 0
-    assert "nothing written" in outcome.out
+    assert "nothing trained" in outcome.out
     assert "memory" in outcome.out
     assert contents(folder) == before
     assert call(f"{line} --format json", folder).data["step"] == data["steps"]
