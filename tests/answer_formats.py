@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 r"""Answers as models and data sets print them, by class, each judged by hand.
 
 The classes follow what GSM8K, MATH, AIME and the tests of Math-Verify, verl and
@@ -718,8 +719,8 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             "28.0%",
             "The answer is 28%.",
         ],
-        ["82%", "2.8%", "0.28%", "280%", "-28%", "28.5%"],
-        ["0.28"],
+        ["82%", "2.8%", "0.28%", "280%", "-28%", "28.5%", "0.28"],
+        [],
     ),
     (
         "percent",
@@ -742,8 +743,8 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
         "percent",
         "0.4",
         ["0.4", "40%", r"40\%", "2/5", "40 percent"],
-        ["4%", "0.04", "4", "400%", "0.44"],
-        ["0.4%", "40"],
+        ["4%", "0.04", "4", "400%", "0.44", "40"],
+        ["0.4%"],
     ),
     (
         "thousands",
@@ -842,9 +843,9 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
     (
         "big integer",
         "3628800",
-        ["10!", "3628800", "3,628,800", r"\boxed{10!}", "10! = 3628800"],
-        ["3628801", "3628799", "9!", "10", "3628800!", "362880"],
-        [],
+        ["3628800", "3,628,800", r"\boxed{10!}", "10! = 3628800"],
+        ["3628801", "3628799", "9!", "10", "362880"],
+        ["10!"],
     ),
     (
         "tuple",
