@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 r"""Where the answer of a text is, and whether it is the true one.
 
 The answer stands, in this order, in the last `\boxed{...}`; behind the last `####` that a number
@@ -75,7 +76,25 @@ _NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
 _LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")
 _SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n")
 _NAMED = frozenset(
-    ": is are was be equals makes gives get has have costs cost needs need pays earns".split()
+    [
+        ":",
+        "is",
+        "are",
+        "was",
+        "be",
+        "equals",
+        "makes",
+        "gives",
+        "get",
+        "has",
+        "have",
+        "costs",
+        "cost",
+        "needs",
+        "need",
+        "pays",
+        "earns",
+    ]
 )
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
 _MOST_BOXES = 9
@@ -131,17 +150,19 @@ def read_answer(text: str) -> Answer:
         shown = in_digits(shown)
     latex = place.where in ("boxed", "formula")
     found: tuple[Reading, ...] | None
+    where = place.where
     if place.where in ("hashes", "said"):
         found = _in_sentence(shown, said=place.where == "said")
     elif latex:
         found = readings(shown, latex=True)
     else:
         found = None if _PROSE.search(shown) else readings(shown, latex=False)
+        where = "whole"
         if found is None or found[0].value == Several("other"):
-            found = _last(shown)
+            found, where = _last(shown), "last"
     if not found and found is not None and _ZERO.search(shown):
         found = (Reading(Number(Fraction(0)), "meaning"),)
-    return Answer(place.where, written, found)
+    return Answer(where, written, found)
 
 
 def read_truth(truth: Any) -> Answer | None:
@@ -152,6 +173,9 @@ def read_truth(truth: Any) -> Answer | None:
     """
     found = None if truth is None else read_answer(str(truth))
     if found is None or not found.readings:
+        return None
+    if found.where == "last" and not re.search(r"[^\W\d_]{3}", re.sub(r"\\.*", "", found.text)):
+        # No sentence: an expression such as 2x + 1.
         return None
     first = found.readings[0]
     return None if first.doubt or first.value == Several("other") else found
@@ -324,8 +348,11 @@ def _permuted(one: Sequence[Value], other: Sequence[Value], tolerance: float | N
 
 
 def _proportional(one: Sequence[Value], other: Sequence[Value]) -> bool:
-    pairs = [(a.value, b.value) for a, b in zip(one, other, strict=True)
-             if isinstance(a, Number) and isinstance(b, Number)]
+    pairs = [
+        (a.value, b.value)
+        for a, b in zip(one, other, strict=True)
+        if isinstance(a, Number) and isinstance(b, Number)
+    ]
     first, second = pairs[0]
     return all(a * second == b * first for a, b in pairs)
 

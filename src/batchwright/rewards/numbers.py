@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001
 """What a written answer is worth: exact numbers, and lists, ranges and ratios of them."""
 
 import re
@@ -117,8 +118,14 @@ _WORDS = {word: number for number, word in enumerate(_ONES.split())}
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _WORDS |= {word: 20 + 10 * number for number, word in enumerate(_TENS.split())}
 _SCALES = {
-    **{"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9},
-    **{"trillion": 10**12, "quadrillion": 10**15, "quintillion": 10**18, "dozen": 12},
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "quadrillion": 10**15,
+    "quintillion": 10**18,
+    "dozen": 12,
 }
 _PHRASE = re.compile(
     rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join([*_WORDS, *_SCALES])}))*\b"
@@ -134,18 +141,55 @@ _COMPOUND = {
     **dict.fromkeys(("cent", "cents"), ("money", 1)),
 }
 _VARIABLES = frozenset("xyzabcefijknpqrtuvwXYZ")
-_UNIT_LETTERS = frozenset("msgh")
+_UNIT_MARKS = frozenset("/*-.")
 _OPEN, _CLOSE = "([{⦃", ")]}⦄"
 _GROUPED = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?")
 _JOINS = frozenset((",", ";", "and", "or", "&"))
 _OPERATORS = frozenset("+-*/^")
 _COMPARES = frozenset("≤≠")
 _HEDGES = frozenset(
-    "about approximately approx roughly around exactly only at most least up to a total of the is"
-    " just nearly almost from answer".split()
+    [
+        "about",
+        "approximately",
+        "approx",
+        "roughly",
+        "around",
+        "exactly",
+        "only",
+        "at",
+        "most",
+        "least",
+        "up",
+        "to",
+        "a",
+        "total",
+        "of",
+        "the",
+        "is",
+        "just",
+        "nearly",
+        "almost",
+        "from",
+        "answer",
+    ]
 )
-_CLAUSES = frozenset("but because since so which after not when if where then while".split())
-_NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())
+_CLAUSES = frozenset(
+    [
+        "but",
+        "because",
+        "since",
+        "so",
+        "which",
+        "after",
+        "not",
+        "when",
+        "if",
+        "where",
+        "then",
+        "while",
+    ]
+)
+_NO_UNIT = _CLAUSES | frozenset(["and", "or", "to", "for", "is", "are", "was"])
 _DEEPEST = 30
 """Brackets in brackets; deeper ones are not read."""
 _MOST_BITS = 20_000
@@ -158,7 +202,7 @@ def plain(text: str) -> str:
     >>> plain(r"$-\\dfrac{3}{4}\\text{ cm}^2$ − ½")
     '-\\\\frac{3}{4}  cm ^2 -  1/2'
     """
-    found = []
+    found: list[str] = []
     for char in text:
         if char in _SUPER:
             found.append("^" + _SUPER[char] if not found or found[-1][:1] != "^" else _SUPER[char])
@@ -307,8 +351,7 @@ def _swapped(written: str) -> str:
 
 def _starts(line: Sequence[_Token], at: int) -> bool:
     """Whether a value may start here: at a number, or at what stands before one."""
-    for at in range(at, min(at + _DEEPEST, len(line))):
-        token = line[at]
+    for token in line[at : at + _DEEPEST]:
         if token.kind == "number" or token.text in (r"\frac", r"\sqrt"):
             return True
         if token.text not in ("-", "+", "±") and token.text not in _OPEN:
@@ -361,9 +404,7 @@ class _Item(NamedTuple):
 class _Parser:
     """Recursive descent over tokens; `at` is the next one."""
 
-    def __init__(
-        self, line: Sequence[_Token], latex: bool, at: int = 0, depth: int = 0
-    ) -> None:
+    def __init__(self, line: Sequence[_Token], latex: bool, at: int = 0, depth: int = 0) -> None:
         self.line, self.latex, self.at, self.depth = list(line), latex, at, depth
 
     def whole(self) -> list[Reading]:
@@ -411,9 +452,10 @@ class _Parser:
                 self.at = mark
                 break
             items.append(following)
-        if self.peek() in ("^", "*", "/", "_", "±") or self.peek() in _COMPARES:
+        if self.peek() in ("^", "*", "/", "_", "±", *_COMPARES) or self._kind() == "command":
+            stuck = self.stuck()
             self.at += 1
-            raise _Unread
+            raise stuck
         words = [token.text.lower() for token in self.line[max(first - 1, 0) : self.at]]
         return _combined(items, words)
 
@@ -478,7 +520,11 @@ class _Parser:
 
     def item(self) -> _Item:
         """A group in brackets, a range, a ratio or a quantity."""
-        while self._kind() == "word" and self.peek().lower() in _HEDGES and self.at + 1 < len(self.line):
+        while (
+            self._kind() == "word"
+            and self.peek().lower() in _HEDGES
+            and self.at + 1 < len(self.line)
+        ):
             self.at += 1
         if self._kind() == "word":
             raise _Other
@@ -553,12 +599,14 @@ class _Parser:
     def _quantity(self) -> _Item:
         """A number with its percent sign, scale and unit."""
         others: list[Value] = []
-        signed = self.peek() == "-" and self._kind(1) == "number" and not self.line[self.at + 1].glued
-        hyphen = [t.kind for t in self.line[self.at : self.at + 5]]
-        if hyphen == ["number", "mark", "number", "mark", "number"] and self.peek(3) == "/":
-            if self.peek(1) == "-" and self.line[self.at + 1].glued:
-                # 3-1/2 is three and a half in a recipe.
-                others.append(_Parser(self.line[self.at : self.at + 1] + self.line[self.at + 2 : self.at + 5], False)._expression())
+        signed = (
+            self.peek() == "-" and self._kind(1) == "number" and not self.line[self.at + 1].glued
+        )
+        ahead = self.line[self.at : self.at + 5]
+        shape = [token.text if token.kind == "mark" else token.kind for token in ahead]
+        if shape == ["number", "-", "number", "/", "number"] and ahead[1].glued:
+            # 3-1/2 is three and a half in a recipe.
+            others.append(_Parser([ahead[0], *ahead[2:]], latex=False)._expression())
         number = self._expression()
         if self._take("%"):
             return _Item(replace(number, percent=True), "%")
@@ -594,13 +642,15 @@ class _Parser:
                 words.append(text.lower())
                 self.at += 1
                 self._skip_exponent()
-            elif text in ("/", "*", "-", ".") and self._kind(1) == "word" and (words or text in "/-"):
-                if not words and not self.line[self.at].glued and text == "-":
-                    break
+            elif text in _UNIT_MARKS and self._kind(1) == "word" and (words or self._hyphened()):
                 self.at += 1
             else:
                 break
         return words[0] if words else ""
+
+    def _hyphened(self) -> bool:
+        """`16-inch`, `16/day`."""
+        return self.peek() == "/" or (self.peek() == "-" and self.line[self.at].glued)
 
     def _skip_exponent(self) -> None:
         if self.peek() == "^":

@@ -292,9 +292,7 @@ def tagged_list(text: str, tag: str) -> list[Any] | None:
     return _values(found[-1]) if found else None
 
 
-def verdict_part(
-    verdict: Verdict, answer: Answer, ambiguous: Literal["invalid", "wrong"]
-) -> Part:
+def verdict_part(verdict: Verdict, answer: Answer, ambiguous: Literal["invalid", "wrong"]) -> Part:
     """The part of a compared answer, with the number that was read and where it stood."""
     first = answer.readings[0].value if answer.readings else None
     # Exact numbers may be larger than any float.
