@@ -53,10 +53,11 @@ class Answer:
 _STOP = re.compile(r"<\|[^|<>]*\|>|</s>|\n(?:Question|Q|Problem|User|Human):")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
-_BETWEEN_BOXES = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
+_BETWEEN = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
 _NUMBER_START = r"[-+−–]?\s*(?:\\?[$€£¥₹]|\\frac|\\boxed|[(\[{])*\s*[-+−–]?\s*[.\\]?\d"
 _HASHES = re.compile(
-    rf"####+[ \t]*:?[ \t]*\**(?=\s*{_NUMBER_START})(?!\s*\d+[.)]\s+[A-Za-z*])\s*|####+[ \t]*(?=[a-z])"
+    rf"####+[ \t]*:?[ \t]*\**(?=\s*{_NUMBER_START})(?!\s*\d+[.)]\s+[A-Za-z*])\s*"
+    r"|####+[ \t]*(?=[a-z])"
 )
 _SAID = re.compile(
     r"""(?ix)
@@ -122,13 +123,14 @@ def find_answer(text: str) -> Place:
         pass
     if said is not None:
         return Place("said", _first_sentence(text[said.end() :]))
-    formula = None
-    for formula in _FORMULA.finditer(text):  # noqa: B007
-        pass
-    if formula is not None and not re.search(r"\d", text[formula.end() :]):
-        inside = next(group for group in formula.groups() if group is not None)
+    formulas = [
+        (match.start(), match.end(), next(group for group in match.groups() if group is not None))
+        for match in _FORMULA.finditer(text)
+    ]
+    if formulas and not re.search(r"\d", text[formulas[-1][1] :]):
+        inside = _joined(text, formulas)
         if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", inside):
-            percent = re.match(r"\s*(?:%|percent|pct)", text[formula.end() :])
+            percent = re.match(r"\s*(?:%|percent|pct)", text[formulas[-1][1] :])
             return Place("formula", inside + (" %" if percent else ""))
     return Place("last", text)
 
@@ -229,11 +231,15 @@ def _boxed(text: str) -> str | None:
             boxes.append((match.start(), len(text), ""))
     if not boxes:
         return None
-    start, _, last = boxes[-1]
+    return _joined(text, boxes)
+
+
+def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
+    """The last part, with those before it if only `and`, `or`, commas stand between them."""
+    start, _, last = parts[-1]
     found = [last]
-    for begin, end, inside in reversed(boxes[:-1]):
-        between = text[end:start]
-        if end > start or not between.strip(" $") or not _BETWEEN_BOXES.fullmatch(between):
+    for begin, end, inside in reversed(parts[:-1]):
+        if end > start or not _BETWEEN.fullmatch(text[end:start]):
             break
         found.insert(0, inside)
         start = begin
@@ -275,7 +281,7 @@ def _in_sentence(text: str, *, said: bool) -> tuple[Reading, ...] | None:
     if not found:
         return ()
     first = 0
-    while first + 1 < len(found) and found[first + 1][0] == "=":
+    while first + 1 < len(found) and found[first + 1][0] in ("=", "≈"):
         first += 1
     direct = re.match(r"\W*\d|\W*\\(?:frac|sqrt)", text) is not None
     if direct or not said or len(set(found[first:])) == 1:
@@ -294,7 +300,7 @@ def _last(text: str) -> tuple[Reading, ...] | None:
         found = values(_NOT.sub(" ", sentence)) if re.search(r"\d", sentence) else []
         if not found:
             continue
-        equal = [value for before, value in found if before == "="]
+        equal = [value for before, value in found if before in ("=", "≈")]
         if equal:
             return equal[-1]
         named = [value for before, value in found if before in _NAMED]

@@ -71,6 +71,7 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>\n]*>>", ""),
+        (r"(?<=\d),\s*\\!\s*(?=\d{3})", ","),
         (r"\\\\(?=[a-zA-Z({\[$%])", r"\\"),
         (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle|\\!", ""),
         (rf"\\(?:{_COMMANDS})\s*\{{([^{{}}]*)\}}", r" \1 "),
@@ -96,8 +97,9 @@ _REWRITES = [
         (r"\\pm(?![a-z])|±|\+/-", "±"),
         (r"\\neq?(?![a-z])|≠|!=", "≠"),
         (r"\\leq?(?![a-z])|\\geq?(?![a-z])|\\[lg]t(?![a-z])|[≤≥]|<=|>=|<|(?<![-=])>", "≤"),
-        (r"\\approx|\\simeq|\\equiv|\\implies|\\iff|\\Rightarrow|\\to(?![a-z])|\\in(?![a-z])", "="),
-        (r"[≈≃≅∈→⇒＝]|:=|==|=>|->", "="),
+        (r"\\equiv|\\implies|\\iff|\\Rightarrow|\\to(?![a-z])|\\in(?![a-z])", "="),
+        (r"[∈→⇒＝]|:=|==|=>|->", "="),
+        (r"\\approx|\\simeq|[≈≃≅]", "≈"),
         (r"[−－﹣‐‑]", "-"),
         (r"(?<=\d)\s*–\s*(?=\d)", "–"),
         (r"(?<![\w\s])–(?=\d)|(?<=\s)–(?=\d)|^–(?=\d)", "-"),
@@ -269,7 +271,11 @@ def readings(text: str, *, latex: bool) -> tuple[Reading, ...] | None:
     >>> [reading.value.value for reading in readings("3 1/2 cups", latex=False)]
     [Fraction(7, 2)]
     """
-    return _merged([(mode, _Parser(_tokens(text, mode), latex).whole) for mode in _MODES])
+    # An exact value and its rounded one are both the answer.
+    parts = [part for part in text.split("≈") if re.search(r"\d", part)] or [text]
+    return _merged(
+        (mode, _Parser(_tokens(part, mode), latex).whole) for mode in _MODES for part in parts
+    )
 
 
 def values(text: str) -> list[tuple[str, tuple[Reading, ...] | None]]:
@@ -488,7 +494,8 @@ class _Parser:
                 break
             line = line[:-1]
         for at, token in enumerate(line):
-            if at and token.text == "(" and _closing(line, at) == len(line) - 1:
+            goes_on = at and line[at - 1].text.lower() in (*_JOINS, "=", "≈", ":")
+            if at and not goes_on and token.text == "(" and _closing(line, at) == len(line) - 1:
                 word = any(t.kind == "word" and len(t.text) > 1 for t in line[:at])
                 if not token.glued and (word or any(t.kind == "word" for t in line[at:])):
                     return line[:at]
@@ -795,7 +802,7 @@ def _unlabelled(line: list[_Token]) -> list[_Token]:
     """What stands behind the last `=` of an item, or before it, as in 7 = x."""
     if any(token.text in _COMPARES for token in line):
         raise _Other
-    marks = ["=", "is"]
+    marks = ["=", "≈", "is"]
     if not any(
         [t.kind for t in line[at - 1 : at + 2]] == ["number", "mark", "number"]
         for at, token in enumerate(line)
@@ -803,7 +810,20 @@ def _unlabelled(line: list[_Token]) -> list[_Token]:
     ):
         marks.append(":")
     pieces = [piece for piece in _split(line, frozenset(marks)) if _has_number(piece)]
+    if any(_has_unknown(piece) for piece in pieces[:-1]):
+        raise _Other
     return pieces[-1] if pieces else line
+
+
+def _has_unknown(line: Sequence[_Token]) -> bool:
+    """Whether a side of an equation calculates with a variable: 2x + z, but not f(2) or x_1."""
+    depth, letter, number = 0, False, False
+    for at, token in enumerate(line):
+        depth += (token.text in _OPEN) - (token.text in _CLOSE)
+        if depth == 0 and token.kind == "number":
+            number = number or at == 0 or line[at - 1].text != "_"
+        letter = letter or (token.kind == "word" and len(token.text) == 1)
+    return letter and number
 
 
 def _decoded(written: str) -> Number:
