@@ -418,6 +418,9 @@ class _Parser:
         line = self._trimmed()
         if any(token.text.lower() in _CLAUSES for token in line):
             raise _Unread
+        if line[1:2] and line[1].text == "and" and [t.text for t in line[3:4]] == ["/"]:
+            # Three and 1/2 is one number.
+            del line[1]
         pieces = [piece for piece in _split(line, _JOINS) if piece]
         while pieces and not _has_number(pieces[0]):
             # `x, y = 3, 4`, but not `none of 42`.
@@ -527,11 +530,9 @@ class _Parser:
 
     def item(self) -> _Item:
         """A group in brackets, a range, a ratio or a quantity."""
-        while (
-            self._kind() == "word"
-            and self.peek().lower() in _HEDGES
-            and self.at + 1 < len(self.line)
-        ):
+        while self._kind() == "word" and self.peek().lower() in _HEDGES:
+            if self._kind(1) not in ("number", "word", "command"):
+                break
             self.at += 1
         if self._kind() == "word":
             raise _Other
