@@ -1,12 +1,13 @@
 """Error rates of answer readers: right answers scored wrong, wrong answers scored right.
 
 Two sets of texts. The corpus is that of tests/answer_formats.py: formats that answers come in, by
-class, judged by hand, a third of them held out while our reader was written. GSM8K is real
-solutions with their gold answer after `####`, in `\\boxed{}` and after "The answer is", and the same
-texts with a wrong neighbour of it: one more, one less, the other sign, ten times, digits reversed.
+class, judged by hand. A third was held out while our reader was written; the few of them that
+failed their first run were repaired since. GSM8K is real solutions with their gold answer after
+`####`, in `\\boxed{}` and after "The answer is", and the same texts with a wrong neighbour of it:
+one more, one less, the other sign, ten times, digits reversed.
 
     numeric, math        ours; a reader that says "ambiguous" has decided nothing
-    math-verify          parse and verify with its defaults; truths in dollar signs if they are LaTeX
+    math-verify          parse and verify with its defaults; truths that are LaTeX in dollar signs
     trl accuracy_reward  math-verify as TRL configures it
     verl gsm8k           strict (after ####) and flexible (last number)
     verl math_reward     the last \\boxed, compared as text; math_dapo: Minerva's rules

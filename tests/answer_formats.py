@@ -6,7 +6,8 @@ lm-evaluation-harness contain; the sentences are our own. `⏎` stands for a lin
 
 An entry is (class, truth, text, verdict): True if the text gives the truth, False if it gives
 something else, None if nobody could tell from the text and the truth alone. Entries whose hash is
-divisible by three are held out: the reader was not tuned on them.
+divisible by three were held out while the reader was written; the few that failed their first run
+were repaired since.
 """
 
 import zlib

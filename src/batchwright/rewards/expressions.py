@@ -1,5 +1,6 @@
 """Answers that are expressions, compared by math-verify in a process that can be stopped."""
 
+import atexit
 import json
 import os
 import selectors
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Literal
 
@@ -90,15 +92,21 @@ class _Verifier:
                 line = b""
             if not line:
                 # It is busy with one expression, or ran out of memory over it.
-                child.kill()
-                child.wait()
-                self._child = None
+                self.close()
                 return "timeout"
             return str(json.loads(line))
 
+    def close(self) -> None:
+        """Stop the child, if this process has one."""
+        child, self._child = self._child, None
+        if child is not None and self._pid == os.getpid():
+            # Leaving the block closes its pipes and waits for it.
+            with suppress(OSError), child:
+                child.kill()
+
     def _started(self) -> "subprocess.Popen[bytes]":
         # A child belongs to one process; after a fork the copy starts its own.
-        if self._child is None or self._pid != os.getpid() or self._child.poll() is not None:
+        if self._child is None or self._pid != os.getpid():
             code = "from batchwright.rewards.expressions import answer_lines; answer_lines()"
             self._pid = os.getpid()
             self._child = subprocess.Popen(
@@ -115,6 +123,7 @@ class _Verifier:
 
 
 _VERIFIER = _Verifier()
+atexit.register(_VERIFIER.close)
 
 
 def answer_lines() -> None:
