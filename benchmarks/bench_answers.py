@@ -12,6 +12,7 @@ one more, one less, the other sign, ten times, digits reversed.
     verl gsm8k           strict (after ####) and flexible (last number)
     verl math_reward     the last \\boxed, compared as text; math_dapo: Minerva's rules
 
+The readers of verl are made for one format each and miss the others by design.
 Texts that nobody could judge count for nobody; how many a reader scores as right is shown.
 """
 
@@ -224,11 +225,12 @@ def targets(report: Report, totals: dict[str, dict[str, Count]]) -> None:
         if mine is None:
             continue
         report.target(f"{title}, wrong scored right, {name}", mine.accepted, most=0)
-        ratio = None
         if peer is not None:
-            ratio = mine.errors / max(1, peer.errors)
-            print(f"{title}: {mine.errors} errors, math-verify {peer.errors}, ratio {ratio:.3f}")
-        report.target(f"{title}, errors relative to math-verify", ratio, most=1.0)
+            ratio = mine.errors / peer.errors if peer.errors else None
+            shown = "no ratio" if ratio is None else f"ratio {ratio:.3f}"
+            print(f"{title}: {mine.errors} errors, math-verify {peer.errors}, {shown}")
+            if ratio is not None:
+                report.target(f"{title}, errors relative to math-verify", ratio, most=1.0)
 
 
 if __name__ == "__main__":

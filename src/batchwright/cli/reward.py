@@ -63,8 +63,8 @@ def score(
     lost = len(rewards) - facts["valid"]
     if lost and not allow_missing:
         raise BadReward(
-            f"{lost:,} of {len(rewards):,} rewards are missing and are marked in {output}; run "
-            f"again to repeat the failed calls, or accept them with --allow-missing"
+            f"{lost:,} of {len(rewards):,} rewards are missing ({_kinds(facts)}) and are marked in "
+            f"{output}; run again to repeat failed calls, or accept them with --allow-missing"
         )
 
 
@@ -254,9 +254,12 @@ def _counted(facts: dict[str, Any]) -> str:
     mean = "-" if facts["mean"] is None else f"{facts['mean']:.4g}"
     line = f"{facts['valid']:,} of {facts['responses']:,} rewards are valid, mean {mean}"
     if facts["missing"]:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
-        line += f"; excluded: {kinds}"
+        line += f"; excluded: {_kinds(facts)}"
     return line
+
+
+def _kinds(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
 
 
 def _explained(data: dict[str, Any]) -> str:
