@@ -12,7 +12,7 @@ one more, one less, the other sign, ten times, digits reversed.
     verl gsm8k           strict (after ####) and flexible (last number)
     verl math_reward     the last \\boxed, compared as text; math_dapo: Minerva's rules
 
-The readers of verl are made for one format each and miss the others by design.
+The readers of TRL and verl are made for one or two formats and miss the others by design.
 Texts that nobody could judge count for nobody; how many a reader scores as right is shown.
 """
 

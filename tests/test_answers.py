@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.errors import MissingExtra
-from batchwright.rewards import Math, Numeric, Part, Response, Rule, score_all
+from batchwright.rewards import Math, Numeric, Part, Response, RewardsConfig, Rule, score_all
 from batchwright.rewards.answers import find_answer
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -124,6 +124,16 @@ def test_decimals_agree_to_the_last_written_digit_and_no_further(value: object) 
     assert verdict(Numeric(), f"It is {value}0.", str(value)) is True
     shifted = Fraction(str(value)) + Fraction(1, 10**4)
     assert verdict(Numeric(), f"It is {float(shifted):.4f}.", str(value)) is False
+
+
+def test_both_parts_are_configured_by_their_kind() -> None:
+    kinds = [{"kind": "numeric", "tolerance": 0.01}, {"kind": "math", "ambiguous": "wrong"}]
+    config = RewardsConfig.of({"part": kinds})
+    rewards = score_all([Response("9.85", "9.81"), Response("1.200", "1200")], config.part)
+    values = [[part.value for part in reward.parts.values()] for reward in rewards]
+    assert values[0] == [1.0, 0.0]
+    assert rewards[1].why == "ambiguous"
+    assert values[1][1] == 0.0
 
 
 def test_a_tolerance_is_for_decimals_only() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -21,10 +22,10 @@ from batchwright.rewards.numbers import Several
 from batchwright.rewards.reward import Part, Response
 from batchwright.rewards.rules import Rule, verdict_part
 
-__all__ = ["Math", "answer_lines"]
+__all__ = ["Math"]
 
 _MEMORY = 2 << 30
-"""Bytes that the process may take; a tower of powers would take all there are."""
+"""Bytes that one comparison may take; a tower of powers would take all there are."""
 
 
 class Math(Rule):
@@ -43,7 +44,8 @@ class Math(Rule):
 
     @property
     def fact_names(self) -> tuple[str, ...]:
-        return ("number", "where")
+        # Where it stood is text, and shown by `reward explain`: trainers average columns.
+        return ("number",)
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
         if response.truth is None or not str(response.truth).strip():
@@ -62,7 +64,9 @@ class Math(Rule):
         found = _VERIFIER.same(gold, find_answer(response.text).text, self.timeout_s)
         if found == "timeout":
             shown = answer.text[:60]
-            return Part.missing("timeout", f"{shown!r} took longer than {self.timeout_s:g} s")
+            return Part.missing(
+                "timeout", f"{shown!r} took longer than {self.timeout_s:g} s, or over 2 GiB"
+            )
         if found == "bad_truth":
             return Part.missing("bad_truth", f"the truth {response.truth!r} cannot be parsed")
         return verdict_part("right" if found == "right" else "wrong", answer, self.ambiguous)
@@ -107,7 +111,7 @@ class _Verifier:
     def _started(self) -> "subprocess.Popen[bytes]":
         # A child belongs to one process; after a fork the copy starts its own.
         if self._child is None or self._pid != os.getpid():
-            code = "from batchwright.rewards.expressions import answer_lines; answer_lines()"
+            code = "from batchwright.rewards.expressions import _serve; _serve()"
             self._pid = os.getpid()
             self._child = subprocess.Popen(
                 [sys.executable, "-c", code],
@@ -118,7 +122,9 @@ class _Verifier:
             )
             assert self._child.stdout is not None
             # The imports take seconds on a busy machine; they do not count as time of an answer.
-            self._child.stdout.readline()
+            if not self._child.stdout.readline():
+                self.close()
+                raise RuntimeError("the process with math-verify ended while it started")
         return self._child
 
 
@@ -126,12 +132,14 @@ _VERIFIER = _Verifier()
 atexit.register(_VERIFIER.close)
 
 
-def answer_lines() -> None:
+def _serve() -> None:
     """The child: compare the pairs that come on standard input, until it is closed."""
     import resource
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     verifier = need("math_verify", extra="math")
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+    most = pages * resource.getpagesize() + _MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         gold, answer = (verifier.parse(f"${text}$") for text in json.loads(line))

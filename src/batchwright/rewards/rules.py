@@ -191,7 +191,8 @@ class Numeric(Rule):
 
     @property
     def fact_names(self) -> tuple[str, ...]:
-        return ("number", "where")
+        # Where it stood is text, and shown by `reward explain`: trainers average columns.
+        return ("number",)
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
         """
