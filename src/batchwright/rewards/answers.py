@@ -15,16 +15,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, Literal
 
-from batchwright.rewards.numbers import (
-    Number,
-    Reading,
-    Several,
-    Value,
-    in_digits,
-    plain,
-    readings,
-    values,
-)
+from batchwright.rewards.notation import in_digits, plain
+from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
 
 __all__ = ["Answer", "Place", "Verdict", "compare", "find_answer", "read_answer", "read_truth"]
 
@@ -76,27 +68,8 @@ _FORMULA = re.compile(
 _NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
 _LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")
 _SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n")
-_NAMED = frozenset(
-    [
-        ":",
-        "is",
-        "are",
-        "was",
-        "be",
-        "equals",
-        "makes",
-        "gives",
-        "get",
-        "has",
-        "have",
-        "costs",
-        "cost",
-        "needs",
-        "need",
-        "pays",
-        "earns",
-    ]
-)
+_VERBS = "is are was be equals makes gives get has have costs cost needs need pays earns"
+_NAMED = frozenset((":", *_VERBS.split()))
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
 _MOST_BOXES = 9
 _LONGEST = 600
