@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from batchwright.errors import MissingExtra
 from batchwright.rewards import Math, Numeric, Part, Response, RewardsConfig, Rule, score_all
-from batchwright.rewards.answers import find_answer
+from batchwright.rewards.answers import find_answer, read_truth
+from batchwright.rewards.numbers import Number
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,6 +59,20 @@ def test_the_math_part_reads_numbers_as_the_numeric_part_does(kind: str) -> None
             numeric = Numeric().part_of(Response(entry.text, entry.truth), ())
             if numeric.facts["number"] is not None:
                 assert verdict(Math(), entry.text, entry.truth) is entry.verdict
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_format_is_right_for_a_neighbour_of_its_truth(kind: str) -> None:
+    for entry in CORPUS:
+        truth = read_truth(entry.truth)
+        if entry.kind != kind or not entry.verdict or truth is None or not truth.readings:
+            continue
+        first = truth.readings[0].value
+        if isinstance(first, Number):
+            value = first.value
+            near = {value + 1, value - 1, -value, 10 * value, value / 10, 1000 * value} - {value}
+            for other in near:
+                assert verdict(Numeric(), entry.text, str(other)) is not True, (entry, other)
 
 
 @installed
