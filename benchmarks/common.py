@@ -47,7 +47,7 @@ SEED = 42
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("batchwright", "numpy", "numba", "scipy", "pyarrow", "tokenizers", "torch", "datasets"),
-    *("trl", "LightBinPack", "axolotl", "fairseq-fast", "lhotse", "verl"),
+    *("trl", "LightBinPack", "axolotl", "fairseq-fast", "lhotse", "verl", "math-verify"),
     *("aiohttp", "openai", "inspect_ai", "litellm", "diskcache", "lmdb"),
     *("gymnasium", "tensordict", "torchrl", "stable-baselines3"),
 )

@@ -190,6 +190,7 @@ def calls() -> list[list[str]]:
     fresh = next(row for row in table if row[:2] == ["batchwright, 60", "all differ"])
     signs = [row for row in saved("rewards", "4,096 samples") if row[1] == "5 % for good"]
     wrong = {row[0]: row[3] for row in signs}
+    formats = {row[0]: row for row in saved("answers", "numbers of the corpus:")}
 
     def least(found: dict[str, dict[str, Any]]) -> str:
         names = [name for name in found if name != "least"]
@@ -241,6 +242,13 @@ def calls() -> list[list[str]]:
             f"failures scored 0: {wrong['batch of clients, 60']:.1f} %, "
             f"verl's rate_limited {wrong['rate_limited, 60']:.1f} %",
             "`bench_rewards.py`",
+        ],
+        [
+            "right answers scored wrong, wrong ones scored right, on the formats we tuned on",
+            "{1} and {2}".format(*formats["batchwright numeric"]),
+            "math-verify {1} and {2}, ".format(*formats["math-verify"])
+            + "verl's flexible GSM8K reader {1} and {2}".format(*formats["verl gsm8k, flexible"]),
+            "`bench_answers.py`",
         ],
     ]
 

@@ -120,6 +120,9 @@ def test_failures_are_gaps_and_are_counted_by_kind(
     write(folder / "rows.jsonl", rows)
 
     found = call(f"{SCORE} --format json", folder)
+    assert found.code == 1
+    assert "3 of 20 rewards are missing (1 http_5xx, 1 empty, 1 bad_truth)" in found.err
+    assert "--allow-missing" in found.err
     assert found.data["missing"] == {"http_5xx": 1, "empty": 1, "bad_truth": 1}
     assert found.data["valid"] == 17
     scores = read(folder / "scores.jsonl")
@@ -128,7 +131,8 @@ def test_failures_are_gaps_and_are_counted_by_kind(
     assert [row["valid"] for row in scores[:4]] == [False, False, False, True]
 
     # Failures are not kept: once the server is well, the second run asks for those alone.
-    shown = call(SCORE, folder)
+    shown = call(f"{SCORE} --allow-missing", folder)
+    assert shown.code == 0, shown.err
     assert "17 of 20 rewards are valid" in shown.out
     assert "excluded: 1 http_5xx, 1 empty, 1 bad_truth" in shown.out
 
@@ -244,7 +248,7 @@ def test_a_judge_that_answers_nonsense_gives_gaps(call: Callable[..., Any], fold
     names = '"sim-echo"'
     assert names in config
     (folder / "rewards.toml").write_text(config.replace(names, '"sim"'))
-    found = call(f"{SCORE} --format json", folder)
+    found = call(f"{SCORE} --format json --allow-missing", folder)
     assert found.code == 0, found.err
     assert found.data["missing"] == {"parse": 20}
     assert found.data["mean"] is None

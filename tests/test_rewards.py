@@ -1,14 +1,13 @@
 """Rewards: what rules, judges and the monitor say, and that a failure is never a number."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.calls import Done, Failed, Kind
+from batchwright.calls import Done, Failed, Kind, Request
 from batchwright.errors import BadRow, ConfigError, Mismatch
 from batchwright.rewards import (
     Contains,
@@ -24,6 +23,7 @@ from batchwright.rewards import (
     Response,
     Reward,
     RewardsConfig,
+    Rule,
     Similarity,
     Verbosity,
     agreement,
@@ -31,7 +31,6 @@ from batchwright.rewards import (
     score_all,
 )
 from batchwright.rewards.model_rules import fill
-from batchwright.rewards.rules import last_number
 
 TAGGED = "Because of that <measurements>[true, false, true]</measurements>"
 DOWN = Failed(Kind.UNREACHABLE, "nobody answers")
@@ -82,32 +81,6 @@ def test_a_truth_that_cannot_be_read_spoils_its_own_sample_only(truth: object) -
     assert (other.valid, other.why) == (False, "bad_truth")
     assert math.isnan(other.value)
     assert other.parts["format"].value == 1.0
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("The total is $1,234.50.", Fraction("1234.5")),
-        ("12 - 5 = 7", Fraction(7)),
-        ("#### -3", Fraction(-3)),
-        ("42 is it #### 17 apples", Fraction(17)),
-        (r"so \boxed{3/4} of 8", Fraction(3, 4)),
-        ("1e3", Fraction(1000)),
-        ("no number", None),
-        ("1/0", None),
-        ("1e99999999999", None),
-    ],
-)
-def test_the_last_number_is_read_exactly(text: str, number: Fraction | None) -> None:
-    assert last_number(text) == number
-
-
-@given(st.integers(-(10**30), 10**30), st.text(alphabet="abc ,.\n", max_size=20))
-def test_any_integer_is_found_at_the_end_of_any_words(value: int, words: str) -> None:
-    assert Numeric().part_of(Response(f"{words} {value}", str(value)), ()).value == 1.0
-    assert Numeric().part_of(Response(f"{words} {value + 1}", str(value)), ()).value in (0.0, 1.0)
-    near = Numeric(tolerance=0).part_of(Response(f"{words} {value + 1}", str(value)), ())
-    assert near.value == 0.0
 
 
 @given(st.text(max_size=200), st.text(max_size=50))
@@ -174,6 +147,111 @@ def test_a_judge_that_fails_or_talks_nonsense_gives_no_number(
     part = Judge(models=("m",)).part_of(Response(""), [outcome])
     assert (part.valid, part.why) == (False, why)
     assert math.isnan(part.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Score: 7", 0.7),
+        ("score: 7", 0.7),
+        ("**Score:** 7", 0.7),
+        ("**Score: 7**", 0.7),
+        ("Final score = 7.", 0.7),
+        ("The score is 7", 0.7),
+        ("Score: 7/10", 0.7),
+        ("Score: 7 out of 10", 0.7),
+        ("Score (0-10): 7", 0.7),
+        ("7/10", 0.7),
+        ("7", 0.7),
+        ("Good, but short.\n\n**7**", 0.7),
+        ("[[7]]", 0.7),
+        ('{"score": 7, "reason": "a score: 9 would need more"}', 0.7),
+        ('```json\n{"reason": "fine", "Score": "7"}\n```', 0.7),
+        ("Score: 7. For a score of 9 it lacks a proof.", 0.7),
+        ("Score: 7.5", 0.75),
+        ("Score: 0", 0.0),
+    ],
+)
+def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
+    assert Judge(models=("m",)).part_of(Response(""), [said(text)]).value == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Score: 11", "Score: -1", "Score: 7-8", "Score: 17-18", "Score: 7/20", "Score: high"),
+        *(
+            "12/10",
+            "I give it a 7, or perhaps 8",
+            "Score: N",
+            "",
+            '{"score": null}',
+            "Score: 7 or 8",
+        ),
+    ],
+)
+def test_a_score_that_is_none_or_out_of_range_names_the_text(text: str) -> None:
+    part = Judge(models=("m",)).part_of(Response(""), [said(text)])
+    assert (part.valid, part.why) == (False, "parse")
+    assert repr(text) in part.error
+
+
+def test_a_judgement_that_was_cut_off_is_no_judgement() -> None:
+    cut = Done("Score: 1", {}, finish="length")
+    part = Judge(models=("m",), max_tokens=9).part_of(Response(""), [cut])
+    assert (part.valid, part.why) == (False, "truncated")
+    assert "max_tokens = 9" in part.error
+    monitor = Monitor(model="m").part_of(Response("", extra={"is_correct": True}), [cut])
+    assert (monitor.valid, monitor.why) == (False, "truncated")
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("true", True),
+        ("True.", True),
+        ("true, not false", True),
+        ("It is not true but false", False),
+        ("It is not true.", False),
+        ("True or false? True.", True),
+        ("There is no doubt: true", True),
+        ("It could be false.\n\n**True**", True),
+        ("Answer: false", False),
+        ('{"label": false}', False),
+        ("No.", False),
+        ("true and false", None),
+        ("perhaps", None),
+    ],
+)
+def test_a_verdict_is_read_with_its_negations(text: str, verdict: bool | None) -> None:
+    part = Monitor(model="m").part_of(Response("", extra={"is_correct": True}), [said(text)])
+    assert (part.facts["answer"] if part.valid else None) is verdict
+    assert part.why == ("parse" if verdict is None else "")
+
+
+def test_a_rule_that_raises_or_returns_nothing_is_an_invalid_part() -> None:
+    class Raises(Rule):
+        def part_of(self, response: Response, outcomes: object) -> Part:
+            raise KeyError("level")
+
+    class Forgets(Rule):
+        def part_of(self, response: Response, outcomes: object) -> Part:
+            return None  # type: ignore[return-value]
+
+    class Asks(Rule):
+        def requests_of(self, response: Response) -> list[Request]:
+            raise ZeroDivisionError("no levels")
+
+    for rule, words in (
+        (Raises(), "the rule Raises raised KeyError: 'level'"),
+        (Forgets(), "Forgets.part_of returned NoneType; it must return a Part"),
+        (Asks(), "the rule Asks raised ZeroDivisionError: no levels"),
+    ):
+        good = Numeric(weight=0)
+        (reward,) = score_all([Response("4", "4")], [rule, good])
+        assert (reward.valid, reward.why) == (False, "rule_error")
+        assert reward.parts[rule.column].error == words
+        assert reward.parts["numeric"].value == 1.0
 
 
 def test_several_judges_show_their_agreement_and_need_a_quorum() -> None:

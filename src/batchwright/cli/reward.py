@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import ConfigError, UnknownSample
+from batchwright.errors import BadReward, ConfigError, UnknownSample
 
 if TYPE_CHECKING:
     from batchwright.rewards import Agreement, Reward, RewardsConfig, Scorer
@@ -42,6 +42,9 @@ def score(
         Path, Parameter(name=["--output", "-o"], help="Scores, one row per response.")
     ],
     cache: Cache = None,
+    allow_missing: Annotated[
+        bool, Parameter(negative="", help="Exit 0 although some rewards are missing.")
+    ] = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -55,7 +58,14 @@ def score(
         rewards = scorer.score(responses, progress=progress)
         rows = scorer.columns(rewards, missing="mask")
     write_rows(output, ({"id": id, **row} for id, row in zip(ids, rows, strict=True)))
-    show(_facts(settings, rewards, output), _summary(settings, rewards, output), format)
+    facts = _facts(settings, rewards, output)
+    show(facts, _summary(settings, rewards, output), format)
+    lost = len(rewards) - facts["valid"]
+    if lost and not allow_missing:
+        raise BadReward(
+            f"{lost:,} of {len(rewards):,} rewards are missing ({_kinds(facts)}) and are marked in "
+            f"{output}; run again to repeat failed calls, or accept them with --allow-missing"
+        )
 
 
 @reward.command
@@ -244,9 +254,12 @@ def _counted(facts: dict[str, Any]) -> str:
     mean = "-" if facts["mean"] is None else f"{facts['mean']:.4g}"
     line = f"{facts['valid']:,} of {facts['responses']:,} rewards are valid, mean {mean}"
     if facts["missing"]:
-        kinds = ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
-        line += f"; excluded: {kinds}"
+        line += f"; excluded: {_kinds(facts)}"
     return line
+
+
+def _kinds(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{count:,} {kind}" for kind, count in facts["missing"].items())
 
 
 def _explained(data: dict[str, Any]) -> str:

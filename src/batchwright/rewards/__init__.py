@@ -9,6 +9,7 @@ from batchwright.rewards.advantages import group_advantages
 from batchwright.rewards.agreement import Agreement, agreement
 from batchwright.rewards.compute import acompute_score, compute_score
 from batchwright.rewards.config import RewardsConfig
+from batchwright.rewards.expressions import Math
 from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.reward import Part, Response, Reward
 from batchwright.rewards.rules import (
@@ -32,6 +33,7 @@ __all__ = [
     "Format",
     "JsonSchema",
     "Judge",
+    "Math",
     "Monitor",
     "Numeric",
     "Part",

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchwright.errors import BadFile, ConfigError
 from batchwright.files import existing
+from batchwright.rewards.expressions import Math
 from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.rules import (
     Contains,
@@ -30,6 +31,7 @@ AnyPart = Annotated[
     | Verbosity
     | Pattern
     | Numeric
+    | Math
     | Exact
     | Contains
     | JsonSchema

@@ -1,7 +1,9 @@
 """Rewards that call a model: LLM judges, a monitor of the reasoning, embedding similarity."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean, median
@@ -10,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from batchwright.calls.outcome import Done, Outcome
+from batchwright.calls.outcome import Done, Kind, Outcome
 from batchwright.calls.request import Request, chat, embed
 from batchwright.errors import BadRow, ConfigError
 from batchwright.rewards.reward import Fact, Part, Response
@@ -25,7 +27,18 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{(\w+)\}")
-_VERDICT = re.compile(r"\b(true|false|yes|no)\b", re.IGNORECASE)
+_SCORE = re.compile(
+    r"""(?ix) \b(?:score|rating|grade)\b "? (?:\s*\([^)]*\))? \s* (?:[:=]|\bis\b) \s*
+    ["\[(]* (-?\d++(?:\.\d++)?+) (?:\s*(?:/|out\s+of)\s*(\d++(?:\.\d++)?+))?+
+    (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/])"""  # noqa: RUF001
+)
+_BARE_SCORE = re.compile(
+    r"\[*(-?\d+(?:\.\d+)?)\]*(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?\.?", re.IGNORECASE
+)
+_VERDICT = re.compile(r"\b(true|false|yes|no(?!\s+\w))\b", re.IGNORECASE)
+_DENIED = re.compile(
+    r"\b(?:not|n't|never|rather than|instead of)\s+(?:be\s+)?(true|false)\b", re.IGNORECASE
+)
 
 JUDGE_TEMPLATE = """Question:
 {prompt}
@@ -50,14 +63,16 @@ Answer with one word, true or false."""
 class Judge(Rule):
     """LLM-as-a-judge: one model or several score the response, scaled to 0 .. 1.
 
-    A reply without a score, or with one out of range, is invalid: `parse`. With several models the
-    valid scores are combined, if there are at least `quorum`.
+    A reply without a score, or with one out of range, is invalid: `parse`; one that was cut off at
+    `max_tokens` too: `truncated`. With several models the valid scores are combined, if there are
+    at least `quorum`.
     """
 
     kind: Literal["judge"] = "judge"
     models: tuple[str, ...] = Field(min_length=1)
     template: str = JUDGE_TEMPLATE
-    pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    pattern: str | None = None
+    """A regular expression with one group, the score; default: `Score: 7`, `7/10`, or JSON."""
     low: float = 0.0
     high: float = 10.0
     combine: Literal["mean", "median", "min", "max"] = "mean"
@@ -68,7 +83,7 @@ class Judge(Rule):
 
     @model_validator(mode="after")
     def _check(self) -> "Judge":
-        if self._compiled.groups != 1:
+        if self._compiled is not None and self._compiled.groups != 1:
             raise ConfigError(
                 f"the judge's pattern {self.pattern!r} has {self._compiled.groups} groups; "
                 f"it must have one, around the score"
@@ -83,8 +98,8 @@ class Judge(Rule):
         return self
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str]:
-        return compile_pattern(self.pattern)
+    def _compiled(self) -> re.Pattern[str] | None:
+        return None if self.pattern is None else compile_pattern(self.pattern)
 
     @property
     def fact_names(self) -> tuple[str, ...]:
@@ -113,15 +128,25 @@ class Judge(Rule):
         return Part(float(_COMBINE[self.combine](values)), facts=facts)
 
     def _score(self, outcome: Outcome) -> Part:
-        if not isinstance(outcome, Done):
-            return Part.missing(outcome.kind, outcome.error)
-        found = self._compiled.findall(outcome.text)
+        if not isinstance(outcome, Done) or outcome.finish == "length":
+            return _failed(outcome, self.max_tokens)
+        shown = _short(outcome.text)
+        if self._compiled is None:
+            written, scale = _written_score(outcome.text)
+        else:
+            found = self._compiled.findall(outcome.text)
+            written, scale = (str(found[-1]) if found else None), None
         try:
-            score = float(found[-1])
-        except (IndexError, ValueError):
-            return Part.missing("parse", f"no {self.pattern!r} in {_short(outcome.text)}")
+            score = float(written or "")
+        except ValueError:
+            wanted = "score" if self.pattern is None else repr(self.pattern)
+            return Part.missing("parse", f"no {wanted} in {shown}")
+        if scale is not None and scale != self.high:
+            return Part.missing("parse", f"the score in {shown} is not out of {self.high:g}")
         if not self.low <= score <= self.high:
-            return Part.missing("parse", f"{score} is not between {self.low} and {self.high}")
+            return Part.missing(
+                "parse", f"{score:g} in {shown} is not between {self.low:g} and {self.high:g}"
+            )
         return Part((score - self.low) / (self.high - self.low))
 
 
@@ -162,12 +187,11 @@ class Monitor(Rule):
         if label is None:
             return Part.missing("missing_field", f"no true or false in extra_info[{self.label!r}]")
         (outcome,) = outcomes
-        if not isinstance(outcome, Done):
-            return Part.missing(outcome.kind, outcome.error)
-        words = _VERDICT.findall(outcome.text)
-        if not words:
-            return Part.missing("parse", f"neither true nor false in {_short(outcome.text)}")
-        answer = words[-1].lower() in ("true", "yes")
+        if not isinstance(outcome, Done) or outcome.finish == "length":
+            return _failed(outcome, self.max_tokens)
+        answer = _written_verdict(outcome.text)
+        if answer is None:
+            return Part.missing("parse", f"not one of true and false in {_short(outcome.text)}")
         value = self.correct if answer == label else self.wrong
         if self.true_share is not None:
             value /= self.true_share if label else 1 - self.true_share
@@ -237,5 +261,56 @@ def fill(template: str, response: Response) -> str:
     return _FIELD.sub(value, template)
 
 
+def _failed(outcome: Outcome, max_tokens: int) -> Part:
+    if not isinstance(outcome, Done):
+        return Part.missing(outcome.kind, outcome.error)
+    return Part.missing(
+        Kind.TRUNCATED,
+        f"the reply was cut off at max_tokens = {max_tokens}, raise it: {_short(outcome.text)}",
+    )
+
+
+def _written_score(text: str) -> tuple[str | None, float | None]:
+    """The last labelled score of a reply, or its only number, and the scale if it names one.
+
+    >>> _written_score("**Score:** 7"), _written_score("7/10"), _written_score('{"score": 7}')
+    (('7', None), ('7', 10.0), ('7', None))
+    """
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        if isinstance(found, dict):
+            named = {key.lower(): value for key, value in found.items()}
+            if "score" in named or "rating" in named:
+                text = f"Score: {named.get('score', named.get('rating'))}"
+    bare = re.sub(r"[*_`]+", "", text).strip()
+    labelled = list(_SCORE.finditer(bare))
+    last = bare.splitlines()[-1].strip() if bare else ""
+    match = labelled[-1] if labelled else _BARE_SCORE.fullmatch(last)
+    if match is None:
+        return None, None
+    return match[1], float(match[2]) if match[2] else None
+
+
+def _written_verdict(text: str) -> bool | None:
+    """Whether a reply says true or false; None if it says neither or both.
+
+    >>> [_written_verdict(text) for text in ("true, not false", "It is not true.", "true, false")]
+    [True, False, None]
+    """
+    text = re.sub(r"(?i)\b(?:true or false|yes or no)\b", "", text)
+    denied = {word.lower() == "false" for word in _DENIED.findall(text)}
+    lines = [line.strip(" *_`.\"'#") for line in _DENIED.sub("", text).splitlines()]
+    lines = [line for line in lines if line]
+    said = {word.lower() in ("true", "yes") for line in lines for word in _VERDICT.findall(line)}
+    if len(said) > 1:
+        # The reasoning may weigh both; a line with nothing else is the verdict.
+        ends = [_VERDICT.fullmatch(re.sub(r"^.*[:>]\s*\W*", "", line)) for line in lines]
+        said = {match[1].lower() in ("true", "yes") for match in ends if match is not None}
+    if not said:
+        said = denied
+    return said.pop() if len(said) == 1 else None
+
+
 def _short(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
+    """The end of a reply, where the score is."""
+    return repr(text if len(text) <= 60 else "..." + text[-57:])

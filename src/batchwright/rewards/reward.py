@@ -27,8 +27,9 @@ class Part:
 
     value: float
     why: str = ""
-    """Empty, a failure kind of calls (`timeout`, ...), `parse`, `bad_truth`, `missing_field`, or
-    `not_finite` for a value that is no finite number."""
+    """Empty, a failure kind of calls (`timeout`, ...), `parse`, `ambiguous`, `bad_truth`,
+    `missing_field`, `not_finite` for a value that is no finite number, or `rule_error` for a rule
+    that raised."""
     error: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Further measurements, one column each."""

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
@@ -13,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError, need
-from batchwright.rewards.reward import Part, Response
+from batchwright.rewards.answers import Answer, Verdict, compare, read_answer, read_truth
+from batchwright.rewards.numbers import Number
+from batchwright.rewards.reward import Fact, Part, Response
 
 __all__ = [
     "Contains",
@@ -26,11 +27,10 @@ __all__ = [
     "Rule",
     "Verbosity",
     "compile_pattern",
-    "last_number",
     "tagged_list",
+    "verdict_part",
 ]
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+)?")
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "null": None, "none": None}
 
 
@@ -177,32 +177,38 @@ class Pattern(Rule):
 
 
 class Numeric(Rule):
-    """1 if the last number of the response equals that of the truth, else 0."""
+    """1 if the answer of the response equals the truth, else 0; `answers` tells where it is.
+
+    Integers and fractions are compared exactly, decimals within a tolerance.
+    """
 
     kind: Literal["numeric"] = "numeric"
-    tolerance: float = Field(default=1e-6, ge=0)
-    """Relative to the truth; absolute if the truth is below 1."""
+    tolerance: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """For decimals, relative to the truth, absolute if that is below 1; default: a millionth of
+    the truth, and never more than half the last written digit."""
+    ambiguous: Literal["invalid", "wrong"] = "invalid"
+    """What an answer is that is right in one of its readings only, or is not read."""
 
     @property
     def fact_names(self) -> tuple[str, ...]:
+        # Where it stood is text, and shown by `reward explain`: trainers average columns.
         return ("number",)
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
         """
         >>> Numeric().part_of(Response("It is $1,200.", "#### 1200"), ()).value
         1.0
+        >>> Numeric().part_of(Response("1.200 dollars", "1200"), ()).why
+        'ambiguous'
         """
-        truth = last_number(str(response.truth))
+        truth = read_truth(response.truth)
         if truth is None:
-            return Part.missing("bad_truth", f"the truth {response.truth!r} holds no number")
-        found = last_number(response.text)
-        near = Fraction(self.tolerance) * max(Fraction(1), abs(truth))
-        right = found is not None and abs(found - truth) <= near
-        # Exact numbers may be larger than any float.
-        small = found is not None and abs(found) < 10**300
-        return Part(
-            float(right), facts={"number": float(found) if found is not None and small else None}
-        )
+            return Part.missing(
+                "bad_truth",
+                f"the truth {response.truth!r} is no number; the part math compares expressions",
+            )
+        answer = read_answer(response.text)
+        return verdict_part(compare(answer, truth, self.tolerance), answer, self.ambiguous)
 
 
 class Exact(Rule):
@@ -287,24 +293,22 @@ def tagged_list(text: str, tag: str) -> list[Any] | None:
     return _values(found[-1]) if found else None
 
 
-def last_number(text: str) -> Fraction | None:
-    """The last number of a text, as an exact fraction; after `####` or inside \\boxed if present.
-
-    >>> last_number("1 of 3 is 1/3"), last_number("none")
-    (Fraction(1, 3), None)
-    """
-    text = text.rpartition("####")[2]
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    numbers = _NUMBER.findall(boxed[-1] if boxed else text)
-    for written in reversed(numbers):
-        above, _, below = re.sub(r"[,\s]", "", written).rstrip(".").partition("/")
-        # 1e999999999 as a fraction would fill the memory.
-        if max(len(above), len(below)) > 400 or re.search(r"[eE][-+]?\d{4,}", above):
-            continue
-        if below and int(below) == 0:
-            continue
-        return Fraction(above) / Fraction(below or 1)
-    return None
+def verdict_part(verdict: Verdict, answer: Answer, ambiguous: Literal["invalid", "wrong"]) -> Part:
+    """The part of a compared answer, with the number that was read and where it stood."""
+    first = answer.readings[0].value if answer.readings else None
+    # Exact numbers may be larger than any float.
+    small = isinstance(first, Number) and abs(first.value) < 10**300
+    number = float(first.value) if isinstance(first, Number) and small else None
+    facts: dict[str, Fact] = {"number": number, "where": answer.where}
+    if verdict == "ambiguous" and ambiguous == "invalid":
+        shown = answer.text if len(answer.text) <= 60 else answer.text[:57] + "..."
+        return Part.missing(
+            "ambiguous",
+            f"the answer {shown!r} can be read in several ways, or not at all; "
+            f'set ambiguous = "wrong" to count such answers as wrong',
+            facts,
+        )
+    return Part(float(verdict == "right"), facts=facts)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:

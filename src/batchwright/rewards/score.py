@@ -3,12 +3,19 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
 from batchwright.calls.wire.discovery import check_any, check_first
-from batchwright.errors import BadReward, BadRow, ConfigError, NoServer
+from batchwright.errors import (
+    BadReward,
+    BadRow,
+    BatchwrightError,
+    ConfigError,
+    NoServer,
+    one_line,
+)
 from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.reward import Part, Response, Reward
 from batchwright.rewards.rules import Rule
@@ -26,14 +33,17 @@ class Work:
     requests: Sequence[Request]
     spans: Sequence[Sequence[tuple[Rule, int, int]]]
     """For each response: the parts that apply to it, each with its slice of requests."""
+    failed: Mapping[tuple[int, str], Part]
+    """Parts whose rule raised while it made its requests, by response and column."""
 
     def rewards(self, outcomes: Sequence[Outcome]) -> list[Reward]:
         """The rewards, given the outcomes of `requests` in order."""
         found = []
-        for response, spans in zip(self.responses, self.spans, strict=True):
+        for number, (response, spans) in enumerate(zip(self.responses, self.spans, strict=True)):
             parts: dict[str, tuple[float, Part]] = {}
             for rule, first, end in spans:
-                parts[rule.column] = (rule.weight, rule.part_of(response, outcomes[first:end]))
+                part = self.failed.get((number, rule.column))
+                parts[rule.column] = rule.weight, part or _part(rule, response, outcomes[first:end])
             found.append(Reward.of(parts))
         return found
 
@@ -48,6 +58,7 @@ def plan_work(responses: Iterable[Response], parts: Sequence[Rule]) -> Work:
     given = list(responses)
     requests: list[Request] = []
     spans = []
+    failed = {}
     for number, response in enumerate(given):
         text: object = response.text
         if not isinstance(text, str):
@@ -56,7 +67,12 @@ def plan_work(responses: Iterable[Response], parts: Sequence[Rule]) -> Work:
         for part in parts:
             if part.applies(response):
                 first = len(requests)
-                requests += part.requests_of(response)
+                try:
+                    requests += part.requests_of(response)
+                except BatchwrightError:
+                    raise
+                except Exception as error:
+                    failed[number, part.column] = _raised(part, error)
                 span.append((part, first, len(requests)))
         columns = [part.column for part, _, _ in span]
         if len(set(columns)) != len(columns):
@@ -68,7 +84,29 @@ def plan_work(responses: Iterable[Response], parts: Sequence[Rule]) -> Work:
                 f"it; there are parts for {', '.join(known) or 'nothing'}"
             )
         spans.append(span)
-    return Work(given, requests, spans)
+    return Work(given, requests, spans, failed)
+
+
+def _part(rule: Rule, response: Response, outcomes: Sequence[Outcome]) -> Part:
+    """The part of a rule; what a rule raises by mistake is an invalid part of this response."""
+    try:
+        part: object = rule.part_of(response, outcomes)
+    except BatchwrightError:
+        # A setting or a template is wrong: for every response.
+        raise
+    except Exception as error:
+        return _raised(rule, error)
+    if not isinstance(part, Part):
+        name = type(rule).__name__
+        return Part.missing(
+            "rule_error", f"{name}.part_of returned {type(part).__name__}; it must return a Part"
+        )
+    return part
+
+
+def _raised(rule: Rule, error: Exception) -> Part:
+    where = f"the rule {type(rule).__name__} raised {type(error).__name__}"
+    return Part.missing("rule_error", f"{where}: {one_line(error)}")
 
 
 def score_all(

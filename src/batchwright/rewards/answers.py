@@ -1,0 +1,364 @@
+# ruff: noqa: RUF001
+r"""Where the answer of a text is, and whether it is the true one.
+
+The answer stands, in this order, in the last `\boxed{...}`; behind the last `####` that a number
+follows; behind the last "the answer is", "Answer:" or the like; in formulas that close the text;
+else it is the last number, or what the last `=` of its sentence
+says. Only the text behind `</think>` counts, and inside `<answer>` if there
+is one.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+from typing import Any, Literal
+
+from batchwright.rewards.notation import in_digits, plain
+from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
+
+__all__ = ["Answer", "Place", "Verdict", "compare", "find_answer", "read_answer", "read_truth"]
+
+Where = Literal["boxed", "hashes", "said", "formula", "whole", "last", "none"]
+Verdict = Literal["right", "wrong", "ambiguous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The part of a text that holds its answer."""
+
+    where: Where
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer with all its readings."""
+
+    where: Where
+    text: str
+    readings: tuple[Reading, ...] | None
+    """Empty: the text has no number; None: an expression that is not evaluated here."""
+
+
+_STOP = re.compile(r"<\|[^|<>]*\|>|</s>|\n(?:Question|Q|Problem|User|Human):")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BETWEEN = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
+_NUMBER_START = r"[-+−–]?\s*(?:\\?[$€£¥₹]|\\frac|\\boxed|[(\[{])*\s*[-+−–]?\s*[.\\]?\d"
+_HASHES = re.compile(
+    rf"####+[ \t]*:?[ \t]*\**(?=\s*{_NUMBER_START})(?!\s*\d+[.)]\s+[A-Za-z*])\s*"
+    r"|####+[ \t]*(?=[a-z])"
+)
+_SAID = re.compile(
+    r"""(?ix)
+    (?: \b(?:answer|réponse|respuesta|antwort|resposta|risposta)\b | ответ | 答案 | ^A(?=:) )
+    [\s"'*_`#]*
+    (?: \b(?:to|of|for|here)\b [^.\n:=]{0,60}? )?
+    \s* (?: (?: \b(?:is|are|was|be|equals|ist|est|es|será)\b | \b(?:would|should|must|will)\s+be\b )
+            [ \t]* [:：]? | [是为] [:：]? | [=:：→—] | (?<=\*\*)\s*\n | (?<=answer)\s*\n )
+    [\s"'*_`]*
+    """,
+    re.MULTILINE,
+)
+_FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\w])\$([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL
+)
+_NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
+_LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")
+_SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n")
+_VERBS = "is are was be equals makes gives get has have costs cost needs need pays earns"
+_NAMED = frozenset((":", *_VERBS.split()))
+_ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
+_MOST_BOXES = 9
+_LONGEST = 600
+"""Characters of an answer; of a text without a mark only so many are searched for it."""
+_PROSE = re.compile(r"\n|[.!?]\s+\w|(?s:.){200}")
+_ABBREVIATED = re.compile(r"\b(sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m)\.(?=\s|$)")
+
+
+def find_answer(text: str) -> Place:
+    r"""The place of the answer, as the module tells.
+
+    >>> find_answer(r"so \boxed{\frac{1}{2}} of 8"), find_answer("#### 12 apples in 3 days")
+    (Place(where='boxed', text='\\frac{1}{2}'), Place(where='hashes', text='12 apples in 3 days'))
+    """
+    text = _spoken(text)
+    boxed = _boxed(text)
+    if boxed is not None:
+        return Place("boxed", boxed)
+    marks = [m for m in _HASHES.finditer(text) if _is_number_word(text, m)]
+    if marks:
+        return Place("hashes", text[marks[-1].end() :].partition("\n")[0])
+    said = None
+    for said in _SAID.finditer(text):  # noqa: B007
+        pass
+    if said is not None:
+        return Place("said", _first_sentence(text[said.end() :]))
+    formulas = [
+        (match.start(), match.end(), next(group for group in match.groups() if group is not None))
+        for match in _FORMULA.finditer(text)
+    ]
+    if formulas and not re.search(r"\d", text[formulas[-1][1] :]):
+        inside = _joined(text, formulas)
+        if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", inside):
+            percent = re.match(r"\s*(?:%|percent|pct)", text[formulas[-1][1] :])
+            return Place("formula", inside + (" %" if percent else ""))
+    return Place("last", text)
+
+
+def read_answer(text: str) -> Answer:
+    """The answer of a text with all its readings.
+
+    >>> read_answer("So it is 1,200.").readings[0].value
+    Number(value=Fraction(1200, 1), place=None, percent=False)
+    """
+    place = find_answer(text)
+    written = place.text.strip()
+    if len(written) > _LONGEST:
+        if place.where in ("boxed", "formula"):
+            return Answer(place.where, written, None)
+        written = written[-_LONGEST:] if place.where == "last" else written[:_LONGEST]
+    shown = plain(written)
+    if not re.search(r"\d", shown):
+        shown = in_digits(shown)
+    latex = place.where in ("boxed", "formula")
+    found: tuple[Reading, ...] | None
+    where = place.where
+    if place.where in ("hashes", "said"):
+        found = _in_sentence(shown, said=place.where == "said")
+    elif latex:
+        found = readings(shown, latex=True)
+    else:
+        found = None if _PROSE.search(shown) else readings(shown, latex=False)
+        where = "whole"
+        if found is None or found[0].value == Several("other"):
+            found, where = _last(shown), "last"
+    if not found and found is not None and _ZERO.search(shown):
+        found = (Reading(Number(Fraction(0)), "meaning"),)
+    return Answer(where, written, found)
+
+
+def read_truth(truth: Any) -> Answer | None:
+    """The answer of a ground truth; None if it is no number, list, range or ratio.
+
+    >>> read_truth("x + 1"), read_truth(None)
+    (None, None)
+    """
+    found = None if truth is None else read_answer(str(truth))
+    if found is None or not found.readings:
+        return None
+    if found.where == "last" and not re.search(r"[^\W\d_]{3}", re.sub(r"\\.*", "", found.text)):
+        # No sentence: an expression such as 2x + 1.
+        return None
+    first = found.readings[0]
+    return None if first.doubt or first.value == Several("other") else found
+
+
+def compare(answer: Answer, truth: Answer, tolerance: float | None = None) -> Verdict:
+    """Whether an answer is the true one; `ambiguous` if only a doubtful reading is.
+
+    >>> [compare(read_answer(text), read_answer("1234")) for text in ("1,234", "1.234", "12.34")]
+    ['right', 'ambiguous', 'wrong']
+    """
+    if answer.readings is None:
+        return "ambiguous"
+    found: Verdict = "wrong"
+    known = [reading for reading in truth.readings or () if reading.doubt != "locale"]
+    listed = any(isinstance(reading.value, Several) and not reading.doubt for reading in known)
+    for one, other in product(answer.readings, known):
+        same = _equal(one.value, other.value, tolerance)
+        # The truth 3,4 is a list first, and a decimal perhaps.
+        doubt = one.doubt or other.doubt or (listed and isinstance(other.value, Number))
+        if same and not doubt:
+            return "right"
+        if same or same is None:
+            found = "ambiguous"
+    return found
+
+
+def _spoken(text: str) -> str:
+    """What is said to the reader: behind the reasoning, before another question, in the tag."""
+    text = text.rpartition("</think>")[2].partition("<think>")[0]
+    stop = _STOP.search(text)
+    if stop is not None and text[: stop.start()].strip():
+        text = text[: stop.start()]
+    tags = _TAG.findall(text)
+    return str(tags[-1]) if tags else text
+
+
+def _boxed(text: str) -> str | None:
+    """The last box, or the last boxes if only `and`, `or` and the like stand between them."""
+    boxes: list[tuple[int, int, str]] = []
+    for match in list(_BOX.finditer(text))[-_MOST_BOXES:]:
+        end = _brace_end(text, match.end())
+        if end is not None:
+            boxes.append((match.start(), end, text[match.end() + 1 : end - 1]))
+        elif not text.startswith("{", match.end()):
+            word = re.match(r"[^\s$]*", text[match.end() :])
+            assert word is not None
+            boxes.append((match.start(), match.end() + word.end(), word[0]))
+        else:
+            # The text was cut off inside the box.
+            boxes.append((match.start(), len(text), ""))
+    if not boxes:
+        return None
+    return _joined(text, boxes)
+
+
+def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
+    """The last part, with those before it if only `and`, `or`, commas stand between them."""
+    start, _, last = parts[-1]
+    found = [last]
+    for begin, end, inside in reversed(parts[:-1]):
+        if end > start or not _BETWEEN.fullmatch(text[end:start]):
+            break
+        found.insert(0, inside)
+        start = begin
+    return ", ".join(found)
+
+
+def _brace_end(text: str, start: int) -> int | None:
+    """Behind the brace that closes the one at `start`."""
+    if not text.startswith("{", start):
+        return None
+    depth = 0
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += (match[0] == "{") - (match[0] == "}")
+        if depth == 0:
+            return match.end()
+    return None
+
+
+def _is_number_word(text: str, mark: re.Match[str]) -> bool:
+    """`#### twelve` is an answer, `#### step two` is a heading."""
+    line = text[mark.end() :].partition("\n")[0]
+    return re.search(r"\d", line) is not None or in_digits(line)[:1].isdigit()
+
+
+def _first_sentence(text: str) -> str:
+    text = text.lstrip()
+    text = _ABBREVIATED.sub(r"\1", text)
+    end = _SENTENCE.search(text)
+    return text if end is None else text[: end.start()]
+
+
+def _in_sentence(text: str, *, said: bool) -> tuple[Reading, ...] | None:
+    """The first value; if words stand before it and it is not the only one, all are doubtful."""
+    text = _NOT.sub(" ", text) if said else text
+    whole = readings(text, latex=False)
+    if whole is not None and whole[0].value != Several("other"):
+        return whole
+    found = values(text)
+    if not found:
+        return ()
+    first = 0
+    while first + 1 < len(found) and found[first + 1][0] in ("=", "≈"):
+        first += 1
+    direct = re.match(r"\W*\d|\W*\\(?:frac|sqrt)", text) is not None
+    if direct or not said or len(set(found[first:])) == 1:
+        return found[first][1]
+    return _doubtful([found[first][1], found[-1][1]])
+
+
+def _last(text: str) -> tuple[Reading, ...] | None:
+    """Of the last sentence with numbers: what stands behind its last `=`, else the last number.
+
+    It is doubtful if another number stands right behind the last `is`, `has`, `costs`.
+    """
+    text = _LISTED.sub("\n", text)
+    sentences = [part for part in _SENTENCE.split(_ABBREVIATED.sub(r"\1", text)) if part]
+    for sentence in reversed(sentences):
+        found = values(_NOT.sub(" ", sentence)) if re.search(r"\d", sentence) else []
+        if not found:
+            continue
+        equal = [value for before, value in found if before in ("=", "≈")]
+        if equal:
+            return equal[-1]
+        named = [value for before, value in found if before in _NAMED]
+        if named and named[-1] != found[-1][1]:
+            return _doubtful([named[-1], found[-1][1]])
+        return found[-1][1]
+    return ()
+
+
+def _doubtful(found: Sequence[tuple[Reading, ...] | None]) -> tuple[Reading, ...] | None:
+    if None in found:
+        return None
+    return tuple(Reading(r.value, "meaning") for some in found for r in some or ())
+
+
+def _equal(one: Value, other: Value, tolerance: float | None) -> bool | None:
+    """Whether two values are equal; None if that depends on what was meant."""
+    if isinstance(one, Number) and isinstance(other, Number):
+        return _equal_numbers(one, other, tolerance)
+    if not isinstance(one, Several) or not isinstance(other, Several):
+        return False
+    if "other" in (one.shape, other.shape) or len(one.items) != len(other.items):
+        return False
+    ordered = _pairs(one.items, other.items, tolerance)
+    shapes = {one.shape, other.shape}
+    if shapes <= {"list", "set"}:
+        return ordered or _permuted(one.items, other.items, tolerance)
+    if len(shapes) == 1 or shapes == {"range", "ratio"}:
+        if shapes == {"ratio"} and not ordered:
+            return None if _proportional(one.items, other.items) else False
+        return ordered
+    if shapes in ({"list", "()"}, {"list", "[]"}, {"set", "[]"}):
+        return ordered or (None if _permuted(one.items, other.items, tolerance) else False)
+    if shapes & {"set", "list", "range"}:
+        return None if ordered else False
+    return False
+
+
+def _pairs(one: Sequence[Value], other: Sequence[Value], tolerance: float | None) -> bool:
+    return all(_equal(a, b, tolerance) for a, b in zip(one, other, strict=True))
+
+
+def _permuted(one: Sequence[Value], other: Sequence[Value], tolerance: float | None) -> bool:
+    left = list(other)
+    for item in one:
+        match = next((known for known in left if _equal(item, known, tolerance)), None)
+        if match is None:
+            return False
+        left.remove(match)
+    return True
+
+
+def _proportional(one: Sequence[Value], other: Sequence[Value]) -> bool:
+    pairs = [
+        (a.value, b.value)
+        for a, b in zip(one, other, strict=True)
+        if isinstance(a, Number) and isinstance(b, Number)
+    ]
+    first, second = pairs[0]
+    return all(a * second == b * first for a, b in pairs)
+
+
+def _equal_numbers(one: Number, truth: Number, tolerance: float | None) -> bool | None:
+    """With percent signs: 50% is 0.5, and it is 50 where the sign was left out."""
+    same = _near(one, truth, tolerance)
+    if one.percent == truth.percent:
+        return same
+    marked, bare = (one, truth) if one.percent else (truth, one)
+    share = Number(marked.value / 100, None if marked.place is None else marked.place / 100)
+    if _near(share, bare, tolerance):
+        return True
+    if same:
+        # A share is at most 1: nobody knows whether 0.5 was meant as a share.
+        return True if abs(bare.value) > 1 else None
+    return False
+
+
+def _near(one: Number, truth: Number, tolerance: float | None) -> bool:
+    """Equal; or close, if one of them is a decimal."""
+    apart = abs(one.value - truth.value)
+    if not apart or (one.place is None and truth.place is None):
+        return not apart
+    if tolerance is not None:
+        return apart <= Fraction(tolerance) * max(Fraction(1), abs(truth.value))
+    if one.value.denominator == truth.value.denominator == 1:
+        return False
+    places = [place for place in (one.place, truth.place) if place is not None]
+    return apart <= min(abs(truth.value) / 10**6, max(places) / 2)

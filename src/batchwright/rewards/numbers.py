@@ -1,0 +1,728 @@
+# ruff: noqa: RUF001
+"""What a written answer is worth: exact numbers, and lists, ranges and ratios of them."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import factorial, isqrt
+from typing import Literal, NamedTuple
+
+from batchwright.rewards.notation import SCALES
+
+__all__ = ["Number", "Reading", "Several", "Value", "readings", "values"]
+
+_MODES = ("plain", "split", "other")
+"""How separators inside digits are taken: as usual; a comma that groups no thousands separates
+two numbers; `1.234` and `1,234` the other way round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A rational number as it was written."""
+
+    value: Fraction
+    place: Fraction | None = None
+    """What one unit of the last written digit of a decimal is worth; None: the number is exact."""
+    percent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Numbers that are one answer together, or an expression that is no rational number."""
+
+    shape: str
+    """`list`, `set`, `range`, `ratio`, the brackets (`()`, `[)`, ...), or `other`."""
+    items: "tuple[Value, ...]" = ()
+
+
+Value = Number | Several
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One way to read an answer; one with a doubt is possible, but not what is usually meant."""
+
+    value: Value
+    doubt: Literal["", "meaning", "locale"] = ""
+
+
+class _Token(NamedTuple):
+    kind: str
+    """number, word, command or mark."""
+    text: str
+    start: int
+    glued: bool
+    """No space before it."""
+
+
+class _Unread(Exception):
+    """An expression that this grammar does not have."""
+
+
+class _Other(Exception):
+    """Certainly no rational number: a variable, an inequality, an irrational number."""
+
+
+_TOKEN = re.compile(
+    r"(?P<number>(?:\d{1,3}(?: \d{3})+(?![\d,/])|\d+(?:[.,'’_\u00a0]\d+)*|\.\d+)"
+    r"(?:[eE][-+]?\d+(?!\w))?)"
+    r"|(?P<word>[^\W\d_]\w*)|(?P<command>\\[a-zA-Z]+)|(?P<mark>\S)"
+)
+# Units that are written next to each other as one quantity: how many of the smallest.
+_COMPOUND = {
+    **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), ("time", 3600)),
+    **dict.fromkeys(("minute", "minutes", "min", "mins"), ("time", 60)),
+    **dict.fromkeys(("second", "seconds", "sec", "s"), ("time", 1)),
+    **dict.fromkeys(("foot", "feet", "ft"), ("length", 12)),
+    **dict.fromkeys(("inch", "inches", "in"), ("length", 1)),
+    **dict.fromkeys(("dollar", "dollars"), ("money", 100)),
+    **dict.fromkeys(("cent", "cents"), ("money", 1)),
+}
+_VARIABLES = frozenset("xyzabcefijknpqrtuvwXYZ")
+_UNIT_MARKS = frozenset("/*-.")
+_OPEN, _CLOSE = "([{⦃", ")]}⦄"
+_GROUPED = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?|[1-9]\d?(?:,\d{2})+,\d{3}(?:\.\d+)?")
+_JOINS = frozenset((",", ";", "and", "or", "&"))
+_OPERATORS = frozenset("+-*/^")
+_COMPARES = frozenset("≤≠")
+_HEDGES_TEXT = "about approximately approx roughly around exactly only at most least up to a total"
+_HEDGES = frozenset(f"{_HEDGES_TEXT} of the is just nearly almost from answer".split())
+_CLAUSES = frozenset("but because since so which after not when if where then while".split())  # noqa: SIM905
+_NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())  # noqa: SIM905
+_DEEPEST = 30
+"""Brackets in brackets; deeper ones are not read."""
+_MOST_BITS = 20_000
+"""A power or a factorial may have this many bits; larger ones are not evaluated."""
+
+
+def readings(text: str, *, latex: bool) -> tuple[Reading, ...] | None:
+    """All ways to read a whole plain text as one answer; None if it is not read.
+
+    `latex` means that `5!` is a factorial, not an exclamation.
+
+    >>> [reading.value.value for reading in readings("3 1/2 cups", latex=False)]
+    [Fraction(7, 2)]
+    """
+    # An exact value and its rounded one are both the answer.
+    parts = [part for part in text.split("≈") if re.search(r"\d", part)] or [text]
+    return _merged(
+        (mode, _Parser(_tokens(part, mode), latex).whole) for mode in _MODES for part in parts
+    )
+
+
+def values(text: str) -> list[tuple[str, tuple[Reading, ...] | None]]:
+    """The values of a plain sentence in order, each behind the word or mark before it.
+
+    >>> [before for before, _ in values("3 + 4 = 7 apples cost 2 dollars")]
+    ['', '=', 'cost']
+    """
+    lines = {mode: _tokens(text, mode) for mode in _MODES}
+    line, found, at = lines["plain"], [], 0
+    while at < len(line):
+        if not _starts(line, at):
+            at += 1
+            continue
+        here: list[tuple[str, Callable[[], list[Reading]]]] = []
+        for mode, other in lines.items():
+            first = next(n for n, token in enumerate(other) if token.start == line[at].start)
+            here.append((mode, _Parser(other, latex=False, at=first).partial))
+        found.append((line[at - 1].text.lower() if at else "", _merged(here)))
+        parser = _Parser(line, latex=False, at=at)
+        with suppress(_Unread, _Other):
+            parser.partial()
+        at = _after_remark(line, max(parser.at, at + 1))
+    return found
+
+
+def _merged(
+    ways: Iterable[tuple[str, Callable[[], "list[Reading]"]]],
+) -> tuple[Reading, ...] | None:
+    """The different readings of the modes; those of the unusual mode are doubtful."""
+    found: list[Reading] = []
+    for mode, parse in ways:
+        try:
+            here = parse()
+        except _Unread:
+            continue
+        except _Other:
+            here = [Reading(Several("other"))]
+        for reading in here:
+            if mode == "other" and reading.doubt:
+                continue
+            if all(reading.value != known.value for known in found):
+                found.append(replace(reading, doubt="locale") if mode == "other" else reading)
+    return tuple(found) or None
+
+
+def _tokens(text: str, mode: str) -> list[_Token]:
+    """Numbers, words, commands and marks; commas inside digits are decided here."""
+    found: list[_Token] = []
+    end = depth = 0
+    for match in _TOKEN.finditer(text):
+        kind, written, start = str(match.lastgroup), match[0], match.start()
+        glued, end = start == end and end > 0, match.end()
+        depth += (written in _OPEN) - (written in _CLOSE)
+        pieces = [written]
+        if kind == "number" and "," in written:
+            grouped = _GROUPED.fullmatch(written) is not None
+            inside = depth > 0 or written.count(",") > 1
+            split = mode == "split" and (depth > 0 or not written.startswith("0,"))
+            if (not grouped and (inside or split)) or (split and depth > 0):
+                pieces = written.split(",")
+        if kind == "number" and mode == "other":
+            pieces = [_swapped(piece) for piece in pieces]
+        for number, piece in enumerate(pieces):
+            if number:
+                found.append(_Token("mark", ",", start, True))
+            found.append(_Token(kind, piece, start, glued and not number))
+    return found
+
+
+def _swapped(written: str) -> str:
+    """`1.234` as one thousand, `1,234` as a little more than one; others as they are."""
+    if re.fullmatch(r"[1-9]\d{0,2}\.\d{3}", written):
+        return written.replace(".", "")
+    if re.fullmatch(r"[1-9]\d{0,2},\d{3}", written):
+        return written.replace(",", ".")
+    return written
+
+
+def _starts(line: Sequence[_Token], at: int) -> bool:
+    """Whether a value may start here: at a number, or at what stands before one."""
+    for token in line[at : at + _DEEPEST]:
+        if token.kind == "number" or token.text in (r"\frac", r"\sqrt"):
+            return True
+        if token.text not in ("-", "+", "±") and token.text not in _OPEN:
+            return False
+    return False
+
+
+def _after_remark(line: Sequence[_Token], at: int) -> int:
+    """Behind a remark in parentheses, as in `2 m (200 cm)`."""
+    if at < len(line) and line[at].text == "(" and not line[at].glued:
+        end = _closing(line, at)
+        return at if end is None else end + 1
+    return at
+
+
+def _closing(line: Sequence[_Token], at: int) -> int | None:
+    depth = 0
+    for end in range(at, len(line)):
+        depth += (line[end].text in _OPEN) - (line[end].text in _CLOSE)
+        if depth == 0:
+            return end
+    return None
+
+
+def _split(line: Sequence[_Token], marks: frozenset[str]) -> list[list[_Token]]:
+    """The pieces between marks that stand in no bracket."""
+    found: list[list[_Token]] = [[]]
+    depth = 0
+    for token in line:
+        depth += (token.text in _OPEN) - (token.text in _CLOSE)
+        if depth == 0 and token.text.lower() in marks:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
+
+
+def _has_number(line: Iterable[_Token]) -> bool:
+    return any(token.kind == "number" or token.text in (r"\frac", r"\sqrt") for token in line)
+
+
+class _Item(NamedTuple):
+    """One member of a list, with its unit; `others` are doubtful readings."""
+
+    value: Value
+    unit: str = ""
+    others: tuple[Value, ...] = ()
+
+
+class _Parser:
+    """Recursive descent over tokens; `at` is the next one."""
+
+    def __init__(self, line: Sequence[_Token], latex: bool, at: int = 0, depth: int = 0) -> None:
+        self.line, self.latex, self.at, self.depth = list(line), latex, at, depth
+
+    def whole(self) -> list[Reading]:
+        """Everything: items with labels such as `x =`, and nothing else."""
+        line = self._trimmed()
+        if any(token.text.lower() in _CLAUSES for token in line):
+            raise _Unread
+        if line[1:2] and line[1].text == "and" and [t.text for t in line[3:4]] == ["/"]:
+            # Three and 1/2 is one number.
+            del line[1]
+        pieces = [piece for piece in _split(line, _JOINS) if piece]
+        while pieces and not _has_number(pieces[0]):
+            # `x, y = 3, 4`, but not `none of 42`.
+            if any(token.kind == "word" and len(token.text) > 1 for token in pieces[0]):
+                raise _Other
+            pieces.pop(0)
+        items = []
+        for piece in pieces:
+            parser = _Parser(_unlabelled(piece), self.latex)
+            items.append(parser.item())
+            while parser.at < len(parser.line):
+                if not (items[-1].unit in _COMPOUND and _starts(parser.line, parser.at)):
+                    raise parser.stuck()
+                items.append(parser.item())
+        if not items:
+            raise _Other
+        return _combined(items, [token.text.lower() for token in line])
+
+    def partial(self) -> list[Reading]:
+        """A value that starts here; what comes behind it is left, unless it goes on."""
+        before = self.line[self.at - 1].text if self.at else ""
+        if before in _COMPARES or before in ("^", "_"):
+            self.at += 1
+            raise _Other
+        if before in ("*", "/", "+") or self._subtracted():
+            self.at += 1
+            raise _Unread
+        first = self.at
+        items = [self.item()]
+        while self._joined(items[-1].unit):
+            mark = self.at
+            while self.peek().lower() in _JOINS:
+                self.at += 1
+            following = self.item()
+            alike = following.unit == items[-1].unit or not items[-1].unit
+            compound = items[-1].unit in _COMPOUND and following.unit in _COMPOUND
+            if self.peek() == "=" or not (alike or compound):
+                self.at = mark
+                break
+            items.append(following)
+        if self.peek() in ("^", "*", "/", "_", "±", *_COMPARES) or self._kind() == "command":
+            stuck = self.stuck()
+            self.at += 1
+            raise stuck
+        words = [token.text.lower() for token in self.line[max(first - 1, 0) : self.at]]
+        return _combined(items, words)
+
+    def _joined(self, unit: str) -> bool:
+        at = self.at
+        while at < len(self.line) and self.line[at].text.lower() in _JOINS:
+            at += 1
+        return (at > self.at or unit in _COMPOUND) and _starts(self.line, at)
+
+    def _subtracted(self) -> bool:
+        """Whether the sign here stands behind something: x - 5 is not -5."""
+        if self.at == 0 or self.peek() not in ("+", "-"):
+            return False
+        before = self.line[self.at - 1]
+        if before.kind == "word":
+            return len(before.text) == 1 or self.line[self.at].glued
+        return before.text in _CLOSE
+
+    def _trimmed(self) -> list[_Token]:
+        """Without the letter of a multiple choice, a closing remark and closing punctuation."""
+        line = self.line[self.at :]
+        texts = [token.text for token in line[:3]]
+        if len(texts) == 3 and texts[0] == "(" and texts[1] in tuple("ABCDE") and texts[2] == ")":
+            line = line[3:]
+        elif len(texts) > 2 and texts[0] in tuple("ABCDE") and texts[1] in (")", ".", ":"):
+            line = line[2:]
+        marks = ".,;:?" if self.latex else ".,;:!?"
+        while line and line[-1].text in marks:
+            if line[-1].text == "!" and len(line) == 2 and line[0].kind == "number":
+                break
+            line = line[:-1]
+        for at, token in enumerate(line):
+            goes_on = at and line[at - 1].text.lower() in (*_JOINS, "=", "≈", ":")
+            if at and not goes_on and token.text == "(" and _closing(line, at) == len(line) - 1:
+                word = any(t.kind == "word" and len(t.text) > 1 for t in line[:at])
+                if not token.glued and (word or any(t.kind == "word" for t in line[at:])):
+                    return line[:at]
+        return line
+
+    def peek(self, ahead: int = 0) -> str:
+        at = self.at + ahead
+        return self.line[at].text if at < len(self.line) else ""
+
+    def _kind(self, ahead: int = 0) -> str:
+        at = self.at + ahead
+        return self.line[at].kind if at < len(self.line) else ""
+
+    def _take(self, *texts: str) -> bool:
+        if self.peek() in texts:
+            self.at += 1
+            return True
+        return False
+
+    def _need(self, text: str) -> None:
+        if not self._take(text):
+            raise self.stuck()
+
+    def stuck(self) -> Exception:
+        """The right way to give up here: a variable and π are no rational numbers."""
+        text = self.peek()
+        variable = self._kind() == "word" and len(text) == 1 and text in _VARIABLES
+        return _Other() if variable or text in (r"\pi", "π") or text in _COMPARES else _Unread()
+
+    def item(self) -> _Item:
+        """A group in brackets, a range, a ratio or a quantity."""
+        while self._kind() == "word" and self.peek().lower() in _HEDGES:
+            if self._kind(1) not in ("number", "word", "command"):
+                break
+            self.at += 1
+        if self._kind() == "word":
+            raise _Other
+        if self.peek() and self.peek() in _OPEN:
+            group = self._group()
+            if group is not None:
+                return group
+        if self._take("±"):
+            size = self._expression()
+            return _Item(Several("list", (size, replace(size, value=-size.value))))
+        if self._kind() == "number" and self._kind(2) == "number" and self.peek(1) == ":":
+            return self._ratio()
+        return self._range() or self._quantity()
+
+    def _group(self) -> _Item | None:
+        """`(3, 4)`, `[0, 1)`, `{1, 2}`; None for parentheses of an expression."""
+        end = _closing(self.line, self.at)
+        if end is None:
+            raise _Unread
+        inside = self.line[self.at + 1 : end]
+        pieces = _split(inside, _JOINS)
+        shape = self.peek() + self.line[end].text
+        braces = self.peek() in "{⦃"
+        if len(pieces) < 2 and not (braces and end + 1 == len(self.line)) and shape != "[]":
+            return None
+        if self.depth >= _DEEPEST:
+            raise _Unread
+        items = []
+        for piece in pieces:
+            parser = _Parser(_unlabelled(piece), self.latex, depth=self.depth + 1)
+            items.append(parser.item().value)
+            if parser.at < len(parser.line):
+                raise parser.stuck()
+        self.at = end + 1
+        if len(items) == 1:
+            return _Item(items[0])
+        return _Item(Several("set" if braces else shape, tuple(items)))
+
+    def _ratio(self) -> _Item:
+        parts = [self._numeral()]
+        while self.peek() == ":" and self._kind(1) == "number":
+            self.at += 1
+            parts.append(self._numeral())
+        self._unit()
+        others: tuple[Value, ...] = ()
+        if len(parts) == 2 and parts[1].value:
+            others = (Number(parts[0].value / parts[1].value),)
+        return _Item(Several("ratio", tuple(parts)), others=others)
+
+    def _range(self) -> _Item | None:
+        """`3-5`, `3 cm to 5 cm`; a hyphen may also be a minus."""
+        start = self.at
+        if self._kind() != "number":
+            return None
+        low = self._numeral()
+        with suppress(_Other):
+            self._unit()
+        dash = self.peek().lower()
+        if dash not in ("-", "–", "to") or self._kind(1) != "number":
+            self.at = start
+            return None
+        self.at += 1
+        high = self._numeral()
+        if self.peek() in _OPERATORS or (dash == "-" and low.value >= high.value):
+            self.at = start
+            return None
+        self._unit()
+        difference = Number(low.value - high.value, _coarser(low, high))
+        others: tuple[Value, ...] = (difference,) if dash == "-" else ()
+        return _Item(Several("range", (low, high)), others=others)
+
+    def _quantity(self) -> _Item:
+        """A number with its percent sign, scale and unit."""
+        others: list[Value] = []
+        signed = (
+            self.peek() == "-" and self._kind(1) == "number" and not self.line[self.at + 1].glued
+        )
+        ahead = self.line[self.at : self.at + 5]
+        shape = [token.text if token.kind == "mark" else token.kind for token in ahead]
+        if shape == ["number", "-", "number", "/", "number"] and ahead[1].glued:
+            # 3-1/2 is three and a half in a recipe.
+            others.append(_Parser([ahead[0], *ahead[2:]], latex=False)._expression())
+        number = self._expression()
+        if self._take("%"):
+            return _Item(replace(number, percent=True), "%")
+        if self.peek() == "!" and not self.latex and self.at + 1 == len(self.line):
+            self.at += 1
+            if number.value.denominator == 1 and 0 <= number.value < 1000:
+                others.append(Number(Fraction(factorial(int(number.value)))))
+        while self.peek().lower().removesuffix("s") in SCALES:
+            others.append(number)
+            number = _scaled(number, SCALES[self.peek().lower().removesuffix("s")])
+            self.at += 1
+        if self.peek() in ("k", "K", "M") and self.line[self.at].glued:
+            others.append(_scaled(number, 10**6 if self.peek() == "M" else 1000))
+            self.at += 1
+        unit = self._unit()
+        if unit in ("cent", "cents"):
+            others.append(_scaled(number, Fraction(1, 100)))
+        if signed and unit and self.at - 2 >= 0:
+            # A list item `- 5 apples`, or five less than none?
+            others.append(replace(number, value=-number.value))
+            return _Item(Several("other"), unit, (number, *others))
+        return _Item(number, unit, tuple(others))
+
+    def _unit(self) -> str:
+        """Words behind a number, with exponents: `m/s^2`, `square feet`, `hours per week`."""
+        words: list[str] = []
+        while len(words) < 5:
+            text, kind = self.peek(), self._kind()
+            if kind == "word" and text.lower() not in _NO_UNIT:
+                alone = self.peek(1) in (*_OPERATORS, "", "=", ".", ",")
+                if len(text) == 1 and text in _VARIABLES and (self.line[self.at].glued or alone):
+                    raise _Other
+                words.append(text.lower())
+                self.at += 1
+                self._skip_exponent()
+            elif text in _UNIT_MARKS and self._kind(1) == "word" and (words or self._hyphened()):
+                self.at += 1
+            else:
+                break
+        return words[0] if words else ""
+
+    def _hyphened(self) -> bool:
+        """`16-inch`, `16/day`."""
+        return self.peek() == "/" or (self.peek() == "-" and self.line[self.at].glued)
+
+    def _skip_exponent(self) -> None:
+        if self.peek() == "^":
+            braced = self.peek(1) == "{"
+            at = self.at + 1 + braced
+            at += at < len(self.line) and self.line[at].text in ("-", "+")
+            if at < len(self.line) and self.line[at].kind == "number":
+                self.at = at + 1 + braced
+
+    def _expression(self) -> Number:
+        total = self._term()
+        while self.peek() in ("+", "-") and (_starts(self.line, self.at + 1) or self._variable(1)):
+            sign = 1 if self.peek() == "+" else -1
+            self.at += 1
+            other = self._term()
+            total = Number(total.value + sign * other.value, _coarser(total, other))
+        return total
+
+    def _variable(self, ahead: int) -> bool:
+        text = self.peek(ahead)
+        return self._kind(ahead) == "word" and len(text) == 1 and text in _VARIABLES
+
+    def _term(self) -> Number:
+        found = self._factor()
+        while True:
+            sign = self.peek()
+            if sign in ("*", "/") and (_starts(self.line, self.at + 1) or self._variable(1)):
+                self.at += 1
+                other = self._factor()
+            elif sign == r"\sqrt" or (sign == "(" and self.line[self.at].glued):
+                other = self._factor()
+            else:
+                return found
+            if sign == "/" and not other.value:
+                raise _Unread
+            found = _product(found, other, divide=sign == "/")
+
+    def _factor(self) -> Number:
+        sign = 1
+        while self.peek() in ("-", "+"):
+            sign = -sign if self.peek() == "-" else sign
+            self.at += 1
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise _Unread
+        found = self._power()
+        self.depth -= 1
+        return replace(found, value=sign * found.value)
+
+    def _power(self) -> Number:
+        base = self._atom()
+        if self.latex and self.peek() == "!" and base.value.denominator == 1:
+            self.at += 1
+            if not 0 <= base.value <= 1000:
+                raise _Unread
+            base = Number(Fraction(factorial(int(base.value))))
+        if not self._take("^"):
+            return base
+        exponent = self._factor()
+        size = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
+        if exponent.value.denominator != 1:
+            raise _Other
+        if size * abs(exponent.value) > _MOST_BITS or (not base.value and exponent.value < 0):
+            raise _Unread
+        raised = base.value ** int(exponent.value)
+        return Number(raised, None if base.place is None else base.place)
+
+    def _atom(self) -> Number:
+        if self._kind() == "number":
+            return self._mixed(self._numeral())
+        if self._take("("):
+            found = self._expression()
+            self._need(")")
+            return found
+        if self._take("{"):
+            found = self._expression()
+            self._need("}")
+            return found
+        if self._take(r"\frac"):
+            return self._fraction()
+        if self._take(r"\sqrt"):
+            inside = self._argument()
+            above, below = isqrt(abs(inside.value.numerator)), isqrt(inside.value.denominator)
+            if inside.value < 0 or Fraction(above, below) ** 2 != inside.value:
+                raise _Other
+            return Number(Fraction(above, below))
+        raise self.stuck()
+
+    def _mixed(self, whole: Number) -> Number:
+        """`3 1/2` and `3\\frac{1}{2}` are sums."""
+        if whole.place is not None or whole.value.denominator != 1:
+            return whole
+        start = self.at
+        self._take("and")
+        if self._take(r"\frac"):
+            part = self._fraction()
+        elif self._kind() == "number" and self.peek(1) == "/" and self._kind(2) == "number":
+            above = self._numeral()
+            self.at += 1
+            below = self._numeral()
+            if not below.value or above.place is not None or below.place is not None:
+                raise _Unread
+            part = Number(above.value / below.value)
+        else:
+            self.at = start
+            return whole
+        if not 0 < part.value < 1:
+            if self.line[start].text == "and":
+                self.at = start
+                return whole
+            raise _Unread
+        return Number(whole.value + part.value)
+
+    def _fraction(self) -> Number:
+        above = self._argument()
+        below = self._argument()
+        if not below.value:
+            raise _Unread
+        return _product(above, below, divide=True)
+
+    def _argument(self) -> Number:
+        """`{12}`, or one digit: `\\frac12` is a half."""
+        if self._take("{"):
+            found = self._expression()
+            self._need("}")
+            return found
+        if self._kind() == "number" and self.peek().isdigit():
+            token = self.line[self.at]
+            if len(token.text) > 1:
+                rest = token._replace(text=token.text[1:])
+                self.line[self.at : self.at + 1] = [token._replace(text=token.text[0]), rest]
+            return self._numeral()
+        raise self.stuck()
+
+    def _numeral(self) -> Number:
+        written = self.peek()
+        self.at += 1
+        return _decoded(written)
+
+
+def _unlabelled(line: list[_Token]) -> list[_Token]:
+    """What stands behind the last `=` of an item, or before it, as in 7 = x."""
+    if any(token.text in _COMPARES for token in line):
+        raise _Other
+    marks = ["=", "≈", "is"]
+    if not any(
+        [t.kind for t in line[at - 1 : at + 2]] == ["number", "mark", "number"]
+        for at, token in enumerate(line)
+        if at and token.text == ":"
+    ):
+        marks.append(":")
+    pieces = [piece for piece in _split(line, frozenset(marks)) if _has_number(piece)]
+    if any(_has_unknown(piece) for piece in pieces[:-1]):
+        raise _Other
+    return pieces[-1] if pieces else line
+
+
+def _has_unknown(line: Sequence[_Token]) -> bool:
+    """Whether a side of an equation calculates with a variable: 2x + z, but not f(2) or x_1."""
+    depth, letter, number = 0, False, False
+    for at, token in enumerate(line):
+        depth += (token.text in _OPEN) - (token.text in _CLOSE)
+        if depth == 0 and token.kind == "number":
+            number = number or at == 0 or line[at - 1].text != "_"
+        letter = letter or (token.kind == "word" and len(token.text) == 1)
+    return letter and number
+
+
+def _decoded(written: str) -> Number:
+    """A numeral with its separators.
+
+    >>> _decoded("1.234,50").value, _decoded("12,34,567").value, _decoded("1.2e3").value
+    (Fraction(2469, 2), Fraction(1234567, 1), Fraction(1200, 1))
+    """
+    mantissa, _, power = written.lower().partition("e")
+    if len(mantissa) > 5000 or len(power) > 5 or abs(int(power or 0)) > 4000:
+        raise _Unread
+    digits = re.sub(r"(?<=\d)[\u00a0 '’_](?=\d{3}(?!\d))", "", mantissa)
+    if _GROUPED.fullmatch(digits):
+        digits = digits.replace(",", "")
+    elif re.fullmatch(r"[1-9]\d{0,2}(?:\.\d{3})+,\d+|[1-9]\d{0,2}(?:\.\d{3}){2,}", digits):
+        digits = digits.replace(".", "").replace(",", ".")
+    elif digits.count(",") == 1 and "." not in digits:
+        digits = digits.replace(",", ".")
+    if not re.fullmatch(r"\d*\.?\d+", digits):
+        raise _Unread
+    scale = Fraction(10) ** int(power or 0)
+    _, dot, behind = digits.partition(".")
+    place = Fraction(1, 10 ** len(behind)) * scale if dot else None
+    return Number(Fraction(digits) * scale, place)
+
+
+def _coarser(one: Number, other: Number) -> Fraction | None:
+    places = [number.place for number in (one, other) if number.place is not None]
+    return max(places, default=None)
+
+
+def _scaled(number: Number, factor: Fraction | int) -> Number:
+    place = None if number.place is None else number.place * factor
+    return replace(number, value=number.value * factor, place=place)
+
+
+def _product(one: Number, other: Number, *, divide: bool) -> Number:
+    factor = 1 / other.value if divide else other.value
+    place = None
+    if one.place is not None or other.place is not None:
+        near = one.place or Fraction(0)
+        place = max(near * abs(factor), (other.place or Fraction(0)) * abs(one.value))
+    return Number(one.value * factor, place or None)
+
+
+def _combined(items: Sequence[_Item], words: Sequence[str]) -> list[Reading]:
+    """The readings of items that stand side by side."""
+    if len(items) == 1:
+        (item,) = items
+        return [Reading(item.value), *(Reading(other, "meaning") for other in item.others)]
+    families = [_COMPOUND.get(item.unit) for item in items]
+    kinds = {family[0] for family in families if family is not None}
+    numbers = [item.value for item in items if isinstance(item.value, Number)]
+    if None not in families and len(kinds) == 1 and len(numbers) == len(items):
+        sizes = [family[1] for family in families if family is not None]
+        total = sum((n.value * size for n, size in zip(numbers, sizes, strict=True)), Fraction(0))
+        if kinds == {"money"}:
+            return [Reading(Number(total / 100))]
+        parts = Several("other", tuple(numbers))
+        return [Reading(parts), *(Reading(Number(total / size), "meaning") for size in sizes)]
+    together = tuple(item.value for item in items)
+    if "between" in words and len(together) == 2:
+        return [Reading(Several("range", together))]
+    flat: list[Value] = []
+    for value in together:
+        flat += value.items if isinstance(value, Several) and value.shape == "list" else (value,)
+    return [Reading(Several("list", tuple(flat)))]
