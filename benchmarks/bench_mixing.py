@@ -247,11 +247,9 @@ def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("mixing", args)
     for name in ("lognormal", "mixture", "hard"):
-        for n in [1000] if args.quick else [1000, 10_000]:
+        # The largest is drawn as slots of several samples.
+        for n in [1000] if args.quick else [1000, 10_000, 100_000]:
             compare(report, name, lengths_of(name, n))
-    if not args.quick:
-        # Large enough to be drawn as slots of several samples.
-        compare(report, "lognormal", lengths_of("lognormal", 100_000))
     text = data_folder() / "text" / "gsm8k_train.jsonl"
     if text.exists():
         compare(report, "GSM8K", text_lengths(text)[:1000])
