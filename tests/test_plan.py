@@ -432,15 +432,15 @@ def test_plans_never_change(layout: str) -> None:
 
 GOLDEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "bucketed": (
-        "3b3c3186610f5eaa9f73b6a98248ada13839dfae8610701e1e5fbe1d7654107f",
+        "2007cc5d3a472f5ca0b04f4a45e87a937ab8ac32ea89da3e172a543f2600d62a",
         ("s31", "s136", "s131", "s165"),
     ),
     "sorted": (
-        "047ffff5cd609a342738cb672cae2679532961a5f59ca31d6598eba5b06d33a2",
+        "96737ec6616d10ce7072a24bf1c747038fe10c453fa70660406a1aae20d396b3",
         ("s149", "s52", "s128", "s31"),
     ),
     "packed": (
-        "3cb5b0a17e6f16a51aa361047cfd5b666f2cf27a250131ec71f86a44c1d26044",
+        "14c599c47989f7610b936735df893bfc119b1b091260fe6e1434112b1e7982a1",
         ("s25", "s198", "s74", "s7"),
     ),
 }

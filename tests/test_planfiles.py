@@ -362,4 +362,4 @@ def test_the_files_of_a_plan_never_change(tmp_path: Path) -> None:
     for name, raw in sorted(contents(path).items()):
         seal.update(f"{name}:{len(raw)}:".encode() + raw)
 
-    assert seal.hexdigest() == ("dab2cde9aa2d9166127c36472c093a48f1531f29a0ef410bc3bb766687ac5034")
+    assert seal.hexdigest() == ("615b4f3e84874cfc61b919fcdada7b9b81c5780802016bfdfd360a975755bdb5")
