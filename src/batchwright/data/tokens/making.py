@@ -64,26 +64,28 @@ def make_store(
     the number of workers and however often the build was interrupted. Of two processes that make
     the same store, one waits for the other.
     """
-    path = _path(source, tokenizer)
-    tokenised = 0
-    with _Lock(path) if not path.exists() else contextlib.nullcontext():
-        store = _intact(source, tokenizer)
-        if store is None:
-            with _Unfinished.beside(path, source, tokenizer) as unfinished:
-                build = Build(
-                    source,
-                    tokenizer,
-                    unfinished.known,
-                    on_bad_row=on_bad_row,
-                    repeated_ids=repeated_ids,
-                    workers=workers,
-                    progress=progress,
-                )
-                for chunk in build:
-                    unfinished.append(chunk)
-                _write(path, build, unfinished, source, tokenizer)
-            tokenised = build.tokenised
-            store = TokenStore(path)
+    store, tokenised = _intact(source, tokenizer), 0
+    if store is None:
+        path = _path(source, tokenizer)
+        with _Lock(path):
+            # Another process may have made it meanwhile.
+            store = _intact(source, tokenizer)
+            if store is None:
+                with _Unfinished.beside(path, source, tokenizer) as unfinished:
+                    build = Build(
+                        source,
+                        tokenizer,
+                        unfinished.known,
+                        on_bad_row=on_bad_row,
+                        repeated_ids=repeated_ids,
+                        workers=workers,
+                        progress=progress,
+                    )
+                    for chunk in build:
+                        unfinished.append(chunk)
+                    _write(path, build, unfinished, source, tokenizer)
+                tokenised = build.tokenised
+                store = TokenStore(path)
     if store.skipped.count and on_bad_row == "fail":
         raise BadRow(store.skipped.reasons[0])
     if store.repeated.count and repeated_ids == "fail":
