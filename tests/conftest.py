@@ -141,6 +141,12 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+def _own_tokens() -> dict[str, str]:
+    """The folder of token stores of the test that runs, if one does."""
+    name = "BATCHWRIGHT_TOKENS"
+    return {name: os.environ[name]} if name in os.environ else {}
+
+
 @pytest.fixture(scope="session")
 def run(environ: dict[str, str]) -> Run:
     """The installed command as a process of its own, typed as one line in `folder`."""
@@ -149,7 +155,7 @@ def run(environ: dict[str, str]) -> Run:
         done = subprocess.run(
             [COMMAND, *line.split()],
             cwd=folder,
-            env={**environ, **(env or {})},
+            env={**environ, **_own_tokens(), **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=300,

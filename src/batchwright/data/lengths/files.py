@@ -197,7 +197,7 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
     first = raw.find(b"\n") + 1
     header = json.loads(raw[:first])
     if header.get("version") != VERSION:
-        raise BadFile(f"{path} has version {header.get('version')}, this reads {VERSION}")
+        raise BadFile(f"{path} has version {header.get('version')}, this reads {VERSION}; {AGAIN}")
     entries = _parse_lines(path, memoryview(raw)[first:last], header["tokenizer_hash"])
     if not header.get("loss"):
         entries = dataclasses.replace(entries, loss=None)
@@ -367,7 +367,7 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
         header = json.loads(metadata[FORMAT])
         arrays = load(raw)
         if header["version"] != VERSION:
-            raise BadFile(f"{path} has version {header['version']}, this reads {VERSION}")
+            raise BadFile(f"{path} has version {header['version']}, this reads {VERSION}; {AGAIN}")
         entries = _from_tensors(arrays, header)
         entries.ids.keys()  # damaged offsets show here
     except (SafetensorError, ValueError, LookupError, TypeError) as error:

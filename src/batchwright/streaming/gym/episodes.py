@@ -1,6 +1,7 @@
 """Episodes of a gym server as a stream of samples; only what the server scored becomes one."""
 
 import asyncio
+import inspect
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -128,11 +129,16 @@ class GymEpisodeStream:
 
         try:
             while True:
-                future = asyncio.run_coroutine_threadsafe(following(), running.loop)
+                coroutine, future = following(), None
                 try:
+                    future = asyncio.run_coroutine_threadsafe(coroutine, running.loop)
                     sample = future.result()
                 except BaseException:
-                    future.cancel()
+                    if future is not None:
+                        future.cancel()
+                    elif inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                        # Ctrl-C fell before the loop had it.
+                        coroutine.close()
                     raise
                 if sample is None:
                     return
