@@ -7,7 +7,7 @@ result. Responses that came out of order are in a cache until their turn comes.
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,7 +17,7 @@ from batchwright.calls.request import Request, chat
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
 from batchwright.files import existing, fsync_folder
 
-__all__ = ["Answers", "Prompt", "read_prompts"]
+__all__ = ["Answers", "Prompt", "read_answers", "read_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,66 @@ def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[
     return prompts
 
 
+Line = tuple[bytes, dict[str, Any]]
+"""A line of the output with its line break, and the same parsed."""
+
+
+def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
+    """The complete lines of an output, which must belong to these prompts; opens it to read only.
+
+    A partial last line, as a crash leaves it, is no line, but must be the beginning of one.
+    """
+    if not path.exists():
+        return []
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise CannotWrite(f"cannot write {path}: it is {what}; choose another path")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CannotWrite(f"cannot read {path}: {error.strerror}; choose another path") from error
+    *whole, torn = content.split(b"\n")
+    found: list[Line] = []
+    for number, line in enumerate(whole):
+        try:
+            row = json.loads(line)
+            mark = row["key"]
+        except (ValueError, KeyError, TypeError):
+            mark = None
+        if number >= len(prompts) or mark != prompts[number].mark:
+            raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
+        found.append((line + b"\n", row))
+    if torn:
+        number = len(found)
+        begin = _encoded({"id": prompts[number].id})[:-1] if number < len(prompts) else b"\n"
+        # A few bytes are somebody else's as well, unless there are lines of ours before them.
+        if not torn.startswith(begin) and not (found and begin.startswith(torn)):
+            raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
+    return found
+
+
+_FOREIGN = (
+    "{path}, line {number}: this is not a response to prompt {number} with these settings; "
+    "choose another output, or replace this one with --force"
+)
+
+
 class Answers:
     """The file of responses, locked while it is open.
 
     `known` counts the prompts that have a response already, from the first on; a partial last
-    line of a crash is removed.
+    line of a crash is removed. A file that is not an output for these prompts is refused and
+    stays as it is; `force` empties it instead.
     """
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], *, retry_failed: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        *,
+        retry_failed: bool = False,
+        force: bool = False,
+    ):
         self.path = path
         self._prompts = prompts
         try:
@@ -87,7 +139,14 @@ class Answers:
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lines = self._read()
+            try:
+                self._lines = read_answers(path, prompts)
+            except Mismatch:
+                if not force:
+                    raise
+                self._lines = []
+            self._size = sum(len(raw) for raw, _ in self._lines)
+            os.ftruncate(self._file, self._size)
         except BlockingIOError:
             os.close(self._file)
             raise CannotWrite(
@@ -116,8 +175,7 @@ class Answers:
         """Add an outcome; it is written when all before it are. A cancelled call stays open."""
         if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
             return
-        line = json.dumps(_shown(self._prompts[index], outcome), ensure_ascii=False)
-        raw = line.encode("utf-8", "surrogatepass") + b"\n"
+        raw = _encoded(_shown(self._prompts[index], outcome)) + b"\n"
         if index < self.known:
             self._lines[index] = (raw, {})
             return
@@ -135,8 +193,9 @@ class Answers:
             from batchwright.files import write_atomic
 
             content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-            tail = content[sum(len(raw) for raw in self._read_raw(self.known)) :]
-            write_atomic(self.path, b"".join(raw for raw, _ in self._lines) + tail)
+            rows = b"".join(raw for raw, _ in self._lines)
+            # A symbolic link stays one.
+            write_atomic(Path(os.path.realpath(self.path)), rows + content[self._size :])
         os.fsync(self._file)
         os.close(self._file)
         fsync_folder(self.path.parent)
@@ -158,28 +217,9 @@ class Answers:
                 f"it resumes from the file and the cache"
             ) from error
 
-    def _read_raw(self, most: int | None = None) -> Iterator[bytes]:
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        lines = content.split(b"\n")[:-1]
-        return (line + b"\n" for line in lines[:most])
 
-    def _read(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """The complete lines, which must belong to these prompts; a partial last one is removed."""
-        found: list[tuple[bytes, dict[str, Any]]] = []
-        for number, raw in enumerate(self._read_raw()):
-            try:
-                row = json.loads(raw)
-                mark = row["key"]
-            except (ValueError, KeyError, TypeError):
-                mark = None
-            if number >= len(self._prompts) or mark != self._prompts[number].mark:
-                raise Mismatch(
-                    f"{self.path}, line {number + 1}: this is not a response to prompt "
-                    f"{number + 1} with these settings; choose another output, or move this away"
-                )
-            found.append((raw, row))
-        os.ftruncate(self._file, sum(len(raw) for raw, _ in found))
-        return found
+def _encoded(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
 __all__ = [
+    "EXPORTED",
     "KEY_BYTES",
     "Row",
     "as_json",
@@ -28,6 +30,8 @@ Row = tuple[bytes, bytes, int, str, bytes, bytes]
 
 KEY_BYTES = 16
 """Of a key in the file: it stands there twice, and half of SHA-256 tells requests apart too."""
+EXPORTED = re.compile(rb'\{"key": "[0-9a-f]{64}", "at": "')
+"""How a line of `as_json` begins."""
 CUT_OFF = ("length", "content_filter")
 """Finish reasons that leave a response incomplete."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode

@@ -18,6 +18,8 @@ __all__ = ["Database", "filesystem", "refuse_network"]
 
 BUSY_S = 60.0
 """How long a writer waits for the writers of other processes."""
+SMALLEST = 512
+"""Bytes of the smallest SQLite file that is not empty: its smallest page."""
 NETWORK = """
 9p afs beegfs ceph cifs coda fhgfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs
 pvfs2 smb2 smb3 smbfs wekafs fuse.ceph fuse.cephfs fuse.gcsfuse fuse.glusterfs fuse.goofys
@@ -59,6 +61,10 @@ class Database:
             raise ConfigError(f"{self.path} is a folder; give the path of a file for the {what}")
         if read_only and not self.path.exists():
             raise MissingFile(f"no {what} at {self.path}; check the path")
+        # SQLite takes a file of one byte for an empty one. To read it here would end the locks
+        # that other connections of this process hold on it.
+        if self.path.exists() and 0 < self.path.stat().st_size < SMALLEST:
+            raise BadFile(f"{self.path} is damaged or not a {what}; choose another path")
         # A file that is only read needs no locks.
         if not read_only:
             refuse_network(self.path, what)

@@ -7,12 +7,12 @@ from cyclopts import Parameter
 
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.flags import at_least
-from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import BudgetExceeded, ConfigError
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
+from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
 if TYPE_CHECKING:
     from batchwright.calls import Endpoint, Pool
-    from batchwright.calls.promptfile import Answers, Prompt
+    from batchwright.calls.promptfile import Answers, Line, Prompt
 
 __all__ = ["run"]
 
@@ -69,22 +69,28 @@ def run(
     dry_run: Annotated[
         bool, Parameter(negative="", help="Show what would be called and what it may cost.")
     ] = False,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Call a model with every prompt of a file. Stopped in any way, the same command resumes."""
     from batchwright.calls.promptfile import Answers, read_prompts
+    from batchwright.files import check_apart
 
+    check_apart(output, [input])
+    if cache is not None:
+        check_apart(cache, [input, output])
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     prompts = read_prompts(input, model, parameters)
     prices = _prices(prompts, price_in, price_out)
     if max_cost is not None and prices is None:
         raise ConfigError("--max-cost needs prices; give --price-in and --price-out")
-    if dry_run:
-        _predict(prompts, output, cache, prices, retry_failed, format)
-        return
+    known = _known(output, prompts, force)
     own = output.with_name(f".{output.name}.partial.db")
+    if dry_run:
+        _predict(prompts, known, cache or own, prices, retry_failed, format)
+        return
     pool = _open(
         [endpoint_at(target, key_env) for target in endpoint],
         batch_size,
@@ -99,7 +105,7 @@ def run(
             "budget": _budget(error_budget),
         },
     )
-    with pool, Answers(output, prompts, retry_failed=retry_failed) as answers:
+    with pool, Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
         try:
             _answer(pool, prompts, answers, quiet)
         finally:
@@ -119,6 +125,18 @@ def run(
             f"{facts['failed']:,} of {len(prompts):,} calls failed and are marked in {output}; "
             f"run again with --retry-failed, or allow some with --error-budget"
         )
+
+
+def _known(output: Path, prompts: "list[Prompt]", force: bool) -> "list[Line]":
+    """What an earlier run wrote; an output of something else is refused before anything is done."""
+    from batchwright.calls.promptfile import read_answers
+
+    try:
+        return read_answers(output, prompts)
+    except Mismatch:
+        if not force:
+            raise
+        return []
 
 
 def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]) -> "Pool":
@@ -193,30 +211,25 @@ def _summary(facts: dict[str, Any], output: Path) -> str:
 
 def _predict(
     prompts: "list[Prompt]",
-    output: Path,
-    cache: Path | None,
+    known: "list[Line]",
+    cache: Path,
     prices: dict[str, tuple[float, float]] | None,
     retry_failed: bool,
     format: str,
 ) -> None:
-    """What a run would do, without any call."""
+    """What a run would do, without any call and with nothing opened for writing."""
     from batchwright.calls.cache import Cache
     from batchwright.calls.engine.stats import estimate_usage
-    from batchwright.calls.promptfile import Answers
 
-    missing = list(range(len(prompts)))
-    if output.exists():
-        with Answers(output, prompts, retry_failed=retry_failed) as answers:
-            missing = answers.missing
+    again = [i for i, (_, row) in enumerate(known) if retry_failed and "error" in row]
+    missing = [*again, *range(len(known), len(prompts))]
     requests = {prompts[index].request.key: prompts[index].request for index in missing}
-    own = output.with_name(f".{output.name}.partial.db")
     hits = 0
-    for path in {cache or own}:
-        if path.exists():
-            with Cache(path) as cached:
-                found = cached.get_many(list(requests))
-                hits = len(found)
-                requests = {key: one for key, one in requests.items() if key not in found}
+    if cache.exists():
+        with Cache(cache, mode="replay") as cached:
+            found = cached.get_many(list(requests))
+            hits = len(found)
+            requests = {key: one for key, one in requests.items() if key not in found}
     usages = [(one.model, estimate_usage(one)) for one in requests.values()]
     into = sum(usage.prompt_tokens for _, usage in usages)
     out = sum(usage.completion_tokens for _, usage in usages)
