@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls import (
     AutoLimit,
+    Cache,
     Done,
     Endpoint,
     ErrorBudget,
@@ -278,6 +279,53 @@ def test_the_cache_answers_the_second_run_and_only_what_is_exact(tmp_path):
         assert len(server.seen) == 305 + 5
     assert Counter(outcome.source for outcome in second) == {"cache": 300, "live": 5}
     assert counts["hits"] == 300
+
+
+def shout(requests):
+    return ["SHOUT"] * len(requests)
+
+
+class Whisperer:
+    def __call__(self, requests):
+        return ["whisper"] * len(requests)
+
+
+def test_a_cached_answer_is_that_of_the_same_model(tmp_path):
+    async def handler(seen: Seen) -> None:
+        await seen.answer(seen.body["model"])
+
+    def said(*endpoints: Endpoint, model: str = "m") -> tuple[str, str]:
+        with Pool(*endpoints, cache=tmp_path / "calls.db") as pool:
+            (outcome,) = pool.map([chat(model, "who are you?", temperature=0)])
+        return outcome.text, outcome.source
+
+    with RawServer(handler) as one, RawServer(handler) as two:
+        # The name that is sent is part of the key, and several names are a key of their own.
+        for name in ("m", "a", "b"):
+            endpoint = Endpoint(one.url, model=None if name == "m" else name)
+            assert said(endpoint) == (name, "live")
+            assert said(endpoint) == (name, "cache")
+        both = Endpoint(one.url, model="a"), Endpoint(two.url, model="b")
+        assert said(*both)[1] == "live"
+        assert said(*reversed(both))[1] == "cache"
+        # Servers by http share what the same name said, wherever they are.
+        assert said(Endpoint(two.url)) == ("m", "cache")
+        assert said(Endpoint(two.url), Endpoint(one.url)) == ("m", "cache")
+        # Unless somebody says that the weights are others.
+        assert said(Endpoint(two.url, identity="new weights")) == ("m", "live")
+        assert said(Endpoint(one.url, identity="new weights")) == ("m", "cache")
+    # What runs inside this process is known by what it is.
+    assert said(Endpoint(shout)) == ("SHOUT", "live")
+    assert said(Endpoint(Whisperer())) == ("whisper", "live")
+    assert said(Endpoint(shout)) == ("SHOUT", "cache")
+    assert said(Endpoint(shout, name="other")) == ("SHOUT", "live")
+    # A stand-in on this machine does not answer for an https service.
+    assert Endpoint("https://api.example.com/v1").identity not in ("", Endpoint(one.url).identity)
+    assert Endpoint("local:smollm2").identity != Endpoint("local:minilm").identity
+    assert Endpoint("local:./a/../b").identity == Endpoint(f"local:{Path.cwd()}/b").identity
+    out = tmp_path / "all.jsonl"
+    with Cache(tmp_path / "calls.db", mode="replay") as cache:
+        assert (cache.export(out), cache.damaged) == (8, 0)
 
 
 def test_cut_off_answers_are_given_but_not_kept(tmp_path):

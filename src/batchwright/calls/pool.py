@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.cache.thread import CacheThread
-from batchwright.calls.endpoints import Endpoint
+from batchwright.calls.endpoints import Endpoint, scope_of
 from batchwright.calls.engine.budgets import ErrorBudget
 from batchwright.calls.engine.endpoint import SharedRateLimit, Upstream, limit_for
 from batchwright.calls.engine.engine import Engine, Rules
@@ -249,7 +249,8 @@ class Pool:
         upstreams = [self._upstream(endpoint) for endpoint in self.endpoints]
         cache = None if self._cache is None else CacheThread(self._cache, running.loop)
         stats = Stats(self._prices)
-        engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events)
+        scope = scope_of(self.endpoints)
+        engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events, scope)
         self._engine, self._background = engine, running
         running.at_exit.add(self)
         weakref.finalize(self, _forgotten, running, engine, self._own_cache).atexit = False

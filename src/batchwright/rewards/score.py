@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
+from batchwright.calls.endpoints import scope_of
 from batchwright.calls.wire.discovery import check_any, check_first
 from batchwright.errors import (
     BadReward,
@@ -242,9 +243,11 @@ class Scorer:
             # Cached responses need no server.
             if self.config.cache is None or not self.config.cache.exists():
                 raise
+            scope = scope_of(pool.endpoints)
+            keys = [request.scoped(scope).key for request in requests]
             with Cache(self.config.cache) as cache:
-                cached = cache.get_many([request.key for request in requests])
-            if any(request.key not in cached for request in requests):
+                cached = cache.get_many(keys)
+            if any(key not in cached for key in keys):
                 raise
 
     def _checked(self, outcomes: list[Outcome]) -> list[Outcome]:

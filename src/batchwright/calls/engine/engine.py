@@ -75,11 +75,13 @@ class Engine:
         stats: Stats,
         cache: CacheThread | None,
         events: EventLog | None,
+        scope: str,
     ) -> None:
         self.loop = loop
         self.upstreams = upstreams
         self.closed = False
         self._rules = rules
+        self._scope = scope
         self._stats = stats
         self._log = StatsLog(events, stats, upstreams)
         self._failures = Failures(rules.budget) if rules.budget else None
@@ -113,6 +115,7 @@ class Engine:
     def submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None:
         """Take requests; each is delivered to the sink once."""
         to_look_up: list[Job] = []
+        scope = self._scope
         for index, request in items:
             self._stats.asked += 1
             if self.closed or sink.stopped:
@@ -120,7 +123,7 @@ class Engine:
                 self._stats.failure(failed)
                 sink.deliver(index, failed)
                 continue
-            key = request.key if request.exact else None
+            key = request.scoped(scope).key if request.exact else None
             twin = None if key is None else self._by_key.get(key)
             if twin is not None:
                 twin.waiters.append((sink, index))
@@ -364,7 +367,7 @@ class Engine:
             self._finish(job, done)
             return
         # Made here and not on the cache's thread: whoever holds the interpreter stops the loop.
-        row = self._cache.store.row(job.request, response)
+        row = self._cache.store.row(job.request.scoped(self._scope), response)
         job.leased = False
         self._uncommitted.append((job, done, row))
         if row is None:

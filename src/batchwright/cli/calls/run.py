@@ -87,12 +87,13 @@ def run(
     if max_cost is not None and prices is None:
         raise ConfigError("--max-cost needs prices; give --price-in and --price-out")
     known = _known(output, prompts, force)
+    endpoints = [endpoint_at(target, key_env) for target in endpoint]
     own = output.with_name(f".{output.name}.partial.db")
     if dry_run:
-        _predict(prompts, known, cache or own, prices, retry_failed, format)
+        _predict(prompts, known, cache or own, endpoints, prices, retry_failed, format)
         return
     pool = _open(
-        [endpoint_at(target, key_env) for target in endpoint],
+        endpoints,
         batch_size,
         {
             "deadline_s": deadline,
@@ -213,17 +214,21 @@ def _predict(
     prompts: "list[Prompt]",
     known: "list[Line]",
     cache: Path,
+    endpoints: "list[Endpoint]",
     prices: dict[str, tuple[float, float]] | None,
     retry_failed: bool,
     format: str,
 ) -> None:
     """What a run would do, without any call and with nothing opened for writing."""
     from batchwright.calls.cache import Cache
+    from batchwright.calls.endpoints import scope_of
     from batchwright.calls.engine.stats import estimate_usage
 
     again = [i for i, (_, row) in enumerate(known) if retry_failed and "error" in row]
     missing = [*again, *range(len(known), len(prompts))]
-    requests = {prompts[index].request.key: prompts[index].request for index in missing}
+    scope = scope_of(endpoints)
+    scoped = [prompts[index].request.scoped(scope) for index in missing]
+    requests = {request.key: request for request in scoped}
     hits = 0
     if cache.exists():
         with Cache(cache, mode="replay") as cached:
