@@ -433,6 +433,26 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
     assert "max_cost=0.1" in rest[0].error
 
 
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_spending_cap_is_not_exceeded_by_what_is_in_flight(bounded):
+    lengths = iter([3, 1, 9, 2, 9, 9, 1, 5] * 50)
+
+    async def handler(seen: Seen) -> None:
+        await asyncio.sleep(0.002)
+        await seen.reply(body=answer("x", usage=(20, next(lengths) * 1000)))
+
+    limit = {"max_tokens": 9000} if bounded else {}
+    with (
+        RawServer(handler) as server,
+        Pool(server.url, limit=16, prices={"m": (1.0, 1.0)}, max_cost=0.2) as pool,
+    ):
+        pool.map(questions(200, **limit))
+        counts = pool.stats()
+
+    assert counts["capped"]
+    assert 0.15 < counts["cost"] <= (0.2 if bounded else 0.2 + 16 * 0.009)
+
+
 def test_cancel_from_another_thread_gives_back_what_came():
     async def handler(seen: Seen) -> None:
         await asyncio.sleep(0 if int(seen.text.split()[1]) < 10 else 30)

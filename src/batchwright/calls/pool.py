@@ -51,7 +51,8 @@ class Pool:
     `batchwright.calls.limit`, or "auto", which finds it and starts from it in the next run
     (unless `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this
     user. `prices` are dollars for a million tokens, (prompt, completion) by model; `max_cost` is
-    a spending cap: no call is sent that would exceed it.
+    a spending cap: no call is sent that could exceed it by its `max_tokens` (or, without, by the
+    longest response so far).
 
     >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
@@ -86,6 +87,8 @@ class Pool:
             endpoint.api_key()
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, got {deadline_s}")
+        if max_cost is not None and not max_cost >= 0:
+            raise ConfigError(f"max_cost must be at least 0, got {max_cost}")
         if max_cost is not None and not prices:
             raise ConfigError(
                 "max_cost needs prices; give prices={model: (prompt, completion)} per million"

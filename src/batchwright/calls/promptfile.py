@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome
+from batchwright.calls.engine.stats import BYTES_PER_TOKEN, Prices, Stats, estimate_usage
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
 from batchwright.files import existing, fsync_folder
 
-__all__ = ["Answers", "Prompt", "read_answers", "read_prompts"]
+__all__ = ["Answers", "Prompt", "Spent", "read_answers", "read_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,8 @@ class Answers:
         self._again = retry_failed and bool(self.failed_before)
         self._waiting: dict[int, bytes] = {}
         self._next = self.known
+        self.failed = len(self.failed_before)
+        """Rows that have an error instead of a response."""
 
     @property
     def missing(self) -> list[int]:
@@ -176,7 +179,9 @@ class Answers:
         if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
             return
         raw = _encoded(_shown(self._prompts[index], outcome)) + b"\n"
+        self.failed += isinstance(outcome, Failed)
         if index < self.known:
+            self.failed -= 1
             self._lines[index] = (raw, {})
             return
         self._waiting[index] = raw
@@ -215,6 +220,80 @@ class Answers:
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; free space and run again, "
                 f"it resumes from the file and the cache"
+            ) from error
+
+
+class Spent:
+    """What the calls for one output have cost, over all its runs, in a hidden file beside it.
+
+    Each payment is a line that survives `kill -9`, with the mark of its prompt. Only one process
+    may hold it, the one that has the `Answers`.
+    """
+
+    HEAD = b"batchwright calls run: what was paid for each prompt\n"
+
+    def __init__(
+        self, output: Path, prices: Prices, prompts: Sequence[Prompt], known: Sequence[Line]
+    ) -> None:
+        self.path = output.with_name(f".{output.name}.spent")
+        self._stats = Stats(prices)
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        if content and not content.startswith(self.HEAD):
+            raise BadFile(f"{self.path} was not written by this command; move it away")
+        self.paid: set[str] = set()
+        self.total = 0.0
+        # A partial last line, as a full disk leaves it, is cut off by the next one.
+        self._size = content.rfind(b"\n") + 1
+        try:
+            for line in content[: self._size].splitlines()[1:]:
+                mark, cost = line.decode().split()
+                self.paid.add(mark)
+                self.total += float(cost)
+        except ValueError:
+            raise BadFile(
+                f"{self.path}, which counts what was paid, is damaged; move it away"
+            ) from None
+        self._new: list[tuple[str, float]] = []
+        if not content:
+            # Earlier runs had no prices, or all their calls are done.
+            for prompt, (_, row) in zip(prompts, known, strict=False):
+                if "usage" in row:
+                    usage = Usage(row["usage"]["prompt"], row["usage"]["completion"])
+                    self._count(prompt, self._stats.price(prompt.request, usage))
+        self.earlier = self.total
+
+    def add(self, prompt: Prompt, outcome: Outcome, *, own_cache: bool) -> None:
+        """Write down what a response cost; one from `own_cache` an earlier run paid, and once."""
+        if not isinstance(outcome, Done):
+            return
+        lost = own_cache and outcome.source == "cache" and prompt.mark not in self.paid
+        if lost or outcome.source in ("live", "hedge"):
+            usage = outcome.usage
+            if usage is None:
+                usage = estimate_usage(prompt.request, len(outcome.text) / BYTES_PER_TOKEN)
+            self._count(prompt, self._stats.price(prompt.request, usage))
+            self._write()
+
+    def remove(self) -> None:
+        """Nothing is left to be paid for this output."""
+        self.path.unlink(missing_ok=True)
+
+    def _count(self, prompt: Prompt, cost: float) -> None:
+        self.paid.add(prompt.mark)
+        self.total += cost
+        self._new.append((prompt.mark, cost))
+
+    def _write(self) -> None:
+        lines = "".join(f"{mark} {cost!r}\n" for mark, cost in self._new).encode()
+        self._new.clear()
+        try:
+            with self.path.open("ab") as file:
+                file.truncate(self._size)
+                self._size += file.write(lines if self._size else self.HEAD + lines)
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot write {self.path}, which counts what was paid: {error.strerror}; "
+                f"free space and run again, it resumes from the file and the cache"
             ) from error
 
 

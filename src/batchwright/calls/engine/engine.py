@@ -294,6 +294,8 @@ class Engine:
             job.attempts.remove(attempt)
             if not hedge:
                 self._dispatcher.in_flight.pop(job, None)
+                if job.held:
+                    self._dispatcher.release(job)
         if outcome is not None and not attempt.dropped:
             self._settle(job, attempt, outcome, now)
 
@@ -335,7 +337,8 @@ class Engine:
             self._finish(job, _as_failure(failed, job, upstream, now))
             return
         self._stats.retries += 1
-        if len(self.upstreams) > 1:
+        if len(self.upstreams) > 1 and self._rules.max_cost is None:
+            # Under a spending cap it goes back to the queue, where the cap is asked.
             other = self._dispatcher.least_loaded(now, but=upstream)
             if isinstance(other, Upstream) and other.rates is None:
                 self._start_slot(other, job)
