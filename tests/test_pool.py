@@ -328,19 +328,67 @@ def test_a_cached_answer_is_that_of_the_same_model(tmp_path):
         assert (cache.export(out), cache.damaged) == (8, 0)
 
 
-def test_cut_off_answers_are_given_but_not_kept(tmp_path):
+@pytest.mark.parametrize("cache", [True, False])
+def test_cut_off_answers_of_exact_requests_are_paid_once_and_marked(cache, tmp_path):
     async def handler(seen: Seen) -> None:
         await seen.reply(body=answer("and so", finish="length"))
 
     with RawServer(handler) as server:
-        for _ in range(2):
-            with Pool(server.url, limit=2, cache=tmp_path / "calls.db") as pool:
-                outcome = pool.map(questions(1))[0]
-                assert (outcome.text, outcome.finish, outcome.source) == (
-                    "and so",
-                    "length",
-                    "live",
-                )
+        with Pool(server.url, cache=tmp_path / "calls.db" if cache else None) as pool:
+            outcomes = [pool.map(questions(1))[0] for _ in range(2)]
+        if cache:
+            with Pool(server.url, cache=tmp_path / "calls.db") as pool:
+                outcomes += pool.map(questions(1))
+        assert len(server.seen) == 1
+    assert {(o.text, o.finish, o.cut_off) for o in outcomes} == {("and so", "length", True)}
+    assert [o.source for o in outcomes] == ["live"] + ["cache"] * (len(outcomes) - 1)
+
+
+def test_one_map_pays_once_for_equal_exact_requests_however_long_it_is(monkeypatch):
+    # The first and the last are far apart, and the memory of the pool has lost the first by then.
+    monkeypatch.setattr("batchwright.calls.engine.engine.MEMORY_RESPONSES", 10)
+    requests = [chat("m", f"q{i % 700}", temperature=0) for i in range(2100)]
+
+    with RawServer(quick) as server, Pool(server.url, limit=32) as pool:
+        outcomes = pool.map(requests)
+        again = asyncio.run(pool.amap(requests[:1] * 3))
+        random = pool.map([chat("m", "q0")] * 3)
+        counts = pool.stats()
+        assert len(server.seen) == 700 + 1 + 3
+
+    assert [o.text for o in outcomes] == [f"re: q{i % 700}" for i in range(2100)]
+    assert "live" not in {o.source for o in outcomes[700:]}
+    assert again[0].text == "re: q0"
+    assert {o.source for o in random} == {"live"}
+    assert counts["done"] == counts["asked"] == 2106
+    assert counts["hits"] + counts["shared"] == 1402
+
+
+def test_a_pool_without_a_cache_remembers_exact_answers_within_bounds(monkeypatch):
+    async def handler(seen: Seen) -> None:
+        await seen.answer("x" * (9000 if "long" in seen.text else 10))
+
+    monkeypatch.setattr("batchwright.calls.engine.engine.MEMORY_BYTES", 20_000)
+    with RawServer(handler) as server, Pool(server.url, limit=4) as pool:
+        for text in ("a", "a", "b", "long 1", "a", "long 2", "b", "long 3"):
+            pool.map([chat("m", text, temperature=0)])
+        assert [seen.text for seen in server.seen] == ["a", "b", "long 1", "long 2", "long 3"]
+        # Two long ones are what fits.
+        for text in ("long 3", "a", "long 1"):
+            pool.map([chat("m", text, temperature=0)])
+        assert [seen.text for seen in server.seen[5:]] == ["a", "long 1"]
+        ((_, outcome),) = pool.stream([chat("m", "a", temperature=0)])
+        assert outcome.source == "cache"
+
+
+def test_failures_are_not_remembered():
+    async def handler(seen: Seen) -> None:
+        await (seen.reply(400, b"no") if seen.before == 0 else seen.answer())
+
+    with RawServer(handler) as server, Pool(server.url, limit=1) as pool:
+        first, second = pool.map(questions(1)), pool.map(questions(1))
+        assert len(server.seen) == 2
+    assert (first[0].kind, second[0].source) == ("http_4xx", "live")
 
 
 def test_ollama_is_spoken_and_translated():

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from batchwright.calls.engine.budgets import SpendingCap
 from batchwright.calls.engine.endpoint import Upstream
 from batchwright.calls.engine.stats import Stats, estimate_usage
-from batchwright.calls.outcome import Failed, Outcome
+from batchwright.calls.outcome import Done, Failed, Outcome
 from batchwright.calls.request import Request
 
 __all__ = ["Attempt", "Dispatch", "Job", "Send", "Sink", "Spent", "Wait"]
@@ -28,6 +28,9 @@ class Sink(Protocol):
     """Further requests are not wanted any more."""
 
     def deliver(self, index: int, outcome: Outcome) -> None: ...
+
+    def earlier(self, key: bytes, index: int) -> Done | None:
+        """The response to an equal request that it has; else this is noted as the first one."""
 
     def abort(self, error: Exception) -> None:
         """The pool gives up; what is still open is delivered as cancelled."""

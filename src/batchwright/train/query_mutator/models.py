@@ -118,9 +118,8 @@ def open_models(
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
     with ExitStack() as stack:
-        # A response truncated at max_tokens is what the target said, so it is cached too.
         mode: Literal["use", "replay"] = "replay" if replay else "use"
-        cache = stack.enter_context(Cache(store, cut_off="keep", mode=mode))
+        cache = stack.enter_context(Cache(store, mode=mode))
         pools: dict[tuple[str, ...], Pool] = {}
 
         def pool_for(role: str, model: str) -> tuple[Pool, str]:
