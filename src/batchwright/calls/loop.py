@@ -6,15 +6,16 @@ child starts a thread of its own, and never touches what it inherited.
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Background", "background", "in_thread"]
+__all__ = ["Background", "background", "forgets_after_fork", "in_thread", "unforked"]
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class Background:
     pid: int
     thread: threading.Thread
     at_exit: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
-    """Pools: closed before the loop ends, and detached from it after a fork."""
+    """Pools: closed before the loop ends."""
 
     @property
     def here(self) -> bool:
@@ -106,14 +107,46 @@ def _stop(running: Background) -> None:
         running.loop.close()
 
 
+FORK_WAIT_S = 30.0
+"""How long a fork waits for what must not be interrupted; a model may take longer to load."""
+forgets_after_fork: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""Pools, from their first moment on: `forget` is called in the child."""
+_whole = threading.RLock()
+_forking = threading.local()
+
+
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """One thread at a time, and no fork by another one while it is inside.
+
+    A child has the locks that other threads held, of modules that were being imported too, and
+    nobody there who would release them.
+    """
+    with _whole:
+        yield
+
+
+def _before_fork() -> None:
+    # Forever would be a deadlock if the other thread waits for something that this one has.
+    _forking.held = _whole if _whole.acquire(timeout=FORK_WAIT_S) else None
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.held is not None:
+        _forking.held.release()
+
+
 def _after_fork() -> None:
-    global _current, _lock
-    _lock = threading.Lock()
+    global _current, _lock, _whole
+    _lock, _whole = threading.Lock(), threading.RLock()
     if _current is not None:
         _inherited.append(_current)
-        for one in list(_current.at_exit):
-            one.forget()
         _current = None
+    for reference in list(forgets_after_fork.data):
+        if (one := reference()) is not None:
+            one.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+)

@@ -26,7 +26,7 @@ from batchwright.calls.engine.retry import Retry
 from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, Stream, check
 from batchwright.calls.limit.fixed import Limit
-from batchwright.calls.loop import Background, background
+from batchwright.calls.loop import Background, background, forgets_after_fork, unforked
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
@@ -108,6 +108,7 @@ class Pool:
         self._engine: Engine | None = None
         self._background: Background | None = None
         self._closed = False
+        forgets_after_fork.add(self)
         # A wrong limit is to be known here, not at the first call.
         limit_for(self.endpoints[0], limit, False)
 
@@ -204,7 +205,7 @@ class Pool:
         if self._engine is not None:
             # For ever: closing its sockets here would take them out of the parent's selector.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
-            self._engine = None
+        self._engine = self._background = None
 
     def __enter__(self) -> Self:
         return self
@@ -231,7 +232,7 @@ class Pool:
         running = self._background
         engine = self._engine
         if engine is None or running is None or running.pid != os.getpid():
-            with self._lock:
+            with unforked(), self._lock:
                 running, engine = self._start()
         if running.here and not here:
             raise ConfigError(
@@ -246,9 +247,10 @@ class Pool:
         running = background()
         if self._engine is not None and self._background is running:
             return running, self._engine
-        if any(endpoint.remote for endpoint in self.endpoints):
-            # Importing aiohttp takes a while, which is nobody's deadline to lose.
-            import_module("batchwright.calls.wire.http")
+        # Importing aiohttp takes a while, which is nobody's deadline to lose; and it is not to be
+        # imported by the loop, where a fork would interrupt it, nor what it needs to find a host.
+        import_module("batchwright.calls.wire.http")
+        import_module("encodings.idna")
         upstreams = [self._upstream(endpoint) for endpoint in self.endpoints]
         cache = None if self._cache is None else CacheThread(self._cache, running.loop)
         stats = Stats(self._prices)

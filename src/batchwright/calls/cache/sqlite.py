@@ -286,9 +286,18 @@ _forking = threading.Lock()
 _held: list[Database] = []
 
 
+_inherited: list[sqlite3.Connection] = []
+"""Connections of the parent process: kept, because closing them would end its locks."""
+
+
+def _every() -> list[Database]:
+    # One step of the interpreter: a thread that opens another file meanwhile changes the set.
+    return [one for reference in list(_alive.data) if (one := reference()) is not None]
+
+
 def _before_fork() -> None:
     _forking.acquire()
-    for database in list(_alive):
+    for database in _every():
         database._lock.acquire()
         _held.append(database)
         database.close()
@@ -300,4 +309,17 @@ def _after_fork() -> None:
     _forking.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    for database in _every():
+        if database not in _held:
+            # Another thread opened it after the locks were taken; nobody here would release its.
+            database._lock = threading.RLock()
+            if database._connection is not None:
+                _inherited.append(database._connection)
+                database._connection = None
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
