@@ -118,3 +118,44 @@ def test_a_fork_at_any_moment_hangs_neither_side(seed: int, tmp_path: Path) -> N
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str([0] * 20), done.stderr
+
+
+INTERRUPTED = """
+import asyncio, atexit, os, signal, threading, time
+from batchwright.calls import Endpoint, Pool, chat
+from batchwright.calls.loop import background
+
+# Registered first, so called last. Tasks that are left here are "destroyed but pending" later.
+atexit.register(lambda: print(len(asyncio.all_tasks(loop)), loop.is_closed()))
+loop = background().loop
+signal.signal(signal.SIGINT, signal.default_int_handler)
+begun = threading.Event()
+
+def slow(requests):
+    begun.set()
+    time.sleep(1)
+    return ["x"] * len(requests)
+
+pool = Pool(Endpoint(slow))
+threading.Thread(target=pool.map, args=([chat("m", "q")],), daemon=True).start()
+begun.wait()
+timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+timer.start()
+try:
+    pool.close()
+except KeyboardInterrupt:
+    print("interrupted")
+timer.join()
+"""
+
+
+def test_a_close_that_ctrl_c_interrupts_ends_at_exit_without_noise(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", INTERRUPTED],
+        env={**os.environ, "BATCHWRIGHT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n0 True\n", "")

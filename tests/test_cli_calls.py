@@ -283,6 +283,78 @@ def test_a_run_that_is_killed_again_and_again_pays_for_each_answer_once(tmp_path
     assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(150)]
 
 
+@pytest.mark.parametrize("presses", [1, 2, 3, 5])
+def test_ctrl_c_says_what_was_kept_and_how_to_resume(presses, tmp_path):
+    write_prompts(tmp_path, 80)
+    wait = True
+
+    async def handler(seen: Seen) -> None:
+        # One that never ends, and responses after it that cannot be written yet.
+        await asyncio.sleep(60 if wait and seen.text == "question 6" else 0.02)
+        await seen.answer()
+
+    with RawServer(handler) as server:
+        words = line(server.url, "--batch-size 4 --quiet --price-in 1 --price-out 1").split()
+        process = subprocess.Popen(
+            [COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        while process.poll() is None and len(server.seen) < 20:
+            time.sleep(0.005)
+        for _ in range(presses):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.01)
+        out, err = process.communicate(timeout=60)
+        told = err.decode()
+        wait = False
+        first = len(server.seen)
+        done = subprocess.run([COMMAND, *words], cwd=tmp_path, capture_output=True, timeout=60)
+        # What was in flight is called for again, and nothing else.
+        assert len(server.seen) <= 80 + 4
+
+    # A Ctrl-C that comes when Python itself ends kills it, after the sentence.
+    assert process.returncode in ((130,) if presses < 3 else (130, -signal.SIGINT))
+    assert out == b""
+    assert told.count("\n") == 1, told
+    assert told.startswith("stopped: 6 of 80 responses are in answers.jsonl, and those that came")
+    assert "spent; run the same command again to resume" in told
+    assert first < 40
+    assert done.returncode == 0, done.stderr
+    assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(80)]
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_resumes(tmp_path):
+    write_prompts(tmp_path, 40)
+    # No file may grow beyond 100 kB, which is about as a disk that becomes full.
+    limited = (
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); "
+        "from batchwright.cli.app import main; main()"
+    )
+
+    async def handler(seen: Seen) -> None:
+        await seen.answer("x" * 4000)
+
+    with RawServer(handler) as server:
+        words = line(server.url, "--quiet").split()
+        full = subprocess.run(
+            [sys.executable, "-c", limited, *words], cwd=tmp_path, capture_output=True, timeout=60
+        )
+        size = (tmp_path / "answers.jsonl").stat().st_size
+        with open("/dev/full", "w") as nowhere:
+            told = subprocess.run(
+                [COMMAND, *words], cwd=tmp_path, stdout=nowhere, stderr=subprocess.PIPE, timeout=60
+            )
+
+    assert full.returncode == 1
+    last = full.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: cannot write answers.jsonl: File too large; free space and run")
+    for noise in ("Traceback", "destroyed", "internal"):
+        assert noise not in full.stderr.decode()
+    assert size <= 100_000
+    assert told.returncode == 1
+    assert told.stderr == b"error: cannot write the output: no space is left there\n"
+    assert [row["text"] for row in answers(tmp_path)] == ["x" * 4000] * 40
+
+
 def test_probe_draws_both_curves_and_prints_the_line_to_use(call, tmp_path):
     with Simulator(kind="queue", knee=4, latency_s=0.02, sigma=0.0).running() as url:
         told = call(f"calls probe -e {url} -m sim --most 8 --plot knee.png", tmp_path)

@@ -87,6 +87,16 @@ def _start() -> Background:
     return started
 
 
+async def _end_tasks(patience_s: float) -> None:
+    """Wait for all tasks of this loop, then cancel the rest: none is pending when it closes."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=patience_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+
 def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A callback of this package raised: pools are aborted, so that nobody waits for ever."""
     loop.default_exception_handler(context)
@@ -99,14 +109,21 @@ def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def _stop(running: Background) -> None:
     if running.pid != os.getpid() or not running.thread.is_alive():
         return
-    for one in list(running.at_exit):
-        one.close()
-    running.loop.call_soon_threadsafe(running.loop.stop)
-    running.thread.join(timeout=5.0)
-    if not running.thread.is_alive():
-        running.loop.close()
+    with contextlib.suppress(KeyboardInterrupt, TimeoutError):
+        for one in list(running.at_exit):
+            one.close()
+        # A close that Ctrl-C interrupted goes on there.
+        asyncio.run_coroutine_threadsafe(_end_tasks(END_S), running.loop).result(2 * END_S)
+    with contextlib.suppress(KeyboardInterrupt):
+        running.loop.call_soon_threadsafe(running.loop.stop)
+        running.thread.join(timeout=5.0)
+        if not running.thread.is_alive():
+            running.loop.run_until_complete(_end_tasks(0.0))
+            running.loop.close()
 
 
+END_S = 3.0
+"""How long tasks that are still open at exit may take to end by themselves."""
 FORK_WAIT_S = 30.0
 """How long a fork waits for what must not be interrupted; a model may take longer to load."""
 forgets_after_fork: "weakref.WeakSet[Any]" = weakref.WeakSet()

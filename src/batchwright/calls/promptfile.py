@@ -201,9 +201,13 @@ class Answers:
             rows = b"".join(raw for raw, _ in self._lines)
             # A symbolic link stays one.
             write_atomic(Path(os.path.realpath(self.path)), rows + content[self._size :])
-        os.fsync(self._file)
-        os.close(self._file)
-        fsync_folder(self.path.parent)
+        try:
+            os.fsync(self._file)
+            fsync_folder(self.path.parent)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            os.close(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -217,10 +221,13 @@ class Answers:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
-            raise CannotWrite(
-                f"cannot write {self.path}: {error.strerror}; free space and run again, "
-                f"it resumes from the file and the cache"
-            ) from error
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> CannotWrite:
+        return CannotWrite(
+            f"cannot write {self.path}: {error.strerror}; free space and run again, "
+            f"it resumes from the file and the cache"
+        )
 
 
 class Spent:

@@ -11,7 +11,7 @@ from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
 if TYPE_CHECKING:
-    from batchwright.calls import Endpoint, Pool
+    from batchwright.calls import Endpoint, Outcome, Pool
     from batchwright.calls.promptfile import Answers, Line, Prompt, Spent
 
 __all__ = ["run"]
@@ -108,11 +108,15 @@ def run(
             "budget": _budget(error_budget),
         },
     )
-    with pool, Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
+    with Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
         try:
-            _answer(pool, prompts, answers, spent, cache is None, quiet)
-        finally:
-            facts = _facts(pool, prompts, answers, spent)
+            with pool:
+                try:
+                    _answer(pool, prompts, answers, spent, cache is None, quiet)
+                finally:
+                    facts = _facts(pool, prompts, answers, spent)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_stopped(prompts, answers, spent, cache or own)) from None
     whole = answers.written == len(prompts)
     if whole and cache is None:
         for suffix in ("", "-wal", "-shm"):
@@ -197,16 +201,39 @@ def _answer(
 ) -> None:
     """Make the missing calls and write their outcomes as they complete."""
     missing = answers.missing
+
+    def write(place: int, outcome: "Outcome") -> None:
+        prompt = prompts[missing[place]]
+        if spent is not None:
+            spent.add(prompt, outcome, own_cache=own_cache)
+        answers.add(missing[place], outcome)
+
     with (
         progress_bar("calls", quiet) as progress,
         pool.stream([prompts[index].request for index in missing]) as stream,
     ):
-        for done, (place, outcome) in enumerate(stream, start=1):
-            if spent is not None:
-                spent.add(prompts[missing[place]], outcome, own_cache=own_cache)
-            answers.add(missing[place], outcome)
+        for done in range(1, len(missing) + 1):
+            try:
+                place, outcome = next(stream)
+            except KeyboardInterrupt:
+                # Not where a line is being written: the next one would not stand at its place.
+                for place, outcome in stream:
+                    write(place, outcome)
+                raise
+            write(place, outcome)
             if progress is not None:
                 progress(done, len(missing))
+
+
+def _stopped(
+    prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None", cache: Path
+) -> str:
+    """What Ctrl-C leaves, and how to resume."""
+    money = "" if spent is None else f", {spent.total:.6g} spent"
+    return (
+        f"{answers.written:,} of {len(prompts):,} responses are in {answers.path}, and those that "
+        f"came back out of order in {cache}{money}; run the same command again to resume"
+    )
 
 
 def _facts(
