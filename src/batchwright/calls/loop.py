@@ -126,8 +126,8 @@ END_S = 3.0
 """How long tasks that are still open at exit may take to end by themselves."""
 FORK_WAIT_S = 30.0
 """How long a fork waits for what must not be interrupted; a model may take longer to load."""
-forgets_after_fork: "weakref.WeakSet[Any]" = weakref.WeakSet()
-"""Pools, from their first moment on: `forget` is called in the child."""
+forgets_after_fork: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Pools by their id, from their first moment on: `forget` is called in the child."""
 _whole = threading.RLock()
 _forking = threading.local()
 
@@ -159,7 +159,7 @@ def _after_fork() -> None:
     if _current is not None:
         _inherited.append(_current)
         _current = None
-    for reference in list(forgets_after_fork.data):
+    for reference in forgets_after_fork.valuerefs():
         if (one := reference()) is not None:
             one.forget()
 

@@ -108,7 +108,7 @@ class Pool:
         self._engine: Engine | None = None
         self._background: Background | None = None
         self._closed = False
-        forgets_after_fork.add(self)
+        forgets_after_fork[id(self)] = self
         # A wrong limit is to be known here, not at the first call.
         limit_for(self.endpoints[0], limit, False)
 

@@ -68,7 +68,7 @@ class Database:
         # A file that is only read needs no locks.
         if not read_only:
             refuse_network(self.path, what)
-        _alive.add(self)
+        _alive[id(self)] = self
         with self.reading():
             pass
 
@@ -281,7 +281,7 @@ def _to_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.005)
 
 
-_alive: "weakref.WeakSet[Database]" = weakref.WeakSet()
+_alive: "weakref.WeakValueDictionary[int, Database]" = weakref.WeakValueDictionary()
 _forking = threading.Lock()
 _held: list[Database] = []
 
@@ -291,8 +291,8 @@ _inherited: list[sqlite3.Connection] = []
 
 
 def _every() -> list[Database]:
-    # One step of the interpreter: a thread that opens another file meanwhile changes the set.
-    return [one for reference in list(_alive.data) if (one := reference()) is not None]
+    # The references are one step of the interpreter: another thread may open a file meanwhile.
+    return [one for reference in _alive.valuerefs() if (one := reference()) is not None]
 
 
 def _before_fork() -> None:
