@@ -67,7 +67,8 @@ PROCESSES = {"run", "workshop", "copy", "server", "shell"}
 
 LONG = """
 test_accept test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input
-test_cli_calls test_cli_gym test_cli_kg test_cli_query_mutator test_examples test_gae test_ground
+test_cli_calls test_cli_gym test_cli_kg test_cli_overwrite test_cli_query_mutator test_examples
+test_gae test_ground
 test_gym test_kge test_lengths test_limit test_local_models test_mine test_models test_optimal
 test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory
 test_public_surface test_query_mutation test_readme test_replay test_replay_files test_simulator

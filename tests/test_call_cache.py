@@ -209,7 +209,7 @@ def test_only_whole_answers_to_exact_requests_are_kept(tmp_path: Path) -> None:
         (complete("m", "2+2=", temperature=0), Done("4", {"choices": [{"text": "4"}]})),
         (embed("m", "text"), Done("", {"data": [{"index": 0, "embedding": [0.5]}]})),
     ]
-    with Cache(tmp_path / "calls.db") as cache:
+    with Cache(tmp_path / "calls.db", cut_off="skip") as cache:
         assert cache.put_many(refused) == 0
         assert cache.stats().entries == 0
         assert cache.put_many([*refused, *kept]) == len(kept)
@@ -218,16 +218,20 @@ def test_only_whole_answers_to_exact_requests_are_kept(tmp_path: Path) -> None:
         assert found[kept[-1][0].key].vectors == [[0.5]]
 
 
-def test_a_cut_off_answer_is_kept_if_asked_and_never_given_to_who_did_not_ask(
+def test_a_cut_off_answer_is_kept_and_marked_but_not_given_to_who_skips_them(
     tmp_path: Path,
 ) -> None:
     request, path = question(1), tmp_path / "calls.db"
     cut = Done(
         "ans", {"choices": [{"message": {"content": "ans"}, "finish_reason": "length"}]}, "length"
     )
-    with Cache(path, cut_off="keep") as keeping, Cache(path) as skipping:
+    with Cache(path) as keeping, Cache(path, cut_off="skip") as skipping:
+        assert skipping.put_many([(request, cut)]) == 0
         assert keeping.put_many([(request, cut)]) == 1
-        assert keeping.get_many([request.key])[request.key].text == "ans"
+        found = keeping.get_many([request.key])[request.key]
+        assert (found.text, found.finish, found.cut_off) == ("ans", "length", True)
+        keeping.export(tmp_path / "all.jsonl")
+        assert json.loads((tmp_path / "all.jsonl").read_text())["cut_off"] is True
         assert skipping.get_many([request.key]) == {}
         assert skipping.lease_many([request.key], "me", 60)
         skipping.put_many([(request, answer(1))])

@@ -248,7 +248,7 @@ def test_waits_are_read_in_all_their_forms():
     ("status", "said", "headers", "kind"),
     [
         (429, "slow down", {}, Kind.RATE_LIMITED),
-        (429, "insufficient_quota: check your billing", {}, Kind.HTTP_4XX),
+        (429, "insufficient_quota: check your billing", {}, Kind.RATE_LIMITED),
         (503, "server busy, please try again. maximum pending requests", {}, Kind.RATE_LIMITED),
         (503, "x", {"Retry-After": "1"}, Kind.RATE_LIMITED),
         (503, "no healthy upstream", {}, Kind.HTTP_5XX),
@@ -263,7 +263,249 @@ def test_refusals_have_their_kinds(status, said, headers, kind):
     failed = openai_wire.decode(chat("m", "q"), status, headers, body)
 
     assert (failed.kind, failed.status) == (kind, status)
-    assert said[:20] in failed.error or "billing" in said
+    assert said[:20] in failed.error
+
+
+def google(message: str, **more: object) -> list[object]:
+    error = {"code": 429, "message": message, "status": "RESOURCE_EXHAUSTED", **more}
+    return [{"error": error}]
+
+
+# Bodies that somebody saw and reported, with the place; ids and the ends of long texts are cut.
+RECORDED = {
+    # github.com/Pythagora-io/gpt-pilot/issues/340
+    "OpenAI, no credit": (
+        429,
+        {
+            "error": {
+                "message": "You exceeded your current quota, please check your plan and billing "
+                "details.",
+                "type": "insufficient_quota",
+                "param": None,
+                "code": "insufficient_quota",
+            }
+        },
+        Kind.HTTP_4XX,
+    ),
+    # github.com/Chanzhaoyu/chatgpt-web/issues/1273
+    "OpenAI, account not active": (
+        429,
+        {
+            "error": {
+                "message": "Your account is not active, please check your billing details on our "
+                "website.",
+                "type": "billing_not_active",
+                "param": None,
+                "code": None,
+            }
+        },
+        Kind.HTTP_4XX,
+    ),
+    # github.com/openai/codex/issues/88
+    "OpenAI, tokens a minute": (
+        429,
+        {
+            "error": {
+                "message": "Rate limit reached for o4-mini in organization org-1 on tokens per min "
+                "(TPM): Limit 200000, Used 162960, Requested 42288. Please try again in 1.574s.",
+                "type": "tokens",
+                "param": None,
+                "code": "rate_limit_exceeded",
+            }
+        },
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/Trae-AI/TRAE/issues/625
+    "Anthropic": (
+        429,
+        {
+            "type": "error",
+            "error": {
+                "type": "rate_limit_error",
+                "message": "This request would exceed the rate limit for your organization (---) "
+                "of 20,000 input tokens per minute.",
+            },
+        },
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/FoundationAgents/OpenManus/issues/746
+    "Anthropic, at its OpenAI address": (
+        429,
+        {
+            "error": {
+                "code": "rate_limit_error",
+                "message": "This request would exceed the rate limit for your organization of "
+                "20,000 input tokens per minute.",
+                "type": "invalid_request_error",
+                "param": None,
+            }
+        },
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/anthropics/claude-code/issues/4207
+    "Anthropic, no credit": (
+        400,
+        {
+            "type": "error",
+            "error": {
+                "type": "invalid_request_error",
+                "message": "Your credit balance is too low to access the Anthropic API. Please go "
+                "to Plans & Billing to upgrade or purchase credits.",
+            },
+        },
+        Kind.HTTP_4XX,
+    ),
+    # github.com/RooCodeInc/Roo-Code/issues/3883, in the list of page-assist/issues/406
+    "Gemini": (
+        429,
+        google(
+            "You exceeded your current quota, please check your plan and billing details.",
+            details=[
+                {
+                    "@type": "type.googleapis.com/google.rpc.QuotaFailure",
+                    "violations": [
+                        {"quotaId": "GenerateContentInputTokensPerModelPerMinute-FreeTier"}
+                    ],
+                },
+                {"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": "26s"},
+            ],
+        ),
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/n4ze3m/page-assist/issues/406
+    "Gemini, in short": (
+        429,
+        google("Resource has been exhausted (e.g. check quota)."),
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/cline/cline/issues/651
+    "Vertex": (
+        429,
+        google(
+            "Quota exceeded for aiplatform.googleapis.com/online_prediction_requests_per_base_"
+            "model with base model: anthropic-claude-3-5-sonnet-v2. Please submit a quota "
+            "increase request."
+        ),
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/microsoft/copilot-camp/issues/551
+    "Azure": (
+        429,
+        {"error": {"code": "429", "message": "Rate limit is exceeded. Try again in 2 seconds."}},
+        Kind.RATE_LIMITED,
+    ),
+    # github.com/jasonacox/TinyLLM/issues/17; others of this text name aka.ms/oai/quotaincrease
+    "Azure, tokens": (
+        429,
+        {
+            "error": {
+                "code": "429",
+                "message": "Requests to the ChatCompletions_Create Operation under Azure OpenAI "
+                "API version 2023-05-15 have exceeded token rate limit of your current AIServices "
+                "S0 pricing tier. Please retry after 86400 seconds.",
+            }
+        },
+        Kind.RATE_LIMITED,
+    ),
+    # vLLM sends no 429 of its own (vllm/issues/13395); this is how its errors look, old and new.
+    "vLLM, flat": (
+        400,
+        {
+            "object": "error",
+            "message": "This model's maximum context length is 32768 tokens. However, you "
+            "requested 54692 tokens (21924 in the messages, 32768 in the completion).",
+            "type": "BadRequestError",
+            "param": None,
+            "code": 400,
+        },
+        Kind.HTTP_4XX,
+    ),
+    "vLLM, nested": (
+        400,
+        {
+            "error": {
+                "message": "Conversation roles must alternate user/assistant/user/assistant/...",
+                "type": "BadRequestError",
+                "param": None,
+                "code": 400,
+            }
+        },
+        Kind.HTTP_4XX,
+    ),
+    # The message of sglang's managers/scheduler.py, in the body that proxies before it test with.
+    "SGLang": (
+        503,
+        {
+            "object": "error",
+            "message": "The request queue is full.",
+            "type": "abort",
+            "code": 503,
+        },
+        Kind.RATE_LIMITED,
+    ),
+    # llama-server while it loads the weights
+    "llama.cpp": (
+        503,
+        {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}},
+        Kind.HTTP_5XX,
+    ),
+    # ErrMaxQueue of ollama's server/sched.go
+    "Ollama": (
+        503,
+        {"error": "server busy, please try again.  maximum pending requests exceeded"},
+        Kind.RATE_LIMITED,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_only_what_is_documented_as_final_ends_a_call_that_was_rejected(name):
+    status, said, kind = RECORDED[name]
+    for wire in (openai_wire, ollama_wire):
+        failed = wire.decode(chat("m", "q"), status, {}, json.dumps(said).encode())
+        assert (failed.kind, failed.status) == (kind, status)
+        assert failed.retry_after_s == (26 if name == "Gemini" else None)
+        assert "{" not in failed.error
+        told = wire.decode(chat("m", "q"), status, {"Retry-After": "3"}, json.dumps(said).encode())
+        assert told.retry_after_s == 3
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "insufficient_quota",
+        "credit_balance_exhausted",
+        "organization_spend_limit_exceeded",
+        "organization_usage_limit_exceeded",
+        "project_spend_limit_exceeded",
+    ],
+)
+def test_the_codes_that_openai_documents_as_final_are(code):
+    # Written after its page on error codes, which shows the fields but no whole body.
+    said = {"error": {"message": "no", "type": "insufficient_quota", "code": code}}
+    assert openai_wire.decode(chat("m", "q"), 429, {}, json.dumps(said).encode()).kind == "http_4xx"
+    said["error"]["type"] = "requests"
+    assert openai_wire.decode(chat("m", "q"), 429, {}, json.dumps(said).encode()).kind == "http_4xx"
+
+
+def test_the_spend_limit_of_anthropic_is_final_and_its_overload_is_not():
+    # Written after its page on errors, as above.
+    error = {"type": "rate_limit_error", "message": "no"}
+    details = {"error_code": "enforced_spend_limit_reached"}
+    spent = {"type": "error", "error": {**error, "details": details}}
+    busy = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
+    kinds = [
+        openai_wire.decode(chat("m", "q"), status, {}, json.dumps(said).encode()).kind
+        for status, said in ((429, spent), (429, {"type": "error", "error": error}), (529, busy))
+    ]
+    assert kinds == ["http_4xx", "rate_limited", "rate_limited"]
+
+
+@pytest.mark.parametrize("delay", ["s", "-1s", "1e9s", "infs", 7, None, ["1s"], "99999999999s"])
+def test_a_delay_that_is_none_is_no_delay(delay):
+    said = {"error": {"message": "x", "details": [{"retryDelay": delay}, 3, None]}}
+    failed = openai_wire.decode(chat("m", "q"), 429, {}, json.dumps(said).encode())
+    assert (failed.kind, failed.retry_after_s) == (Kind.RATE_LIMITED, None)
 
 
 @given(st.text("abcdefgh ", min_size=14, max_size=80), st.integers(0, 60), st.integers(14, 80))

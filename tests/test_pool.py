@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls import (
     AutoLimit,
+    Cache,
     Done,
     Endpoint,
     ErrorBudget,
@@ -280,19 +281,114 @@ def test_the_cache_answers_the_second_run_and_only_what_is_exact(tmp_path):
     assert counts["hits"] == 300
 
 
-def test_cut_off_answers_are_given_but_not_kept(tmp_path):
+def shout(requests):
+    return ["SHOUT"] * len(requests)
+
+
+class Whisperer:
+    def __call__(self, requests):
+        return ["whisper"] * len(requests)
+
+
+def test_a_cached_answer_is_that_of_the_same_model(tmp_path):
+    async def handler(seen: Seen) -> None:
+        await seen.answer(seen.body["model"])
+
+    def said(*endpoints: Endpoint, model: str = "m") -> tuple[str, str]:
+        with Pool(*endpoints, cache=tmp_path / "calls.db") as pool:
+            (outcome,) = pool.map([chat(model, "who are you?", temperature=0)])
+        return outcome.text, outcome.source
+
+    with RawServer(handler) as one, RawServer(handler) as two:
+        # The name that is sent is part of the key, and several names are a key of their own.
+        for name in ("m", "a", "b"):
+            endpoint = Endpoint(one.url, model=None if name == "m" else name)
+            assert said(endpoint) == (name, "live")
+            assert said(endpoint) == (name, "cache")
+        both = Endpoint(one.url, model="a"), Endpoint(two.url, model="b")
+        assert said(*both)[1] == "live"
+        assert said(*reversed(both))[1] == "cache"
+        # Servers by http share what the same name said, wherever they are.
+        assert said(Endpoint(two.url)) == ("m", "cache")
+        assert said(Endpoint(two.url), Endpoint(one.url)) == ("m", "cache")
+        # Unless somebody says that the weights are others.
+        assert said(Endpoint(two.url, identity="new weights")) == ("m", "live")
+        assert said(Endpoint(one.url, identity="new weights")) == ("m", "cache")
+    # What runs inside this process is known by what it is.
+    assert said(Endpoint(shout)) == ("SHOUT", "live")
+    assert said(Endpoint(Whisperer())) == ("whisper", "live")
+    assert said(Endpoint(shout)) == ("SHOUT", "cache")
+    assert said(Endpoint(shout, name="other")) == ("SHOUT", "live")
+    # A stand-in on this machine does not answer for an https service.
+    assert Endpoint("https://api.example.com/v1").identity not in ("", Endpoint(one.url).identity)
+    assert Endpoint("local:smollm2").identity != Endpoint("local:minilm").identity
+    assert Endpoint("local:./a/../b").identity == Endpoint(f"local:{Path.cwd()}/b").identity
+    out = tmp_path / "all.jsonl"
+    with Cache(tmp_path / "calls.db", mode="replay") as cache:
+        assert (cache.export(out), cache.damaged) == (8, 0)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_cut_off_answers_of_exact_requests_are_paid_once_and_marked(cache, tmp_path):
     async def handler(seen: Seen) -> None:
         await seen.reply(body=answer("and so", finish="length"))
 
     with RawServer(handler) as server:
-        for _ in range(2):
-            with Pool(server.url, limit=2, cache=tmp_path / "calls.db") as pool:
-                outcome = pool.map(questions(1))[0]
-                assert (outcome.text, outcome.finish, outcome.source) == (
-                    "and so",
-                    "length",
-                    "live",
-                )
+        with Pool(server.url, cache=tmp_path / "calls.db" if cache else None) as pool:
+            outcomes = [pool.map(questions(1))[0] for _ in range(2)]
+        if cache:
+            with Pool(server.url, cache=tmp_path / "calls.db") as pool:
+                outcomes += pool.map(questions(1))
+        assert len(server.seen) == 1
+    assert {(o.text, o.finish, o.cut_off) for o in outcomes} == {("and so", "length", True)}
+    assert [o.source for o in outcomes] == ["live"] + ["cache"] * (len(outcomes) - 1)
+
+
+def test_one_map_pays_once_for_equal_exact_requests_however_long_it_is(monkeypatch):
+    # The first and the last are far apart, and the memory of the pool has lost the first by then.
+    monkeypatch.setattr("batchwright.calls.engine.engine.MEMORY_RESPONSES", 10)
+    requests = [chat("m", f"q{i % 700}", temperature=0) for i in range(2100)]
+
+    with RawServer(quick) as server, Pool(server.url, limit=32) as pool:
+        outcomes = pool.map(requests)
+        again = asyncio.run(pool.amap(requests[:1] * 3))
+        random = pool.map([chat("m", "q0")] * 3)
+        counts = pool.stats()
+        assert len(server.seen) == 700 + 1 + 3
+
+    assert [o.text for o in outcomes] == [f"re: q{i % 700}" for i in range(2100)]
+    assert "live" not in {o.source for o in outcomes[700:]}
+    assert again[0].text == "re: q0"
+    assert {o.source for o in random} == {"live"}
+    assert counts["done"] == counts["asked"] == 2106
+    assert counts["hits"] + counts["shared"] == 1402
+
+
+def test_a_pool_without_a_cache_remembers_exact_answers_within_bounds(monkeypatch):
+    async def handler(seen: Seen) -> None:
+        await seen.answer("x" * (9000 if "long" in seen.text else 10))
+
+    monkeypatch.setattr("batchwright.calls.engine.engine.MEMORY_BYTES", 20_000)
+    with RawServer(handler) as server, Pool(server.url, limit=4) as pool:
+        for text in ("a", "a", "b", "long 1", "a", "long 2", "b", "long 3"):
+            pool.map([chat("m", text, temperature=0)])
+        assert [seen.text for seen in server.seen] == ["a", "b", "long 1", "long 2", "long 3"]
+        # Two long ones are what fits.
+        for text in ("long 3", "a", "long 1"):
+            pool.map([chat("m", text, temperature=0)])
+        assert [seen.text for seen in server.seen[5:]] == ["a", "long 1"]
+        ((_, outcome),) = pool.stream([chat("m", "a", temperature=0)])
+        assert outcome.source == "cache"
+
+
+def test_failures_are_not_remembered():
+    async def handler(seen: Seen) -> None:
+        await (seen.reply(400, b"no") if seen.before == 0 else seen.answer())
+
+    with RawServer(handler) as server, Pool(server.url, limit=1) as pool:
+        first, second = pool.map(questions(1)), pool.map(questions(1))
+        assert len(server.seen) == 2
+    assert (first[0].kind, second[0].source) == ("http_4xx", "live")
 
 
 def test_ollama_is_spoken_and_translated():
@@ -383,6 +479,26 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
     rest = [outcome for outcome in outcomes if not outcome]
     assert {outcome.kind for outcome in rest} == {Kind.CANCELLED}
     assert "max_cost=0.1" in rest[0].error
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_a_spending_cap_is_not_exceeded_by_what_is_in_flight(bounded):
+    lengths = iter([3, 1, 9, 2, 9, 9, 1, 5] * 50)
+
+    async def handler(seen: Seen) -> None:
+        await asyncio.sleep(0.002)
+        await seen.reply(body=answer("x", usage=(20, next(lengths) * 1000)))
+
+    limit = {"max_tokens": 9000} if bounded else {}
+    with (
+        RawServer(handler) as server,
+        Pool(server.url, limit=16, prices={"m": (1.0, 1.0)}, max_cost=0.2) as pool,
+    ):
+        pool.map(questions(200, **limit))
+        counts = pool.stats()
+
+    assert counts["capped"]
+    assert 0.15 < counts["cost"] <= (0.2 if bounded else 0.2 + 16 * 0.009)
 
 
 def test_cancel_from_another_thread_gives_back_what_came():

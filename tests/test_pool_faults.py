@@ -130,7 +130,7 @@ def test_endless_429_ends_as_rate_limited_within_the_deadline():
 
 def test_an_account_without_money_is_not_asked_again():
     async def handler(seen: Seen) -> None:
-        await seen.reply(429, {"error": {"message": "You exceeded your current quota"}})
+        await seen.reply(429, {"error": {"message": "no", "code": "insufficient_quota"}})
 
     with RawServer(handler) as server, pool_of(server.url) as pool:
         outcomes = made(pool, questions(2))

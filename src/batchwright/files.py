@@ -6,13 +6,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError, MissingFile
 
 __all__ = [
     "atomic_folder",
+    "check_apart",
+    "check_output",
     "check_replaceable",
     "existing",
     "fsync_folder",
@@ -145,6 +147,56 @@ def check_replaceable(path: Path, marker: str, says: str = "") -> None:
             f"{path} is not empty and has no {marker} of the same kind, so it is not overwritten; "
             f"choose another folder or empty it"
         )
+
+
+HEAD_BYTES = 64 * 2**10
+"""So much of a file is read to recognise it."""
+
+
+def check_output(
+    path: Path, ours: re.Pattern[bytes], *, inputs: Iterable[Path] = (), force: bool = False
+) -> None:
+    """Refuse to replace a file that this package did not write, before work is done for nothing.
+
+    A file is ours if its first bytes match `ours`, whatever its name, or if it is empty; `force`
+    allows any regular file. One of the `inputs` is refused in any case. Opens nothing for writing.
+    """
+    check_apart(path, inputs)
+    try:
+        if not path.exists():
+            return
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder; choose the path of a file")
+        if not path.is_file():
+            raise ConfigError(f"{path} is not a regular file; choose another path")
+        if force:
+            return
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot read what is at {path}: {error.strerror}; choose another path"
+        ) from error
+    if head and not ours.match(head):
+        raise ConfigError(
+            f"{path} was not written by this command, so it is not replaced; "
+            f"choose another path, or replace it with --force"
+        )
+
+
+def check_apart(path: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that is one of the inputs: by another spelling, a symbolic or a hard link.
+
+    >>> check_apart(Path("a/../b"), [Path("b")])
+    Traceback (most recent call last):
+    batchwright.errors.ConfigError: the output a/../b is the input b; choose another output
+    """
+    for one in inputs:
+        same = os.path.realpath(path) == os.path.realpath(one)
+        with contextlib.suppress(OSError):
+            same = same or path.samefile(one)
+        if same:
+            raise ConfigError(f"the output {path} is the input {one}; choose another output")
 
 
 def existing(path: Path, what: str) -> Path:

@@ -1,7 +1,8 @@
 """Where calls go: a server by its address, or a function of this process."""
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -9,7 +10,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
-__all__ = ["BatchFunction", "Endpoint", "parse_model"]
+__all__ = ["BatchFunction", "Endpoint", "parse_model", "scope_of"]
 
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
 """A response for each request: a text, a body in the OpenAI format, or an exception."""
@@ -33,8 +34,18 @@ class Endpoint:
     in the environment for one service is not sent to every server. `key_env=""` sends none.
     `model` replaces the model's name in every request sent here.
 
+    Cached responses belong to the model's name and to the `identity` of the endpoint. By default
+    that is the address of an https service, so that its responses are not those of a stand-in;
+    the name or path of a local model; module and name of a function, or the `name` given here.
+    Servers by http, on a socket and of Ollama come and go under many addresses, so they have
+    none: give an `identity` where one name means different weights.
+
     >>> Endpoint("ollama://gpu0")
     Endpoint('ollama://gpu0:11434')
+    >>> Endpoint("http://gpu0:8000").identity, Endpoint("http://gpu0:8000", model="b").identity
+    ('', ' model=b')
+    >>> Endpoint("https://api.example.com/v1").identity
+    'https://api.example.com/v1'
     """
 
     name: str
@@ -48,6 +59,8 @@ class Endpoint:
     key_env: str | None
     function: BatchFunction | None
     batch: int
+    identity: str
+    """Which model responds, where the name in a request does not say it; part of cache keys."""
 
     def __init__(
         self,
@@ -57,6 +70,7 @@ class Endpoint:
         model: str | None = None,
         name: str | None = None,
         batch: int = 32,
+        identity: str | None = None,
     ) -> None:
         protocol: Protocol
         base, socket, function = "", None, None
@@ -69,7 +83,11 @@ class Endpoint:
             protocol, base, socket, shown = _address(target)
         if batch < 1:
             raise ConfigError(f"batch must be at least 1, got {batch}")
-        fields = (name or shown, protocol, base, socket, model, key_env, function, batch)
+        if identity is None:
+            identity = _identity(protocol, base, function, name)
+        if model is not None:
+            identity += f" model={model}"
+        fields = (name or shown, protocol, base, socket, model, key_env, function, batch, identity)
         for field, value in zip(self.__slots__, fields, strict=True):
             object.__setattr__(self, field, value)
 
@@ -100,6 +118,28 @@ class Endpoint:
                 f"export it, or leave key_env out"
             )
         return key
+
+
+def _identity(
+    protocol: Protocol, base: str, function: BatchFunction | None, name: str | None
+) -> str:
+    if protocol == "local":
+        # A folder or file by any spelling; a name of the registry is no path.
+        return "local:" + (os.path.realpath(base) if "/" in base else base)
+    if function is not None:
+        made: Any = function if hasattr(function, "__qualname__") else type(function)
+        return f"function:{name or f'{made.__module__}.{made.__qualname__}'}"
+    return base if base.startswith("https:") else ""
+
+
+def scope_of(endpoints: Iterable[Endpoint]) -> str:
+    """What the cached responses of a pool depend on besides the request; often nothing.
+
+    Any of the endpoints may respond, so all their identities are in it: a pool over two models
+    shares no response with a pool over one of them.
+    """
+    found = sorted({endpoint.identity for endpoint in endpoints})
+    return "" if found == [""] else json.dumps(found)
 
 
 def parse_model(text: str) -> tuple[Endpoint, str]:

@@ -6,15 +6,16 @@ child starts a thread of its own, and never touches what it inherited.
 
 import asyncio
 import atexit
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Background", "background", "in_thread"]
+__all__ = ["Background", "background", "forgets_after_fork", "in_thread", "unforked"]
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class Background:
     pid: int
     thread: threading.Thread
     at_exit: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
-    """Pools: closed before the loop ends, and detached from it after a fork."""
+    """Pools: closed before the loop ends."""
 
     @property
     def here(self) -> bool:
@@ -86,6 +87,16 @@ def _start() -> Background:
     return started
 
 
+async def _end_tasks(patience_s: float) -> None:
+    """Wait for all tasks of this loop, then cancel the rest: none is pending when it closes."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=patience_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+
 def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """A callback of this package raised: pools are aborted, so that nobody waits for ever."""
     loop.default_exception_handler(context)
@@ -98,22 +109,61 @@ def _on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 def _stop(running: Background) -> None:
     if running.pid != os.getpid() or not running.thread.is_alive():
         return
-    for one in list(running.at_exit):
-        one.close()
-    running.loop.call_soon_threadsafe(running.loop.stop)
-    running.thread.join(timeout=5.0)
-    if not running.thread.is_alive():
-        running.loop.close()
+    with contextlib.suppress(KeyboardInterrupt, TimeoutError):
+        for one in list(running.at_exit):
+            one.close()
+        # A close that Ctrl-C interrupted goes on there.
+        asyncio.run_coroutine_threadsafe(_end_tasks(END_S), running.loop).result(2 * END_S)
+    with contextlib.suppress(KeyboardInterrupt):
+        running.loop.call_soon_threadsafe(running.loop.stop)
+        running.thread.join(timeout=5.0)
+        if not running.thread.is_alive():
+            running.loop.run_until_complete(_end_tasks(0.0))
+            running.loop.close()
+
+
+END_S = 3.0
+"""How long tasks that are still open at exit may take to end by themselves."""
+FORK_WAIT_S = 30.0
+"""How long a fork waits for what must not be interrupted; a model may take longer to load."""
+forgets_after_fork: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""Pools by their id, from their first moment on: `forget` is called in the child."""
+_whole = threading.RLock()
+_forking = threading.local()
+
+
+@contextlib.contextmanager
+def unforked() -> Iterator[None]:
+    """One thread at a time, and no fork by another one while it is inside.
+
+    A child has the locks that other threads held, of modules that were being imported too, and
+    nobody there who would release them.
+    """
+    with _whole:
+        yield
+
+
+def _before_fork() -> None:
+    # Forever would be a deadlock if the other thread waits for something that this one has.
+    _forking.held = _whole if _whole.acquire(timeout=FORK_WAIT_S) else None
+
+
+def _after_fork_in_parent() -> None:
+    if _forking.held is not None:
+        _forking.held.release()
 
 
 def _after_fork() -> None:
-    global _current, _lock
-    _lock = threading.Lock()
+    global _current, _lock, _whole
+    _lock, _whole = threading.Lock(), threading.RLock()
     if _current is not None:
         _inherited.append(_current)
-        for one in list(_current.at_exit):
-            one.forget()
         _current = None
+    for reference in forgets_after_fork.valuerefs():
+        if (one := reference()) is not None:
+            one.forget()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+)

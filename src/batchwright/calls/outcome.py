@@ -8,7 +8,11 @@ from typing import Any, Literal
 __all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "read_body"]
 
 Source = Literal["live", "cache", "shared", "hedge"]
-"""Where a response came from: the server, the cache, an equal call in flight, a hedged retry."""
+"""Where a response came from: the server, the cache or the memory of the pool, an equal call in
+flight, a hedged retry."""
+
+CUT_OFF = ("length", "content_filter")
+"""Finish reasons that leave a response incomplete."""
 
 
 class Kind(StrEnum):
@@ -59,6 +63,16 @@ class Done:
 
     def __bool__(self) -> Literal[True]:
         return True
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether any choice of the response stopped before its end, say at `max_tokens`."""
+        if self.finish in CUT_OFF:
+            return True
+        choices = self.body.get("choices")
+        if not isinstance(choices, list) or len(choices) < 2:
+            return False
+        return any(isinstance(o, Mapping) and o.get("finish_reason") in CUT_OFF for o in choices)
 
     @property
     def vectors(self) -> list[list[float]]:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.cache.thread import CacheThread
-from batchwright.calls.endpoints import Endpoint
+from batchwright.calls.endpoints import Endpoint, scope_of
 from batchwright.calls.engine.budgets import ErrorBudget
 from batchwright.calls.engine.endpoint import SharedRateLimit, Upstream, limit_for
 from batchwright.calls.engine.engine import Engine, Rules
@@ -26,7 +26,7 @@ from batchwright.calls.engine.retry import Retry
 from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, Stream, check
 from batchwright.calls.limit.fixed import Limit
-from batchwright.calls.loop import Background, background
+from batchwright.calls.loop import Background, background, forgets_after_fork, unforked
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
@@ -51,7 +51,8 @@ class Pool:
     `batchwright.calls.limit`, or "auto", which finds it and starts from it in the next run
     (unless `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this
     user. `prices` are dollars for a million tokens, (prompt, completion) by model; `max_cost` is
-    a spending cap: no call is sent that would exceed it.
+    a spending cap: no call is sent that could exceed it by its `max_tokens` (or, without, by the
+    longest response so far).
 
     >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
@@ -86,6 +87,8 @@ class Pool:
             endpoint.api_key()
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, got {deadline_s}")
+        if max_cost is not None and not max_cost >= 0:
+            raise ConfigError(f"max_cost must be at least 0, got {max_cost}")
         if max_cost is not None and not prices:
             raise ConfigError(
                 "max_cost needs prices; give prices={model: (prompt, completion)} per million"
@@ -105,6 +108,7 @@ class Pool:
         self._engine: Engine | None = None
         self._background: Background | None = None
         self._closed = False
+        forgets_after_fork[id(self)] = self
         # A wrong limit is to be known here, not at the first call.
         limit_for(self.endpoints[0], limit, False)
 
@@ -201,7 +205,7 @@ class Pool:
         if self._engine is not None:
             # For ever: closing its sockets here would take them out of the parent's selector.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._engine))
-            self._engine = None
+        self._engine = self._background = None
 
     def __enter__(self) -> Self:
         return self
@@ -228,7 +232,7 @@ class Pool:
         running = self._background
         engine = self._engine
         if engine is None or running is None or running.pid != os.getpid():
-            with self._lock:
+            with unforked(), self._lock:
                 running, engine = self._start()
         if running.here and not here:
             raise ConfigError(
@@ -243,13 +247,15 @@ class Pool:
         running = background()
         if self._engine is not None and self._background is running:
             return running, self._engine
-        if any(endpoint.remote for endpoint in self.endpoints):
-            # Importing aiohttp takes a while, which is nobody's deadline to lose.
-            import_module("batchwright.calls.wire.http")
+        # Importing aiohttp takes a while, which is nobody's deadline to lose; and it is not to be
+        # imported by the loop, where a fork would interrupt it, nor what it needs to find a host.
+        import_module("batchwright.calls.wire.http")
+        import_module("encodings.idna")
         upstreams = [self._upstream(endpoint) for endpoint in self.endpoints]
         cache = None if self._cache is None else CacheThread(self._cache, running.loop)
         stats = Stats(self._prices)
-        engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events)
+        scope = scope_of(self.endpoints)
+        engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events, scope)
         self._engine, self._background = engine, running
         running.at_exit.add(self)
         weakref.finalize(self, _forgotten, running, engine, self._own_cache).atexit = False

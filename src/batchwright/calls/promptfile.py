@@ -7,17 +7,18 @@ result. Responses that came out of order are in a cache until their turn comes.
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome
+from batchwright.calls.engine.stats import BYTES_PER_TOKEN, Prices, Stats, estimate_usage
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
 from batchwright.files import existing, fsync_folder
 
-__all__ = ["Answers", "Prompt", "read_prompts"]
+__all__ = ["Answers", "Prompt", "Spent", "read_answers", "read_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,66 @@ def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[
     return prompts
 
 
+Line = tuple[bytes, dict[str, Any]]
+"""A line of the output with its line break, and the same parsed."""
+
+
+def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
+    """The complete lines of an output, which must belong to these prompts; opens it to read only.
+
+    A partial last line, as a crash leaves it, is no line, but must be the beginning of one.
+    """
+    if not path.exists():
+        return []
+    if not path.is_file():
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise CannotWrite(f"cannot write {path}: it is {what}; choose another path")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CannotWrite(f"cannot read {path}: {error.strerror}; choose another path") from error
+    *whole, torn = content.split(b"\n")
+    found: list[Line] = []
+    for number, line in enumerate(whole):
+        try:
+            row = json.loads(line)
+            mark = row["key"]
+        except (ValueError, KeyError, TypeError):
+            mark = None
+        if number >= len(prompts) or mark != prompts[number].mark:
+            raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
+        found.append((line + b"\n", row))
+    if torn:
+        number = len(found)
+        begin = _encoded({"id": prompts[number].id})[:-1] if number < len(prompts) else b"\n"
+        # A few bytes are somebody else's as well, unless there are lines of ours before them.
+        if not torn.startswith(begin) and not (found and begin.startswith(torn)):
+            raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
+    return found
+
+
+_FOREIGN = (
+    "{path}, line {number}: this is not a response to prompt {number} with these settings; "
+    "choose another output, or replace this one with --force"
+)
+
+
 class Answers:
     """The file of responses, locked while it is open.
 
     `known` counts the prompts that have a response already, from the first on; a partial last
-    line of a crash is removed.
+    line of a crash is removed. A file that is not an output for these prompts is refused and
+    stays as it is; `force` empties it instead.
     """
 
-    def __init__(self, path: Path, prompts: Sequence[Prompt], *, retry_failed: bool = False):
+    def __init__(
+        self,
+        path: Path,
+        prompts: Sequence[Prompt],
+        *,
+        retry_failed: bool = False,
+        force: bool = False,
+    ):
         self.path = path
         self._prompts = prompts
         try:
@@ -87,7 +140,14 @@ class Answers:
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lines = self._read()
+            try:
+                self._lines = read_answers(path, prompts)
+            except Mismatch:
+                if not force:
+                    raise
+                self._lines = []
+            self._size = sum(len(raw) for raw, _ in self._lines)
+            os.ftruncate(self._file, self._size)
         except BlockingIOError:
             os.close(self._file)
             raise CannotWrite(
@@ -101,6 +161,8 @@ class Answers:
         self._again = retry_failed and bool(self.failed_before)
         self._waiting: dict[int, bytes] = {}
         self._next = self.known
+        self.failed = len(self.failed_before)
+        """Rows that have an error instead of a response."""
 
     @property
     def missing(self) -> list[int]:
@@ -116,9 +178,10 @@ class Answers:
         """Add an outcome; it is written when all before it are. A cancelled call stays open."""
         if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
             return
-        line = json.dumps(_shown(self._prompts[index], outcome), ensure_ascii=False)
-        raw = line.encode("utf-8", "surrogatepass") + b"\n"
+        raw = _encoded(_shown(self._prompts[index], outcome)) + b"\n"
+        self.failed += isinstance(outcome, Failed)
         if index < self.known:
+            self.failed -= 1
             self._lines[index] = (raw, {})
             return
         self._waiting[index] = raw
@@ -135,11 +198,16 @@ class Answers:
             from batchwright.files import write_atomic
 
             content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-            tail = content[sum(len(raw) for raw in self._read_raw(self.known)) :]
-            write_atomic(self.path, b"".join(raw for raw, _ in self._lines) + tail)
-        os.fsync(self._file)
-        os.close(self._file)
-        fsync_folder(self.path.parent)
+            rows = b"".join(raw for raw, _ in self._lines)
+            # A symbolic link stays one.
+            write_atomic(Path(os.path.realpath(self.path)), rows + content[self._size :])
+        try:
+            os.fsync(self._file)
+            fsync_folder(self.path.parent)
+        except OSError as error:
+            raise self._refused(error) from error
+        finally:
+            os.close(self._file)
 
     def __enter__(self) -> Self:
         return self
@@ -153,33 +221,91 @@ class Answers:
             while view:
                 view = view[os.write(self._file, view) :]
         except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> CannotWrite:
+        return CannotWrite(
+            f"cannot write {self.path}: {error.strerror}; free space and run again, "
+            f"it resumes from the file and the cache"
+        )
+
+
+class Spent:
+    """What the calls for one output have cost, over all its runs, in a hidden file beside it.
+
+    Each payment is a line that survives `kill -9`, with the mark of its prompt. Only one process
+    may hold it, the one that has the `Answers`.
+    """
+
+    HEAD = b"batchwright calls run: what was paid for each prompt\n"
+
+    def __init__(
+        self, output: Path, prices: Prices, prompts: Sequence[Prompt], known: Sequence[Line]
+    ) -> None:
+        self.path = output.with_name(f".{output.name}.spent")
+        self._stats = Stats(prices)
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        if content and not content.startswith(self.HEAD):
+            raise BadFile(f"{self.path} was not written by this command; move it away")
+        self.paid: set[str] = set()
+        self.total = 0.0
+        # A partial last line, as a full disk leaves it, is cut off by the next one.
+        self._size = content.rfind(b"\n") + 1
+        try:
+            for line in content[: self._size].splitlines()[1:]:
+                mark, cost = line.decode().split()
+                self.paid.add(mark)
+                self.total += float(cost)
+        except ValueError:
+            raise BadFile(
+                f"{self.path}, which counts what was paid, is damaged; move it away"
+            ) from None
+        self._new: list[tuple[str, float]] = []
+        if not content:
+            # Earlier runs had no prices, or all their calls are done.
+            for prompt, (_, row) in zip(prompts, known, strict=False):
+                if "usage" in row:
+                    usage = Usage(row["usage"]["prompt"], row["usage"]["completion"])
+                    self._count(prompt, self._stats.price(prompt.request, usage))
+        self.earlier = self.total
+
+    def add(self, prompt: Prompt, outcome: Outcome, *, own_cache: bool) -> None:
+        """Write down what a response cost; one from `own_cache` an earlier run paid, and once."""
+        if not isinstance(outcome, Done):
+            return
+        lost = own_cache and outcome.source == "cache" and prompt.mark not in self.paid
+        if lost or outcome.source in ("live", "hedge"):
+            usage = outcome.usage
+            if usage is None:
+                usage = estimate_usage(prompt.request, len(outcome.text) / BYTES_PER_TOKEN)
+            self._count(prompt, self._stats.price(prompt.request, usage))
+            self._write()
+
+    def remove(self) -> None:
+        """Nothing is left to be paid for this output."""
+        self.path.unlink(missing_ok=True)
+
+    def _count(self, prompt: Prompt, cost: float) -> None:
+        self.paid.add(prompt.mark)
+        self.total += cost
+        self._new.append((prompt.mark, cost))
+
+    def _write(self) -> None:
+        lines = "".join(f"{mark} {cost!r}\n" for mark, cost in self._new).encode()
+        self._new.clear()
+        try:
+            with self.path.open("ab") as file:
+                file.truncate(self._size)
+                self._size += file.write(lines if self._size else self.HEAD + lines)
+        except OSError as error:
             raise CannotWrite(
-                f"cannot write {self.path}: {error.strerror}; free space and run again, "
-                f"it resumes from the file and the cache"
+                f"cannot write {self.path}, which counts what was paid: {error.strerror}; "
+                f"free space and run again, it resumes from the file and the cache"
             ) from error
 
-    def _read_raw(self, most: int | None = None) -> Iterator[bytes]:
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0)
-        lines = content.split(b"\n")[:-1]
-        return (line + b"\n" for line in lines[:most])
 
-    def _read(self) -> list[tuple[bytes, dict[str, Any]]]:
-        """The complete lines, which must belong to these prompts; a partial last one is removed."""
-        found: list[tuple[bytes, dict[str, Any]]] = []
-        for number, raw in enumerate(self._read_raw()):
-            try:
-                row = json.loads(raw)
-                mark = row["key"]
-            except (ValueError, KeyError, TypeError):
-                mark = None
-            if number >= len(self._prompts) or mark != self._prompts[number].mark:
-                raise Mismatch(
-                    f"{self.path}, line {number + 1}: this is not a response to prompt "
-                    f"{number + 1} with these settings; choose another output, or move this away"
-                )
-            found.append((raw, row))
-        os.ftruncate(self._file, sum(len(raw) for raw, _ in found))
-        return found
+def _encoded(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Request:
 
     @property
     def key(self) -> bytes:
-        """SHA-256 of everything the response depends on; the endpoint's address is not part of it.
+        """SHA-256 of everything the response depends on; a pool adds its `scope_of` endpoints.
 
         >>> chat("m", "2+2?", draw=0).key == chat("m", "2+2?", draw=1).key
         False
@@ -80,6 +80,22 @@ class Request:
             found = hashlib.sha256(head + self.data).digest()
             object.__setattr__(self, "_key", found)
         return found
+
+    def scoped(self, scope: str) -> "Request":
+        """The same request with the scope of a pool before its salt; itself for an empty scope.
+
+        >>> request = chat("m", "2+2?", temperature=0)
+        >>> request.scoped("local:a").key == request.scoped("local:b").key
+        False
+        """
+        if not scope:
+            return self
+        made = object.__new__(Request)
+        for name in ("kind", "body", "draw", "data"):
+            object.__setattr__(made, name, getattr(self, name))
+        object.__setattr__(made, "salt", f"{scope} {self.salt}")
+        object.__setattr__(made, "_key", None)
+        return made
 
 
 def chat(

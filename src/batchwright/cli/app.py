@@ -131,8 +131,8 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
         if isinstance(end.__context__, BrokenPipeError):
             return 0
         raise
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"stopped: {stop}" if str(stop) else "stopped", file=sys.stderr)
         return 130
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:

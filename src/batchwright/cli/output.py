@@ -10,11 +10,14 @@ from typing import Annotated, Any, Literal, Protocol
 
 from cyclopts import Parameter
 
-__all__ = ["Format", "Progress", "Quiet", "progress_bar", "show"]
+__all__ = ["Force", "Format", "Progress", "Quiet", "progress_bar", "show"]
 
 Format = Annotated[
     Literal["text", "json"],
     Parameter(name="--format", help="Text or JSON."),
+]
+Force = Annotated[
+    bool, Parameter(negative="", help="Replace an output that this command did not write.")
 ]
 Quiet = Annotated[
     bool, Parameter(name=["--quiet", "-q"], negative="", help="Show no progress bar.")

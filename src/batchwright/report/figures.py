@@ -4,6 +4,7 @@ Figures are objects of their own: nothing here touches pyplot's global state, so
 in threads, notebooks and servers.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,17 @@ from batchwright.errors import ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent
 
-__all__ = ["calibration_png", "histogram_png", "intervals_png", "levels_png", "packing_png"]
+__all__ = [
+    "PICTURE",
+    "calibration_png",
+    "histogram_png",
+    "intervals_png",
+    "levels_png",
+    "packing_png",
+]
+
+PICTURE = re.compile(rb"\x89PNG.{0,200}?tEXtSoftware\0batchwright", re.DOTALL)
+"""The first bytes of every picture that is drawn here."""
 
 INK = "#222222"
 PALE = "#d9d9d9"
@@ -274,4 +285,4 @@ def _whole_numbers(axis: Any, ticks: int = 8) -> None:
 def _save(figure: Any, path: Path | str) -> None:
     with writing(Path(path)) as temporary:
         # Without the version of the software, the same picture is the same bytes.
-        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": "batchwright"})

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
+from batchwright.calls.endpoints import scope_of
+from batchwright.calls.loop import unforked
 from batchwright.calls.wire.discovery import check_any, check_first
 from batchwright.errors import (
     BadReward,
@@ -151,7 +152,6 @@ class Scorer:
         self._pool: Pool | None = None
         self._pid = 0
         self._answered = False
-        self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type["Scorer"], tuple[RewardsConfig]]:
         return type(self), (self.config,)
@@ -161,7 +161,7 @@ class Scorer:
         """The pool of this process; None without endpoints."""
         if not self.config.endpoints:
             return None
-        with self._lock:
+        with unforked():
             if self._pool is None or self._pid != os.getpid():
                 config = self.config
                 self._pid = os.getpid()
@@ -242,9 +242,11 @@ class Scorer:
             # Cached responses need no server.
             if self.config.cache is None or not self.config.cache.exists():
                 raise
+            scope = scope_of(pool.endpoints)
+            keys = [request.scoped(scope).key for request in requests]
             with Cache(self.config.cache) as cache:
-                cached = cache.get_many([request.key for request in requests])
-            if any(request.key not in cached for request in requests):
+                cached = cache.get_many(keys)
+            if any(key not in cached for key in keys):
                 raise
 
     def _checked(self, outcomes: list[Outcome]) -> list[Outcome]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,10 +14,10 @@ from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
 __all__ = [
+    "EXPORTED",
     "KEY_BYTES",
     "Row",
     "as_json",
-    "is_cut_off",
     "is_intact",
     "pack_row",
     "timestamp",
@@ -28,8 +29,8 @@ Row = tuple[bytes, bytes, int, str, bytes, bytes]
 
 KEY_BYTES = 16
 """Of a key in the file: it stands there twice, and half of SHA-256 tells requests apart too."""
-CUT_OFF = ("length", "content_filter")
-"""Finish reasons that leave a response incomplete."""
+EXPORTED = re.compile(rb'\{"key": "[0-9a-f]{64}", "at": "')
+"""How a line of `as_json` begins."""
 _ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _DECODE = json.JSONDecoder().decode
 
@@ -42,7 +43,7 @@ def pack_row(request: Request, done: Done, *, keep_cut_off: bool) -> Row | None:
     """
     if not request.exact or _is_empty(request, done):
         return None
-    if not keep_cut_off and is_cut_off(done):
+    if not keep_cut_off and done.cut_off:
         return None
     response = _pack(done)
     if response is None:
@@ -80,16 +81,6 @@ def is_intact(key: bytes, checksum: bytes, response: bytes) -> bool:
     )
 
 
-def is_cut_off(done: Done) -> bool:
-    """Whether any choice of the response stopped before its end."""
-    if done.finish in CUT_OFF:
-        return True
-    choices = done.body.get("choices")
-    if not isinstance(choices, list) or len(choices) < 2:
-        return False
-    return any(one.get("finish_reason") in CUT_OFF for one in _choices(done.body))
-
-
 def as_json(
     key: bytes, at: int, checksum: bytes, response: bytes, packed: bytes
 ) -> dict[str, Any] | None:
@@ -114,6 +105,7 @@ def as_json(
         "request": request.body,
         "text": done.text,
         "finish": done.finish,
+        "cut_off": done.cut_off,
         "usage": done.usage and asdict(done.usage),
         "body": done.body,
     }

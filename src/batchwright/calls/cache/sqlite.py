@@ -18,6 +18,8 @@ __all__ = ["Database", "filesystem", "refuse_network"]
 
 BUSY_S = 60.0
 """How long a writer waits for the writers of other processes."""
+SMALLEST = 512
+"""Bytes of the smallest SQLite file that is not empty: its smallest page."""
 NETWORK = """
 9p afs beegfs ceph cifs coda fhgfs gfs2 glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs
 pvfs2 smb2 smb3 smbfs wekafs fuse.ceph fuse.cephfs fuse.gcsfuse fuse.glusterfs fuse.goofys
@@ -59,10 +61,14 @@ class Database:
             raise ConfigError(f"{self.path} is a folder; give the path of a file for the {what}")
         if read_only and not self.path.exists():
             raise MissingFile(f"no {what} at {self.path}; check the path")
+        # SQLite takes a file of one byte for an empty one. To read it here would end the locks
+        # that other connections of this process hold on it.
+        if self.path.exists() and 0 < self.path.stat().st_size < SMALLEST:
+            raise BadFile(f"{self.path} is damaged or not a {what}; choose another path")
         # A file that is only read needs no locks.
         if not read_only:
             refuse_network(self.path, what)
-        _alive.add(self)
+        _alive[id(self)] = self
         with self.reading():
             pass
 
@@ -275,14 +281,23 @@ def _to_wal(connection: sqlite3.Connection) -> None:
             time.sleep(0.005)
 
 
-_alive: "weakref.WeakSet[Database]" = weakref.WeakSet()
+_alive: "weakref.WeakValueDictionary[int, Database]" = weakref.WeakValueDictionary()
 _forking = threading.Lock()
 _held: list[Database] = []
 
 
+_inherited: list[sqlite3.Connection] = []
+"""Connections of the parent process: kept, because closing them would end its locks."""
+
+
+def _every() -> list[Database]:
+    # The references are one step of the interpreter: another thread may open a file meanwhile.
+    return [one for reference in _alive.valuerefs() if (one := reference()) is not None]
+
+
 def _before_fork() -> None:
     _forking.acquire()
-    for database in list(_alive):
+    for database in _every():
         database._lock.acquire()
         _held.append(database)
         database.close()
@@ -294,4 +309,17 @@ def _after_fork() -> None:
     _forking.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    for database in _every():
+        if database not in _held:
+            # Another thread opened it after the locks were taken; nobody here would release its.
+            database._lock = threading.RLock()
+            if database._connection is not None:
+                _inherited.append(database._connection)
+                database._connection = None
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)

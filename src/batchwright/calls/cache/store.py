@@ -80,9 +80,11 @@ class Cache:
     seconds of them. Every response carries a checksum with its key: a damaged one is a miss, is
     counted in `damaged`, and is replaced by the next response.
 
-    Cached are responses to exact requests that are neither empty nor, unless `cut_off="keep"`,
-    cut off. The first response stays. With `mode="replay"` the file is a cassette: it is only
-    read, its folder may be read-only, and nobody should write to it meanwhile.
+    Cached are responses to exact requests that are not empty. A response that was cut off is
+    cached too, since the same request is cut off at the same place, and `Done.cut_off` tells;
+    with `cut_off="skip"` it is neither stored nor returned. The first response stays. With
+    `mode="replay"` the file is a cassette: it is only read, its folder may be read-only, and
+    nobody should write to it meanwhile.
 
     >>> import tempfile
     >>> from batchwright.calls.request import chat
@@ -99,7 +101,7 @@ class Cache:
         self,
         path: str | os.PathLike[str],
         *,
-        cut_off: Literal["skip", "keep"] = "skip",
+        cut_off: Literal["skip", "keep"] = "keep",
         mode: Literal["use", "replay"] = "use",
     ) -> None:
         if cut_off not in ("skip", "keep"):
@@ -309,7 +311,7 @@ class Cache:
     def _usable(self, response: bytes) -> Done | None:
         """The response, unless it was stored by somebody who keeps cut-off ones."""
         done = entries.unpack(response)
-        return None if self.cut_off == "skip" and entries.is_cut_off(done) else done
+        return None if self.cut_off == "skip" and done.cut_off else done
 
     def _intact(self, connection: Connection, keys: Sequence[bytes]) -> set[bytes]:
         """Those of the keys that have a response which `get_many` would return."""

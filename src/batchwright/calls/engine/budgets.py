@@ -2,9 +2,10 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from math import ceil
 
-from batchwright.calls.engine.stats import Stats, estimate_usage
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.engine.stats import Stats, most_completion
+from batchwright.calls.outcome import Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
@@ -86,32 +87,48 @@ class Failures:
 
 
 class SpendingCap:
-    """At most `max_cost` dollars for the calls that `stats` counts.
+    """At most `max_cost` dollars for the responses that `stats` counts.
 
-    A call in flight counts as the mean cost so far, or as estimated before the first response,
-    so only responses longer than usual can exceed the cap, and not by much.
+    A call in flight counts with the most it may cost: its `max_tokens`, and as many prompt tokens
+    a byte as were seen so far. Without `max_tokens` it counts as the longest response so far,
+    and the first call goes alone; only such calls can exceed the cap. A try that failed is free.
     """
 
     def __init__(self, max_cost: float, stats: Stats) -> None:
         self.max_cost = max_cost
-        self.reached = False
-        """No call is sent any more, whatever the ones in flight turn out to cost."""
+        self.held = 0.0
+        """What the calls in flight may cost."""
         self._stats = stats
 
-    def allows(self, request: Request, in_flight: int) -> bool:
-        """Whether this call fits under the cap next to those in flight."""
-        spent = self._stats.cost + (in_flight + 1) * self._cost_per_call(request)
-        return not self.reached and spent <= self.max_cost
+    @property
+    def reached(self) -> bool:
+        """No call is sent any more, whatever the ones in flight turn out to cost."""
+        return self._stats.capped
+
+    def hold(self, request: Request, in_flight: int) -> float | None:
+        """What a call may cost, held for it from now on; None if it does not fit under the cap."""
+        stats = self._stats
+        unknown = not stats.responses and most_completion(request) is None
+        cost = self._cost(request)
+        if self.reached or (unknown and in_flight):
+            return None
+        if stats.cost + self.held + cost > self.max_cost:
+            return None
+        self.held += cost
+        return cost
 
     def close(self, request: Request) -> str:
         """Stop spending, because nothing is in flight and the next call is too much; the reason."""
-        self.reached = True
+        self._stats.capped = True
         return (
             f"the spending cap max_cost={self.max_cost:g} is reached: {self._stats.cost:.6g} "
-            f"spent, the next call would cost about {self._cost_per_call(request):.2g}; raise it "
-            f"and run again, finished calls are kept"
+            f"spent, the next call may cost {self._cost(request):.2g}; raise it and run again, "
+            f"finished calls are kept"
         )
 
-    def _cost_per_call(self, request: Request) -> float:
+    def _cost(self, request: Request) -> float:
         stats = self._stats
-        return stats.mean_cost or stats.price(request, estimate_usage(request))
+        completion = most_completion(request)
+        prompt = len(request.data) * (stats.tokens_per_byte if stats.responses else 1.0)
+        tokens = stats.longest if completion is None else completion
+        return stats.price(request, Usage(ceil(prompt), tokens))

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from batchwright.calls.engine.budgets import SpendingCap
 from batchwright.calls.engine.endpoint import Upstream
 from batchwright.calls.engine.stats import Stats, estimate_usage
-from batchwright.calls.outcome import Failed, Outcome
+from batchwright.calls.outcome import Done, Failed, Outcome
 from batchwright.calls.request import Request
 
 __all__ = ["Attempt", "Dispatch", "Job", "Send", "Sink", "Spent", "Wait"]
@@ -28,6 +28,9 @@ class Sink(Protocol):
     """Further requests are not wanted any more."""
 
     def deliver(self, index: int, outcome: Outcome) -> None: ...
+
+    def earlier(self, key: bytes, index: int) -> Done | None:
+        """The response to an equal request that it has; else this is noted as the first one."""
 
     def abort(self, error: Exception) -> None:
         """The pool gives up; what is still open is delivered as cancelled."""
@@ -57,6 +60,8 @@ class Job:
     """Counts from the first try; 0 before it."""
     estimate: int = 0
     """Tokens that were reserved for it."""
+    held: float = 0.0
+    """Dollars that the spending cap holds for the try in flight."""
     retry_timer: asyncio.TimerHandle | None = None
     deadline_timer: asyncio.TimerHandle | None = None
 
@@ -157,30 +162,39 @@ class Dispatch:
                 continue
             if self._cap is not None:
                 in_flight = sum(one.in_flight for one in self._upstreams)
-                if not self._cap.allows(job.request, in_flight):
+                held = self._cap.hold(job.request, in_flight)
+                if held is None:
                     queue.appendleft(job)
                     # What is in flight may turn out to cost less than it counts for.
                     waits = in_flight and not self._cap.reached
                     return None if waits else Spent(self._cap.close(job.request))
+                job.held = held
             if upstream.rates is not None:
                 mean = self._stats.mean_completion_tokens
                 job.estimate = estimate_usage(job.request, mean).total
                 wait = upstream.rates.reserve(job.estimate, now)
                 if wait > 0:
+                    self.release(job)
                     queue.appendleft(job)
                     upstream.blocked_until = now + wait
                     return Wait(upstream.blocked_until)
             return job
         return None
 
+    def release(self, job: Job) -> None:
+        """A try of a job has ended, or is not made: the cap no longer holds what it may cost."""
+        if self._cap is not None:
+            self._cap.held -= job.held
+            job.held = 0.0
+
     def stragglers(self, now: float) -> Iterator[Job]:
         """Calls to a server that take over twice the 95th percentile, the longest first.
 
         Count hedges in the statistics as they are sent: there are no more stragglers once they
-        are 2 and one in twenty tries. There are none after the spending cap is reached.
+        are 2 and one in twenty tries. There are none with a spending cap: each is paid for.
         """
         stats = self._stats
-        if stats.measured < HEDGE_FROM or (self._cap is not None and self._cap.reached):
+        if stats.measured < HEDGE_FROM or self._cap is not None:
             return
         (p95,) = stats.quantiles(0.95)
         late_s = 2 * (p95 or 0.0)

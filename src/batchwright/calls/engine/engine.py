@@ -1,6 +1,7 @@
 """The life of a request, top to bottom: every step from `submit` to `_finish` is decided here.
 
-    submit    join an equal call in flight; else look in the cache, or go to the queue
+    submit    join an equal call in flight, or get what it said before; else look in the cache, or
+              go to the queue
     _look     the cache has the response: finish; else ask for a lease
     _lease    this process may make the call: to the queue; another one makes it: look again later
     _dispatch a free slot takes the next job of the queue
@@ -15,7 +16,7 @@ on the background loop, so nothing needs a lock.
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -50,6 +51,8 @@ POLL_S = 0.1
 """How often calls that another process is making are looked up in the cache."""
 RENEW_LEASES_S = 10.0
 SAVE_LIMITS_S = 30.0
+MEMORY_RESPONSES, MEMORY_BYTES = 4096, 16 * 2**20
+"""Exact responses that a pool without a cache remembers: so many, of so many bytes together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,13 @@ class Engine:
         stats: Stats,
         cache: CacheThread | None,
         events: EventLog | None,
+        scope: str,
     ) -> None:
         self.loop = loop
         self.upstreams = upstreams
         self.closed = False
         self._rules = rules
+        self._scope = scope
         self._stats = stats
         self._log = StatsLog(events, stats, upstreams)
         self._failures = Failures(rules.budget) if rules.budget else None
@@ -99,6 +104,9 @@ class Engine:
         self._limits_saved_at = 0.0
 
         self._cache = cache
+        self._memory: OrderedDict[bytes, tuple[Done, int]] = OrderedDict()
+        """Exact responses that are not on disk, with their sizes, the oldest first."""
+        self._memory_bytes = 0
         self._unleased: deque[Job] = deque()
         """Not in the cache; another process may be making the same call."""
         self._elsewhere: dict[bytes, Job] = {}
@@ -113,6 +121,8 @@ class Engine:
     def submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None:
         """Take requests; each is delivered to the sink once."""
         to_look_up: list[Job] = []
+        scope = self._scope
+        unwritten = self._cache is None or not self._cache.writes
         for index, request in items:
             self._stats.asked += 1
             if self.closed or sink.stopped:
@@ -120,11 +130,18 @@ class Engine:
                 self._stats.failure(failed)
                 sink.deliver(index, failed)
                 continue
-            key = request.key if request.exact else None
+            key = request.scoped(scope).key if request.exact else None
             twin = None if key is None else self._by_key.get(key)
             if twin is not None:
                 twin.waiters.append((sink, index))
                 continue
+            if key is not None and (unwritten or self._memory):
+                known = self._recall(sink, key, index)
+                if known is not None:
+                    self._stats.hits += 1
+                    self._stats.done += 1
+                    sink.deliver(index, _copied(known, "cache"))
+                    continue
             self._numbers += 1
             job = Job(request, key, self._numbers, sink.born, [(sink, index)])
             self._live.add(job)
@@ -138,6 +155,20 @@ class Engine:
             self._spawn(self._look(to_look_up, "cache"))
         self._start_ticking()
         self._dispatch()
+
+    def _recall(self, sink: Sink, key: bytes, index: int) -> Done | None:
+        """An exact response of this pool that is not on disk, so that it is not paid for twice."""
+        known = sink.earlier(key, index)
+        if known is None and key in self._memory:
+            known = self._memory[key][0]
+        return known
+
+    def _remember(self, key: bytes, done: Done, size: int) -> None:
+        self._memory_bytes += size - self._memory.pop(key, (done, 0))[1]
+        self._memory[key] = done, size
+        while self._memory_bytes > MEMORY_BYTES or len(self._memory) > MEMORY_RESPONSES:
+            _, (_, size) = self._memory.popitem(last=False)
+            self._memory_bytes -= size
 
     async def _look(self, jobs: Sequence[Job], source: Literal["cache", "shared"]) -> None:
         """Finish what is in the cache; the rest needs a lease, or is sent if nothing is written."""
@@ -291,6 +322,8 @@ class Engine:
             job.attempts.remove(attempt)
             if not hedge:
                 self._dispatcher.in_flight.pop(job, None)
+                if job.held:
+                    self._dispatcher.release(job)
         if outcome is not None and not attempt.dropped:
             self._settle(job, attempt, outcome, now)
 
@@ -332,7 +365,8 @@ class Engine:
             self._finish(job, _as_failure(failed, job, upstream, now))
             return
         self._stats.retries += 1
-        if len(self.upstreams) > 1:
+        if len(self.upstreams) > 1 and self._rules.max_cost is None:
+            # Under a spending cap it goes back to the queue, where the cap is asked.
             other = self._dispatcher.least_loaded(now, but=upstream)
             if isinstance(other, Upstream) and other.rates is None:
                 self._start_slot(other, job)
@@ -361,13 +395,16 @@ class Engine:
     def _keep(self, job: Job, response: Done, done: Done) -> None:
         """Put a response into the next commit; without a cache the job is finished."""
         if self._cache is None or not self._cache.writes or job.key is None:
+            if job.key is not None:
+                self._remember(job.key, done, _size(response))
             self._finish(job, done)
             return
         # Made here and not on the cache's thread: whoever holds the interpreter stops the loop.
-        row = self._cache.store.row(job.request, response)
+        row = self._cache.store.row(job.request.scoped(self._scope), response)
         job.leased = False
         self._uncommitted.append((job, done, row))
         if row is None:
+            self._remember(job.key, done, _size(response))
             # The lease does not end with the insert.
             self._release(job.key)
         self._commit_soon()
@@ -391,7 +428,12 @@ class Engine:
             group, self._uncommitted = self._uncommitted, []
             released, self._released = self._released, []
             rows = [row for _, _, row in group if row is not None]
+            errors = self._stats.cache_errors
             await self._ask_cache(self._cache.put(rows, released), None)
+            if self._stats.cache_errors > errors:
+                for job, done, row in group:
+                    if job.key is not None and row is not None:
+                        self._remember(job.key, done, len(row[4]))
             for job, done, _ in group:
                 self._finish(job, done)
         self._committing = False
@@ -644,6 +686,13 @@ class Engine:
 
 def _keys(jobs: Iterable[Job]) -> list[bytes]:
     return [job.key for job in jobs if job.key is not None]
+
+
+def _size(response: Done) -> int:
+    """About how many bytes a response has; exactly if it came over the wire."""
+    if response.raw is not None:
+        return len(response.raw)
+    return len(response.text) + 10 * sum(map(len, response.vectors))
 
 
 def _as_outcome(response: Done, job: Job, attempt: Attempt, now: float) -> Done:

@@ -11,12 +11,14 @@ from batchwright.calls.request import Request
 from batchwright.errors import CannotWrite
 from batchwright.events import EventLog
 
-__all__ = ["Prices", "Stats", "StatsLog", "estimate_usage"]
+__all__ = ["Prices", "Stats", "StatsLog", "estimate_usage", "most_completion", "most_usage"]
 
 Prices = Mapping[str, tuple[float, float]]
 """Of each model: dollars for a million prompt tokens, and for a million completion tokens."""
 
 BYTES_PER_TOKEN = 4
+TEMPLATE_TOKENS = 100
+"""What the chat template of a server may add to a prompt, at most."""
 LATENCIES = 512
 """Quantiles are of the last so many responses."""
 
@@ -27,9 +29,42 @@ def estimate_usage(request: Request, completion_tokens: float = 0.0) -> Usage:
     The completion counts as `max_tokens`; `completion_tokens`, say the mean so far, stands for
     one without a limit.
     """
+    limit = most_completion(request)
+    tokens = completion_tokens if limit is None else limit
+    return Usage(len(request.data) // BYTES_PER_TOKEN, int(tokens))
+
+
+def most_completion(request: Request) -> int | None:
+    """The most completion tokens that a request allows, all choices together; None if any number.
+
+    >>> from batchwright.calls.request import chat
+    >>> most_completion(chat("m", "2+2?", max_tokens=9, n=3)), most_completion(chat("m", "2+2?"))
+    (27, None)
+    """
+    if request.kind == "embed":
+        return 0
     body = request.body
-    limit = body.get("max_tokens") or body.get("max_completion_tokens") or completion_tokens
-    return Usage(len(request.data) // BYTES_PER_TOKEN, int(limit))
+    names = ("max_tokens", "max_completion_tokens", "num_predict")
+    limits = [body[name] for name in names if body.get(name) is not None]
+    choices = [body.get(name) or 1 for name in ("n", "best_of")]
+    if not limits or not all(isinstance(one, int) and one > 0 for one in limits + choices):
+        return None
+    return int(max(limits)) * int(max(choices))
+
+
+def most_usage(request: Request) -> Usage | None:
+    """An upper bound of the tokens of one try; None if the request does not give one.
+
+    A token of text takes a byte at least. What an image or a sound takes is not known.
+    """
+    completion = most_completion(request)
+    messages = request.body.get("messages") or ()
+    contents = [one.get("content") for one in messages if isinstance(one, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    plain = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+    if completion is None or not plain:
+        return None
+    return Usage(len(request.data) + TEMPLATE_TOKENS, completion)
 
 
 @dataclass(slots=True)
@@ -55,6 +90,12 @@ class Stats:
     uncounted: int = 0
     """Responses without the server's token counts; their cost is estimated from their size."""
     cost: float = 0.0
+    longest: int = 0
+    """Completion tokens of the longest response, counted only where there are prices."""
+    tokens_per_byte: float = 0.0
+    """Prompt tokens for a byte of the request, the most that were seen; only with prices."""
+    capped: bool = False
+    """The spending cap was reached."""
     cache_errors: int = 0
     _latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     _responses: int = 0
@@ -75,6 +116,9 @@ class Stats:
             self.completion_tokens += usage.completion_tokens
         if self.prices:
             self.cost += self.price(request, usage)
+            self.longest = max(self.longest, usage.completion_tokens)
+            dense = usage.prompt_tokens / len(request.data)
+            self.tokens_per_byte = max(self.tokens_per_byte, dense)
         self._responses += 1
         self._latencies.append(seconds)
 
@@ -83,8 +127,9 @@ class Stats:
         return self.completion_tokens / self._responses if self._responses else 0.0
 
     @property
-    def mean_cost(self) -> float:
-        return self.cost / self._responses if self._responses else 0.0
+    def responses(self) -> int:
+        """Responses of servers, each of which is paid for."""
+        return self._responses
 
     def quantiles(self, *shares: float) -> list[float | None]:
         """Latencies in seconds, of the last responses; None before the first one."""
@@ -117,6 +162,7 @@ class Stats:
             "completion_tokens": self.completion_tokens,
             "uncounted": self.uncounted,
             "cost": self.cost,
+            "capped": self.capped,
             "cache_errors": self.cache_errors,
             "p50_s": p50,
             "p95_s": p95,

@@ -22,7 +22,7 @@ from typing import Self
 from batchwright.calls.engine.budgets import WHOLE_BATCH
 from batchwright.calls.engine.engine import Engine
 from batchwright.calls.loop import Background
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import BudgetExceeded, ConfigError
 
@@ -82,6 +82,8 @@ class Batch:
         self.submitted = self.done = self.taken = 0
         self.error: Exception | None = None
         self.stopped = False
+        self._first: dict[bytes, int] = {}
+        """Where in the results the response to a key is."""
         self._priced = priced
         self._ordered = ordered
         self._chunk = FIRST_CHUNK
@@ -169,6 +171,16 @@ class Batch:
         end = time.monotonic() + FLUSH_S
         while not self._ready(self._all_done) and time.monotonic() < end:
             wake.wait(0.05)
+
+    def earlier(self, key: bytes, index: int) -> Done | None:
+        if not self._ordered:
+            # A stream does not have what it gave away.
+            return None
+        found = self.results[self._first.setdefault(key, index)]
+        if isinstance(found, Done):
+            return found
+        self._first[key] = index
+        return None
 
     def deliver(self, index: int, outcome: Outcome) -> None:
         if self._ordered:
@@ -356,6 +368,9 @@ class One:
         self.born = time.monotonic()
         self.stopped = False
         self.error: Exception | None = None
+
+    def earlier(self, key: bytes, index: int) -> Done | None:
+        return None
 
     def deliver(self, index: int, outcome: Outcome) -> None:
         if self.direct:

@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.loop import in_thread
+from batchwright.calls.loop import in_thread, unforked
 from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.calls.wire import ollama, openai
@@ -163,11 +163,13 @@ class FunctionTransport:
     """Calls to a function of this process, several at a time."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        from batchwright.calls.wire.batcher import MicroBatcher, local_model
+        with unforked():
+            # Loading a model imports libraries for seconds.
+            from batchwright.calls.wire.batcher import MicroBatcher, local_model
 
-        function = endpoint.function
-        if function is None:
-            function = local_model(endpoint.base)
+            function = endpoint.function
+            if function is None:
+                function = local_model(endpoint.base)
         self._batcher = MicroBatcher(function, endpoint.batch, name=endpoint.name)
 
     async def send(self, request: Request) -> Outcome:

@@ -5,6 +5,7 @@ Pure functions; vLLM, SGLang, llama.cpp and others speak it as well.
 
 import email.utils
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,6 +19,21 @@ PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/emb
 LONGEST_ERROR = 200
 QUOTE = 12
 """So many consecutive characters of the prompt are a quotation."""
+FINAL = {
+    "insufficient_quota",
+    "credit_balance_exhausted",
+    "organization_spend_limit_exceeded",
+    "organization_usage_limit_exceeded",
+    "project_spend_limit_exceeded",
+    "enforced_spend_limit_reached",
+    "billing_not_active",
+}
+"""Codes of a 429 for which waiting does not help: the account has no credit or has reached its
+spending limit. OpenAI and Anthropic document them, but for the last, which is known from reports.
+Words like quota or billing say nothing: Gemini, Vertex and Azure use them for limits of a minute.
+"""
+BUSY = ("busy", "overload", "pending", "capacity", "too many", "rate limit", "queue is full")
+"""Words by which a 503 asks for fewer calls."""
 _DECODE = json.JSONDecoder().decode
 
 
@@ -85,17 +101,19 @@ def _done(text: str, body: Mapping[str, Any], raw: bytes | None) -> Done:
 
 def refused(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> Failed:
     """The failure of a response with another status than 200."""
-    message = scrub(_message(body), request)
+    error = _error(body)
+    message = scrub(_message(error), request)
     after = retry_after_s(headers)
+    if after is None:
+        after = _retry_delay_s(error)
     text = f"the server responded with status {status}" + (f": {message}" if message else "")
-    lower = message.lower()
     kind = Kind.HTTP_5XX if status >= 500 else Kind.HTTP_4XX
-    if status == 429 and "quota" not in lower and "billing" not in lower:
-        # An account without credit gets 429 as well, and waiting does not help.
-        kind = Kind.RATE_LIMITED
+    if status == 429:
+        if FINAL.isdisjoint(_codes(error)):
+            kind = Kind.RATE_LIMITED
     elif status in (503, 529):
-        busy = ("busy", "overload", "pending", "capacity", "too many", "rate limit")
-        if status == 529 or after is not None or any(word in lower for word in busy):
+        lower = message.lower()
+        if status == 529 or after is not None or any(word in lower for word in BUSY):
             kind = Kind.RATE_LIMITED
     elif status == 408:
         kind = Kind.TIMEOUT
@@ -169,18 +187,45 @@ def _texts(request: Request) -> Iterator[str]:
             found.extend(one)
 
 
-def _message(body: bytes) -> str:
-    """The message inside an error's body, or the beginning of the body if it is plain text."""
+def _error(body: bytes) -> Any:
+    """What an error's body says, parsed, without its wrappers; the text itself if not JSON."""
     if body[:512].lstrip()[:1] == b"<":
         return "an HTML page"
     try:
         parsed = json.loads(body)
     except (ValueError, RecursionError):
         return body[:1000].decode(errors="replace")
-    found = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    if isinstance(found, dict):
-        found = found.get("message") or found.get("detail") or ""
-    return str(found)[:2000]
+    if isinstance(parsed, list) and parsed:
+        # Gemini's OpenAI address puts errors into a list.
+        parsed = parsed[0]
+    return parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+
+
+def _message(error: Any) -> str:
+    """The message for people inside an error."""
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail") or ""
+    return str(error)[:2000]
+
+
+def _codes(error: Any) -> set[str]:
+    """The words by which an error names itself to programs."""
+    if not isinstance(error, dict):
+        return set()
+    details = error.get("details")
+    inner = details.get("error_code") if isinstance(details, dict) else None
+    found = (error.get("code"), error.get("type"), inner)
+    return {one for one in found if isinstance(one, str)}
+
+
+def _retry_delay_s(error: Any) -> float | None:
+    """The wait that Google's RetryInfo asks for in the body, as in {"retryDelay": "26.5s"}."""
+    details = error.get("details") if isinstance(error, dict) else None
+    for one in details if isinstance(details, list) else ():
+        delay = one.get("retryDelay") if isinstance(one, dict) else None
+        if isinstance(delay, str) and re.fullmatch(r"\d{1,9}(\.\d+)?s", delay):
+            return float(delay[:-1])
+    return None
 
 
 def _not_json(status: int, body: bytes) -> Failed:
@@ -195,7 +240,7 @@ def _not_json(status: int, body: bytes) -> Failed:
 
 def _wrong_shape(request: Request, body: Any) -> Failed:
     if isinstance(body, dict) and body.get("error"):
-        message = scrub(_message(json.dumps(body).encode()), request)
+        message = scrub(_message(body["error"]), request)
         return Failed(Kind.BAD_BODY, f"the server responded 200 with an error: {message}", 200)
     seen = f"fields {sorted(map(str, body))[:6]}" if isinstance(body, dict) else type(body).__name__
     return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {seen}", 200)

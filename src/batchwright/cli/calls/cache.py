@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import amount
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 
 __all__ = ["cache"]
 
@@ -96,13 +96,17 @@ def export(
     /,
     *,
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="The JSONL file to write.")],
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Write every request with its response as a line of JSON."""
+    from batchwright.calls.cache.entries import EXPORTED
     from batchwright.calls.cache.store import Cache
+    from batchwright.files import check_output
     from batchwright.report.text import number
 
+    check_output(out, EXPORTED, inputs=[path], force=force)
     with Cache(path, mode="replay") as opened, progress_bar("exporting", quiet) as progress:
         written = opened.export(out, progress)
         damaged = opened.damaged

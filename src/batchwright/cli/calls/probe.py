@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from batchwright.cli.calls.flags import KeyEnv, ModelFlag, endpoint_at
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 
 if TYPE_CHECKING:
     from batchwright.calls.probe import Level
@@ -27,6 +27,7 @@ def probe(
     ] = 6,
     key_env: KeyEnv = None,
     plot: Annotated[Path | None, Parameter(help="Plot throughput and latency to this PNG.")] = None,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -34,6 +35,11 @@ def probe(
     from batchwright.calls.probe import knee, ramp
 
     target = endpoint_at(endpoint, key_env)
+    if plot is not None:
+        from batchwright.files import check_output
+        from batchwright.report.figures import PICTURE
+
+        check_output(plot, PICTURE, force=force)
     with progress_bar("measuring levels", quiet) as progress:
         count = 0
 

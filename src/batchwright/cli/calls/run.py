@@ -7,12 +7,12 @@ from cyclopts import Parameter
 
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.flags import at_least
-from batchwright.cli.output import Format, Quiet, progress_bar, show
-from batchwright.errors import BudgetExceeded, ConfigError
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
+from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
 if TYPE_CHECKING:
-    from batchwright.calls import Endpoint, Pool
-    from batchwright.calls.promptfile import Answers, Prompt
+    from batchwright.calls import Endpoint, Outcome, Pool
+    from batchwright.calls.promptfile import Answers, Line, Prompt, Spent
 
 __all__ = ["run"]
 
@@ -69,24 +69,33 @@ def run(
     dry_run: Annotated[
         bool, Parameter(negative="", help="Show what would be called and what it may cost.")
     ] = False,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Call a model with every prompt of a file. Stopped in any way, the same command resumes."""
-    from batchwright.calls.promptfile import Answers, read_prompts
+    from batchwright.calls.promptfile import Answers, Spent, read_prompts
+    from batchwright.files import check_apart
 
+    check_apart(output, [input])
+    if cache is not None:
+        check_apart(cache, [input, output])
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     prompts = read_prompts(input, model, parameters)
-    prices = _prices(prompts, price_in, price_out)
-    if max_cost is not None and prices is None:
-        raise ConfigError("--max-cost needs prices; give --price-in and --price-out")
-    if dry_run:
-        _predict(prompts, output, cache, prices, retry_failed, format)
-        return
+    prices = _prices(prompts, price_in, price_out, max_cost)
+    known = _known(output, prompts, force)
+    endpoints = [endpoint_at(target, key_env) for target in endpoint]
     own = output.with_name(f".{output.name}.partial.db")
+    if dry_run:
+        _predict(prompts, known, cache or own, endpoints, prices, retry_failed, format)
+        return
+    spent = Spent(output, prices, prompts, known) if prices is not None else None
+    left = max_cost
+    if max_cost is not None and spent is not None:
+        left = max(0.0, max_cost - spent.earlier)
     pool = _open(
-        [endpoint_at(target, key_env) for target in endpoint],
+        endpoints,
         batch_size,
         {
             "deadline_s": deadline,
@@ -95,20 +104,32 @@ def run(
             "rpm": rpm,
             "tpm": tpm,
             "prices": prices,
-            "max_cost": max_cost,
+            "max_cost": left,
             "budget": _budget(error_budget),
         },
     )
-    with pool, Answers(output, prompts, retry_failed=retry_failed) as answers:
+    with Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
         try:
-            _answer(pool, prompts, answers, quiet)
-        finally:
-            facts = _facts(pool, prompts, answers)
-        whole = answers.written == len(prompts)
+            with pool:
+                try:
+                    _answer(pool, prompts, answers, spent, cache is None, quiet)
+                finally:
+                    facts = _facts(pool, prompts, answers, spent)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_stopped(prompts, answers, spent, cache or own)) from None
+    whole = answers.written == len(prompts)
     if whole and cache is None:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{own}{suffix}").unlink(missing_ok=True)
+    if whole and not answers.failed and spent is not None:
+        spent.remove()
     show(facts, _summary(facts, output), format)
+    if facts["calls"]["capped"] and spent is not None:
+        raise BudgetExceeded(
+            f"--max-cost {max_cost:g} is reached: {_spent(facts)}, and the next call may exceed "
+            f"it; {answers.written:,} of {len(prompts):,} prompts have a response in {output}, "
+            f"raise --max-cost and run again to resume"
+        )
     if not whole:
         raise BudgetExceeded(
             f"{answers.written:,} of {len(prompts):,} prompts have a response in {output}, then "
@@ -119,6 +140,18 @@ def run(
             f"{facts['failed']:,} of {len(prompts):,} calls failed and are marked in {output}; "
             f"run again with --retry-failed, or allow some with --error-budget"
         )
+
+
+def _known(output: Path, prompts: "list[Prompt]", force: bool) -> "list[Line]":
+    """What an earlier run wrote; an output of something else is refused before anything is done."""
+    from batchwright.calls.promptfile import read_answers
+
+    try:
+        return read_answers(output, prompts)
+    except Mismatch:
+        if not force:
+            raise
+        return []
 
 
 def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]) -> "Pool":
@@ -139,28 +172,73 @@ def _budget(share: float | None) -> Any:
 
 
 def _prices(
-    prompts: "list[Prompt]", price_in: float | None, price_out: float | None
+    prompts: "list[Prompt]",
+    price_in: float | None,
+    price_out: float | None,
+    max_cost: float | None,
 ) -> dict[str, tuple[float, float]] | None:
     if price_in is None and price_out is None:
+        if max_cost is not None:
+            raise ConfigError(
+                "--max-cost needs prices; give --price-in and --price-out for a million tokens"
+            )
         return None
-    pair = (price_in or 0.0, price_out or 0.0)
-    return {prompt.request.model: pair for prompt in prompts}
+    if price_in is None or price_out is None:
+        raise ConfigError("--price-in and --price-out go together; give 0 for what is free")
+    for flag, value in (("price-in", price_in), ("price-out", price_out), ("max-cost", max_cost)):
+        if value is not None and not value >= 0:
+            raise ConfigError(f"--{flag} must be at least 0, got {value}")
+    return {prompt.request.model: (price_in, price_out) for prompt in prompts}
 
 
-def _answer(pool: "Pool", prompts: "list[Prompt]", answers: "Answers", quiet: bool) -> None:
+def _answer(
+    pool: "Pool",
+    prompts: "list[Prompt]",
+    answers: "Answers",
+    spent: "Spent | None",
+    own_cache: bool,
+    quiet: bool,
+) -> None:
     """Make the missing calls and write their outcomes as they complete."""
     missing = answers.missing
+
+    def write(place: int, outcome: "Outcome") -> None:
+        prompt = prompts[missing[place]]
+        if spent is not None:
+            spent.add(prompt, outcome, own_cache=own_cache)
+        answers.add(missing[place], outcome)
+
     with (
         progress_bar("calls", quiet) as progress,
         pool.stream([prompts[index].request for index in missing]) as stream,
     ):
-        for done, (place, outcome) in enumerate(stream, start=1):
-            answers.add(missing[place], outcome)
+        for done in range(1, len(missing) + 1):
+            try:
+                place, outcome = next(stream)
+            except KeyboardInterrupt:
+                # Not where a line is being written: the next one would not stand at its place.
+                for place, outcome in stream:
+                    write(place, outcome)
+                raise
+            write(place, outcome)
             if progress is not None:
                 progress(done, len(missing))
 
 
-def _facts(pool: "Pool", prompts: "list[Prompt]", answers: "Answers") -> dict[str, Any]:
+def _stopped(
+    prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None", cache: Path
+) -> str:
+    """What Ctrl-C leaves, and how to resume."""
+    money = "" if spent is None else f", {spent.total:.6g} spent"
+    return (
+        f"{answers.written:,} of {len(prompts):,} responses are in {answers.path}, and those that "
+        f"came back out of order in {cache}{money}; run the same command again to resume"
+    )
+
+
+def _facts(
+    pool: "Pool", prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None"
+) -> dict[str, Any]:
     stats = pool.stats()
     stopped = stats.pop("failed_by_kind").pop("cancelled", 0)
     return {
@@ -169,6 +247,8 @@ def _facts(pool: "Pool", prompts: "list[Prompt]", answers: "Answers") -> dict[st
         "earlier": answers.known,
         "failed": stats["failed"] - stopped,
         "stopped": f"{stopped:,} calls were stopped" if stopped else None,
+        "cost": None if spent is None else spent.total,
+        "cost_earlier": None if spent is None else spent.earlier,
         "calls": stats,
     }
 
@@ -185,63 +265,76 @@ def _summary(facts: dict[str, Any], output: Path) -> str:
         f"latency p50 {seconds(made['p50_s'])}, p95 {seconds(made['p95_s'])}; "
         f"tokens {made['prompt_tokens']:,} prompt, {made['completion_tokens']:,} completion",
     ]
-    if made["cost"]:
-        lines.append(f"cost {made['cost']:.4f}")
+    if facts["cost"] is not None:
+        lines.append(_spent(facts))
     lines += [f"{one['endpoint']}: limit {one['limit']:,}" for one in made["endpoints"]]
     return "\n".join(lines)
 
 
+def _spent(facts: dict[str, Any]) -> str:
+    earlier = facts["cost_earlier"]
+    return f"{facts['cost']:.6g} spent" + (f" ({earlier:.6g} in earlier runs)" if earlier else "")
+
+
 def _predict(
     prompts: "list[Prompt]",
-    output: Path,
-    cache: Path | None,
+    known: "list[Line]",
+    cache: Path,
+    endpoints: "list[Endpoint]",
     prices: dict[str, tuple[float, float]] | None,
     retry_failed: bool,
     format: str,
 ) -> None:
-    """What a run would do, without any call."""
+    """What a run would do, without any call and with nothing opened for writing."""
     from batchwright.calls.cache import Cache
-    from batchwright.calls.engine.stats import estimate_usage
-    from batchwright.calls.promptfile import Answers
+    from batchwright.calls.endpoints import scope_of
+    from batchwright.calls.engine.stats import Stats, estimate_usage, most_usage
 
-    missing = list(range(len(prompts)))
-    if output.exists():
-        with Answers(output, prompts, retry_failed=retry_failed) as answers:
-            missing = answers.missing
-    requests = {prompts[index].request.key: prompts[index].request for index in missing}
-    own = output.with_name(f".{output.name}.partial.db")
+    again = [i for i, (_, row) in enumerate(known) if retry_failed and "error" in row]
+    missing = [*again, *range(len(known), len(prompts))]
+    scope = scope_of(endpoints)
+    scoped = [prompts[index].request.scoped(scope) for index in missing]
+    requests = {request.key: request for request in scoped}
     hits = 0
-    for path in {cache or own}:
-        if path.exists():
-            with Cache(path) as cached:
-                found = cached.get_many(list(requests))
-                hits = len(found)
-                requests = {key: one for key, one in requests.items() if key not in found}
-    usages = [(one.model, estimate_usage(one)) for one in requests.values()]
-    into = sum(usage.prompt_tokens for _, usage in usages)
-    out = sum(usage.completion_tokens for _, usage in usages)
+    if cache.exists():
+        with Cache(cache, mode="replay") as cached:
+            found = cached.get_many(list(requests))
+            hits = len(found)
+            requests = {key: one for key, one in requests.items() if key not in found}
+    about = sum(estimate_usage(one).prompt_tokens for one in requests.values())
+    found_bounds = [(one, most_usage(one)) for one in requests.values()]
+    bounds = [(one, usage) for one, usage in found_bounds if usage is not None]
+    unbounded = len(requests) - len(bounds)
+    most = None if unbounded else sum(usage.completion_tokens for _, usage in bounds)
     cost = None
-    if prices is not None:
-        cost = sum(
-            (usage.prompt_tokens * prices[name][0] + usage.completion_tokens * prices[name][1])
-            / 1e6
-            for name, usage in usages
-        )
+    if prices is not None and not unbounded:
+        cost = sum(Stats(prices).price(one, usage) for one, usage in bounds)
     data = {
         "prompts": len(prompts),
         "answered": len(prompts) - len(missing),
         "cache_hits": hits,
         "calls": len(requests),
-        "prompt_tokens": into,
-        "completion_tokens_most": out,
+        "prompt_tokens": about,
+        "completion_tokens_most": most,
+        "unbounded_calls": unbounded,
         "cost_most": cost,
     }
     text = (
         f"{len(prompts):,} prompts, {data['answered']:,} done already, {hits:,} cached\n"
-        f"{len(requests):,} calls to make, about {into:,} prompt tokens and at most {out:,} "
-        f"completion tokens"
-        + (" (set --max-tokens to bound them)" if not out else "")
-        + (f"\ncost at most {cost:.4f}" if cost is not None else "")
+        f"{len(requests):,} calls to make, about {about:,} prompt tokens and "
+        + _bound(most, unbounded, cost, prices is not None)
         + "\nno calls were made (--dry-run)"
     )
     show(data, text, format)
+
+
+def _bound(most: int | None, unbounded: int, cost: float | None, priced: bool) -> str:
+    """What a run may take at most, or that nothing bounds it."""
+    if most is None:
+        why = f"{unbounded:,} have no max_tokens or hold images; set --max-tokens"
+        tokens = f"any number of completion tokens ({why})"
+        return tokens + ("\ncost without a bound, for the same reason" if priced else "")
+    tokens = f"at most {most:,} completion tokens"
+    if cost is None:
+        return tokens
+    return f"{tokens}\ncost at most {cost:.4f}, if no response is lost and called for again"

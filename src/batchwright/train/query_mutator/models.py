@@ -118,9 +118,8 @@ def open_models(
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
     with ExitStack() as stack:
-        # A response truncated at max_tokens is what the target said, so it is cached too.
         mode: Literal["use", "replay"] = "replay" if replay else "use"
-        cache = stack.enter_context(Cache(store, cut_off="keep", mode=mode))
+        cache = stack.enter_context(Cache(store, mode=mode))
         pools: dict[tuple[str, ...], Pool] = {}
 
         def pool_for(role: str, model: str) -> tuple[Pool, str]:
@@ -166,19 +165,22 @@ def _endpoints(
 
         server = Simulator(questions=load_questions(config.dataset, "all"))
         return (Endpoint(server.in_process(), name="sim"),), f"sim-{role}"
-    if replay:
-        # No call is made: every response is in the cache.
-        name = model.rpartition("#")[2].removeprefix("ollama:").removeprefix("local:")
-        return (Endpoint(_not_cached, name="replay"),), name
     if ":" in model or "#" in model:
         endpoint, name = parse_model(model)
-        return (endpoint,), name
+        return _unless_replayed([endpoint], replay), name
     if not config.endpoint:
         raise ConfigError(
             f"the model {model!r} has no server; pass --endpoint URL, or use ollama:{model}, "
             f"URL#{model}, local:smollm2 or sim"
         )
-    return tuple(Endpoint(url) for url in config.endpoint), model
+    return _unless_replayed([Endpoint(url) for url in config.endpoint], replay), model
+
+
+def _unless_replayed(endpoints: Sequence[Endpoint], replay: bool) -> tuple[Endpoint, ...]:
+    """These, or what stands for them when no call is made: every response is in the cache."""
+    if not replay:
+        return tuple(endpoints)
+    return tuple(Endpoint(_not_cached, name=one.name, identity=one.identity) for one in endpoints)
 
 
 def _not_cached(requests: Sequence[Request]) -> list[Exception]:

@@ -1,0 +1,175 @@
+"""No command replaces a file that it did not write, nor writes over what it reads."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batchwright.calls import Done, chat
+from batchwright.calls.cache import Cache
+from batchwright.errors import ConfigError
+from batchwright.files import check_apart
+from raw_server import RawServer, Seen
+
+FOREIGN = {
+    "notes": b"the only copy of my notes",
+    "lines": b"one\ntwo\nthree\n",
+    "json": b'{"id": "row-0", "prompt": "mine"}\n{"id": "row-1"}',
+    "brace": b"{",
+    "torn": b'{"id": "other", "text": "somebody else',
+    "key": b'{"key": "0123"}\n',
+    "binary": bytes(range(256)) * 3,
+    "picture": b"\x89PNG\r\n\x1a\n" + bytes(100),
+    "sqlite": b"SQLite format 3\0" + bytes(84),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path_factory.mktemp("bw")))
+
+
+@pytest.fixture(scope="module")
+def server():
+    async def answer(seen: Seen) -> None:
+        await seen.answer()
+
+    with RawServer(answer) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [{"id": f"row-{i}", "prompt": f"question {i}"} for i in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    body = {"choices": [{"message": {"content": "4"}, "finish_reason": "stop"}]}
+    with Cache(tmp_path / "calls.db") as cache:
+        cache.put_many([(chat("m", "2+2?", temperature=0), Done("4", body, "stop"))])
+    return tmp_path
+
+
+def commands(url: str) -> dict[str, str]:
+    """Every command of `batchwright calls` that writes, with {} for what it writes."""
+    to = f"-e {url} -m m"
+    return {
+        "run": f"calls run -i prompts.jsonl -o {{}} {to}",
+        "dry run": f"calls run -i prompts.jsonl -o {{}} {to} --dry-run",
+        "run with a cache": f"calls run -i prompts.jsonl -o new.jsonl --cache {{}} {to}",
+        "export": "calls cache export calls.db -o {}",
+        "probe": f"calls probe {to} --most 1 --calls-a-slot 1 --plot {{}}",
+        "prune": "calls cache prune {} --older-than 1d",
+    }
+
+
+def test_a_file_of_somebody_else_stays_as_it_is(call, folder, server, contents):
+    for content in FOREIGN.values():
+        (folder / "precious").write_bytes(content)
+        before = contents(folder)
+        stamp = (folder / "precious").stat()
+        for name, line in commands(server.url).items():
+            done = call(line.format("precious"), folder)
+            assert done.code == 1, (name, content, done.out)
+            assert done.err.startswith("error: "), done.err
+            assert done.err.count("\n") == 1
+            assert "internal" not in done.err
+            assert contents(folder) == before, (name, content)
+        assert (folder / "precious").stat().st_mtime_ns == stamp.st_mtime_ns
+    assert server.seen == []
+
+
+def test_force_replaces_it_and_what_was_written_is_replaced_without(call, folder, server):
+    lines = commands(server.url)
+    for name, begins in (("run", b'{"id"'), ("export", b'{"key"'), ("probe", b"\x89PNG")):
+        out = folder / f"{name}.out"
+        out.write_bytes(FOREIGN["notes"])
+        forced = call(lines[name].format(out.name) + " --force", folder)
+        assert forced.code == 0, forced.err
+        assert out.read_bytes().startswith(begins)
+        again = call(lines[name].format(out.name), folder)
+        assert again.code == 0, again.err
+        out.write_bytes(b"")
+        assert call(lines[name].format(out.name), folder).code == 0
+    assert len((folder / "run.out").read_text().splitlines()) == 4
+
+
+def test_a_dry_run_leaves_a_torn_line_a_cache_and_every_time_stamp_alone(
+    call, folder, server, contents
+):
+    run = commands(server.url)["run"].format("answers.jsonl") + " --temperature 0 --cache calls.db"
+    assert call(run, folder).code == 0
+    whole = (folder / "answers.jsonl").read_bytes()
+    (folder / "answers.jsonl").write_bytes(whole[:-30])
+    before = contents(folder)
+    stamps = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    for path in folder.iterdir():
+        path.chmod(0o444)
+    told = call(f"{run} --dry-run --format json", folder)
+
+    assert told.code == 0, told.err
+    assert (told.data["answered"], told.data["cache_hits"]) == (3, 1)
+    assert contents(folder) == before
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+
+
+def test_an_output_that_is_an_input_is_refused_by_any_name(call, folder, server, contents):
+    (folder / "sub").mkdir()
+    os.link(folder / "prompts.jsonl", folder / "hard")
+    (folder / "soft").symlink_to("prompts.jsonl")
+    os.link(folder / "calls.db", folder / "hard.db")
+    (folder / "soft.db").symlink_to("calls.db")
+    before = contents(folder)
+    to = f"-e {server.url} -m m --force"
+    for name in (
+        "prompts.jsonl",
+        "./sub/../prompts.jsonl",
+        f"{folder}/prompts.jsonl",
+        "hard",
+        "soft",
+    ):
+        for line in (f"-o {name}", f"-o {name} --dry-run", f"-o new --cache {name}"):
+            done = call(f"calls run -i prompts.jsonl {line} {to}", folder)
+            assert (done.code, "is the input" in done.err) == (1, True), done.err
+    for name in ("calls.db", "sub/../calls.db", "hard.db", "soft.db"):
+        done = call(f"calls cache export calls.db -o {name} --force", folder)
+        assert (done.code, "is the input" in done.err) == (1, True), done.err
+    same = call(f"calls run -i prompts.jsonl -o new --cache ./new {to}", folder)
+    assert same.code == 1
+    assert contents(folder) == before
+
+
+def test_devices_and_folders_are_no_outputs(call, folder, server):
+    lines = commands(server.url)
+    for name in ("run", "dry run", "export", "probe"):
+        for place in ("/dev/full", "/dev/null", str(folder)):
+            done = call(lines[name].format(place) + " --force", folder)
+            assert done.code == 1, (name, place)
+            assert "choose" in done.err
+            assert done.err.count("\n") == 1
+    assert Path("/dev/null").is_char_device()
+
+
+def test_other_commands_refuse_a_file_of_somebody_else_too(call, copy, contents):
+    for line in (
+        "data batchplan export -p batch_plan -o {}",
+        "data batchplan shard -p batch_plan -w 2 -o {}",
+        "gym run -t bytes --mock --num-episodes 1 -o {}",
+    ):
+        (copy / "precious").write_bytes(FOREIGN["notes"])
+        (copy / "box").mkdir(exist_ok=True)
+        (copy / "box" / "meta.json").write_bytes(FOREIGN["notes"])
+        before = contents(copy)
+        for name in ("precious", "box"):
+            done = call(line.format(name), copy)
+            assert done.code == 1, (line, name, done.out)
+            assert contents(copy) == before, line
+
+
+def test_paths_that_are_not_there_are_compared_by_where_they_lead(tmp_path):
+    (tmp_path / "link").symlink_to("later")
+    with pytest.raises(ConfigError, match="is the input"):
+        check_apart(tmp_path / "link", [tmp_path / "x" / ".." / "later"])
+    check_apart(tmp_path / "link", [tmp_path / "other"])
