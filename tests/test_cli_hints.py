@@ -62,6 +62,7 @@ def test_the_hint_of_a_mixture_names_all_its_length_caches(shell: Shell) -> None
 
 
 @pytest.mark.training
+@pytest.mark.slow
 def test_a_stopped_run_is_resumed_by_pasting(shell: Shell) -> None:
     pytest.importorskip("torch", reason="training needs torch")
     (resume,) = shell(

@@ -258,13 +258,13 @@ def test_a_setting_of_another_type_in_the_file_of_a_run_is_named(
     for i, line in enumerate(whole):
         setting, value = line.split(" = ", 1)
         path.write_text("\n".join([*whole[:i], f"{setting} = {{}}", *whole[i + 1 :]]))
-        with pytest.raises(BadFile, match=f"config.toml: {setting} is .*; correct it"):
+        with pytest.raises(BadFile, match=f"config.toml: {setting!r} is .*; correct it"):
             config.of_run(tmp_path / "run")
         if value.isdigit():
             path.write_text("\n".join([*whole[:i], f'{setting} = "{value}"', *whole[i + 1 :]]))
             said = call(f"train {name} --resume run", tmp_path)
             assert (said.code, said.err.count("\n")) == (1, 1)
-            assert f"config.toml: {setting} is {value}" in said.err
+            assert f"config.toml: {setting!r} is {value}" in said.err
 
 
 def test_the_same_file_by_another_path_is_no_change(
@@ -337,6 +337,7 @@ def test_the_same_rule_holds_in_python(tmp_path: Path) -> None:
         Run(config)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_kill_9_loses_little_and_the_embedding_is_the_same_to_the_bit(
     tmp_path: Path, call: Callable[..., Any]
 ) -> None:

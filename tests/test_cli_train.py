@@ -240,6 +240,7 @@ def full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_save_is_one_sentence_and_the_older_checkpoint_is_good(
     folder: Path, run: Callable[..., Any], call: Callable[..., Any]
 ) -> None:

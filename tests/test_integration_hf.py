@@ -416,6 +416,7 @@ def test_a_step_without_a_token_that_counts_stops_the_run(tmp_path):
         planned(tmp_path, build(), read=mute).train()
 
 
+@pytest.mark.slow
 def test_two_ranks_see_every_sample_once_and_stop_where_one_can_go_on(tmp_path):
     plan = build(step_size=4)
     plan.save(tmp_path / "plan")

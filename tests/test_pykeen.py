@@ -93,6 +93,7 @@ def test_test_triples_that_pykeen_leaves_out_are_asked_from_the_folder(tmp_path:
     assert len(load_graph(folder).test) == 2
 
 
+@pytest.mark.slow
 def test_the_graph_that_comes_with_pykeen_can_be_mined_and_ranked() -> None:
     data = Nations()
     graph = load_graph(data)

@@ -207,6 +207,7 @@ print(hashlib.sha256(repr(found).encode()).hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_questions_are_the_same_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     with pytest.raises(ConfigError, match=r"word_ladder in every process unless.*PYTHONHASHSEED"):

@@ -524,6 +524,7 @@ def test_sigterm_and_sigusr1_save_and_exit_with_143_and_the_end_is_the_same(
     assert one.state["tables"]["entities"].tobytes() == other.state["tables"]["entities"].tobytes()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_guide_is_requeued_until_its_run_is_finished(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:

@@ -200,7 +200,7 @@ def _check_type(path: Path, name: str, value: Any, hint: Any) -> None:
         TypeAdapter(hint).validate_python(value, strict=True)
     except ValidationError as error:
         said = error.errors()[0]["msg"]
-        raise BadFile(f"{path}: {name} is {_shown(value)}: {said}; correct it") from None
+        raise BadFile(f"{path}: {name!r} is {_shown(value)}: {said}; correct it") from None
 
 
 def changes(saved: RunConfig, given: Mapping[str, Any], verb: str = "resumed") -> dict[str, Any]:
