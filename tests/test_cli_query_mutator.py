@@ -173,6 +173,30 @@ def test_a_dead_server_stops_the_run_with_one_sentence(
     assert "127.0.0.1:9" in outcome.err
 
 
+@pytest.mark.training
+def test_a_name_of_ollama_means_the_server_of_ollama(
+    tmp_path: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("qwen2.5:3b",)
+    with Simulator(questions=load_questions("shipped", "all"), models=models).running() as url:
+        monkeypatch.setenv("OLLAMA_HOST", url.removeprefix("http://"))
+        flags = "--num-processes 4 --num-steps 2 --num-env-steps 8 --quiet"
+        done = call(
+            f"train query-mutator --target-model sim-qa --mutator-model qwen2.5:3b {flags}",
+            tmp_path,
+        )
+        assert done.code == 0, done.err
+        assert url.stats()["received"] > 0
+        other = call("train query-mutator --target-model qwen2.5:7b --quiet", tmp_path)
+    assert other.code == 1
+    assert "qwen2.5:3b; ollama pull qwen2.5:7b gets it" in other.err
+    gone = call("train query-mutator --target-model qwen2.5:3b --quiet", tmp_path)
+    assert gone.code == 1
+    assert gone.err.count("\n") == 1
+    assert "cannot connect to ollama://" in gone.err
+    assert "ollama serve starts it, and OLLAMA_HOST holds another address" in gone.err
+
+
 def test_an_error_about_a_model_name_lists_the_models_there_are(
     tmp_path: Path, call: Callable[..., Any], server: Any
 ) -> None:
@@ -184,7 +208,7 @@ def test_an_error_about_a_model_name_lists_the_models_there_are(
 
 
 BAD = {
-    "plain name": ("--target-model qwen2.5", "--endpoint"),
+    "no model": ("--target-model http://127.0.0.1:9/v1", "URL#NAME"),
     "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),
     "no answers": ("--target-model sim --dataset bare.jsonl", "no answer"),
     "no train split": ("--target-model sim --dataset held.jsonl", "no question in its train split"),

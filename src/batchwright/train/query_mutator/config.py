@@ -26,8 +26,8 @@ class QueryMutatorConfig(RunConfig):
     dataset: str = "shipped"
     """shipped, or JSONL, Parquet or hf:NAME with question and answer."""
     target_model: str = "local:smollm2"
-    """Model that answers: ollama:NAME, URL#NAME, local:smollm2, local:PATH, sim; a plain name
-    with --endpoint."""
+    """Model that answers: a name of Ollama such as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH
+    or sim."""
     mutator_model: str = ""
     """Model that rewrites questions; default: the target model."""
     judge_model: str = ""
@@ -35,7 +35,7 @@ class QueryMutatorConfig(RunConfig):
     embedder: str = "ngrams"
     """Embedding model: ngrams (built in), local:minilm, or a model of an endpoint."""
     endpoint: tuple[str, ...] = ()
-    """Server that takes calls to models with plain names; several share the load."""
+    """Server that takes calls to plain names of models instead of Ollama; several share the load."""
     reward_type: Literal[
         "match", "numeric", "exact", "contains", "cosine-similarity", "llm-judge"
     ] = "match"

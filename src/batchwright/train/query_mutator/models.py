@@ -27,11 +27,12 @@ from batchwright.calls import (
     parse_model,
 )
 from batchwright.calls.cache.store import Cache
+from batchwright.calls.endpoints import OLLAMA_NAME
 from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.wire.discovery import check_model
 from batchwright.envs.query_mutation.env import Ask, Embed, Rate, Score
 from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile, NoServer
+from batchwright.errors import BadFile, CannotWrite, Mismatch, MissingFile, NoServer
 from batchwright.events import EventLog
 from batchwright.rewards import Contains, Exact, Judge, Numeric, Response, Rule, Similarity
 from batchwright.rewards.score import ascore_all
@@ -140,7 +141,7 @@ def open_models(
                 )
             if not replay:
                 for endpoint in endpoints:
-                    pools[key].run(check_model(endpoint, name))
+                    pools[key].run(_check(endpoint, name))
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
@@ -170,15 +171,26 @@ def _endpoints(
         # No call is made: every response is in the cache.
         name = model.rpartition("#")[2].removeprefix("ollama:").removeprefix("local:")
         return (Endpoint(_not_cached, name="replay"),), name
-    if ":" in model or "#" in model:
-        endpoint, name = parse_model(model)
-        return (endpoint,), name
-    if not config.endpoint:
-        raise ConfigError(
-            f"the model {model!r} has no server; pass --endpoint URL, or use ollama:{model}, "
-            f"URL#{model}, local:smollm2 or sim"
+    plain = OLLAMA_NAME.fullmatch(model)
+    if plain and config.endpoint:
+        return tuple(Endpoint(url) for url in config.endpoint), model
+    endpoint, name = parse_model(f"ollama:{model}" if plain else model)
+    return (endpoint,), name
+
+
+async def _check(endpoint: Endpoint, model: str) -> None:
+    """Look for a model at its server; say of Ollama's how to get there."""
+    try:
+        await check_model(endpoint, model)
+    except NoServer as error:
+        if endpoint.protocol != "ollama":
+            raise
+        way = (
+            f"ollama pull {model} gets it"
+            if "has no model" in str(error)
+            else "ollama serve starts it, and OLLAMA_HOST holds another address"
         )
-    return tuple(Endpoint(url) for url in config.endpoint), model
+        raise NoServer(f"{error}; {way}; URL#{model} is a model of another server") from None
 
 
 def _not_cached(requests: Sequence[Request]) -> list[Exception]:
