@@ -68,7 +68,7 @@ def test_the_documents_flags_are_understood(
     line: str, tmp_path: Path, call: Callable[..., Any]
 ) -> None:
     """With a model that is not there they end in one sentence, which is past all flags."""
-    outcome = call(f"train query-mutator {line} --target-model local:nowhere", tmp_path)
+    outcome = call(f"train query-mutator {line} --target-model local:nowhere -q", tmp_path)
     assert outcome.code == 1
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
@@ -92,6 +92,65 @@ def test_the_example_trains_on_the_simulator(
     assert len(numbers(tmp_path / "run")) == 3
     assert len(turns(tmp_path / "run")) == 96
     assert (tmp_path / "run" / "stamp.json").is_file()
+
+
+@pytest.mark.training
+def test_a_command_typed_again_starts_the_next_numbered_run_with_progress_and_tracker(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    line = (
+        "train query-mutator --target-model sim --num-processes 4 --num-steps 2 "
+        "--num-env-steps 16 --track tensorboard"
+    )
+    for folder in ("", " --save-dir own/run-{n}"):
+        first, second = call(line + folder, tmp_path), call(line + folder, tmp_path)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+        assert first.err.startswith("training, steps: 0 of 16, opening sim\n")
+    for run in ("runs/query-mutator-1", "runs/query-mutator-2", "own/run-1", "own/run-2"):
+        assert turns(tmp_path / run) == turns(tmp_path / "runs/query-mutator-1") != []
+        assert list((tmp_path / run / "tensorboard").iterdir())
+
+
+@pytest.mark.training
+def test_trackers_get_the_metrics_of_every_update_and_cannot_end_a_run(tmp_path: Path) -> None:
+    from batchwright.train.query_mutator.config import QueryMutatorConfig
+    from batchwright.train.query_mutator.loop import train_query_mutator
+
+    class Tracker:
+        def __init__(self, fails: bool) -> None:
+            self.fails, self.calls = fails, list[Any]()
+
+        def start(self, config: Any) -> None:
+            self.calls.append(config["target_model"])
+
+        def log(self, step: int, metrics: Any) -> None:
+            self.calls.append({"update": step, **metrics})
+            if self.fails:
+                raise OSError("no route")
+
+        def finish(self) -> None:
+            self.calls.append("finish")
+
+    good, bad = Tracker(False), Tracker(True)
+    config = QueryMutatorConfig(
+        target_model="sim",
+        num_processes=4,
+        num_steps=2,
+        num_env_steps=16,
+        save_dir=tmp_path / "run",
+    )
+    seen: list[tuple[int, int, str]] = []
+    result = train_query_mutator(
+        config, trackers=lambda folder: [good, bad], progress=lambda *given: seen.append(given)
+    )
+    updates = [
+        dict(e.fields) for e in read_events(tmp_path / "run/events.jsonl") if e.kind == "update"
+    ]
+    assert good.calls == bad.calls == ["sim", *updates, "finish"]
+    assert len(updates) == result.tracker_failures == 2
+    assert seen[0] == (0, 16, "0 calls")
+    assert seen == sorted(seen, key=lambda row: row[0])
+    assert (seen[-1][0], seen[-1][1]) == (16, 16)
 
 
 @pytest.mark.training
@@ -217,6 +276,11 @@ BAD = {
         "--target-model sim --num-processes 0",
         "--num-processes must be at least 1, got 0",
     ),
+    "less than a rollout": (
+        "--target-model sim --num-env-steps 10",
+        "--num-env-steps must be at least 128, one rollout of",
+    ),
+    "tracker": ("--target-model sim --track comet", "--track must be one of tensorboard, wandb"),
     "gamma": ("--target-model sim --gamma 2", "--gamma must be from 0 to 1, got 2"),
     "operators": ("--target-model sim --operators none.toml", "none.toml"),
     "no run": ("--resume nowhere", "nowhere"),

@@ -109,8 +109,8 @@ def parse_model(text: str) -> tuple[Endpoint, str]:
     """An endpoint and a model's name from one string.
 
     A name with a tag such as `qwen2.5:3b`, and `ollama:NAME`, is a model of the Ollama server of
-    this machine (or of OLLAMA_HOST), `URL#NAME` one of any server, `local:smollm2` or `local:PATH` one inside
-    this process, `sim` the simulator, started in a process of its own.
+    this machine (or of OLLAMA_HOST), `URL#NAME` one of any server, `local:smollm2` or `local:PATH`
+    one inside this process, `sim` the simulator, started in a process of its own.
 
     >>> parse_model("http://gpu0:8000/v1#judge")
     (Endpoint('http://gpu0:8000/v1'), 'judge')
@@ -128,8 +128,8 @@ def parse_model(text: str) -> tuple[Endpoint, str]:
     if mark and url and name:
         return Endpoint(url), name
     raise ConfigError(
-        f"cannot parse the model {text!r}; write ollama:NAME, a name of Ollama with its tag such as "
-        f"qwen2.5:3b, URL#NAME, local:smollm2, local:PATH or sim"
+        f"cannot parse the model {text!r}; write ollama:NAME, a name of Ollama with its tag such "
+        f"as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH or sim"
     )
 
 

@@ -7,7 +7,7 @@ Together they are enough to replay the run without a server, with identical resu
 import json
 import re
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +113,12 @@ def open_models(
     *,
     replay: bool = False,
     events: EventLog | None = None,
+    on_call: Callable[[], None] = lambda: None,
 ) -> Iterator[Models]:
-    """The models of a run, with their responses cached in `folder`; `replay` makes no calls."""
+    """The models of a run, with their responses cached in `folder`; `replay` makes no calls.
+
+    `on_call` is called after each call that mutator or target answered or failed.
+    """
     store = folder / "calls.db"
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
@@ -147,12 +151,10 @@ def open_models(
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
         used: Counter[str] = Counter()
         rewriter = config.mutator_model or config.target_model
-        target = _counted(
-            _target(config, *pool_for("qa", config.target_model), replay), "target", used
-        )
-        mutator = _counted(
-            _mutator(config, *pool_for("mutator", rewriter), replay), "mutator", used
-        )
+        target = _target(config, *pool_for("qa", config.target_model), replay)
+        mutator = _mutator(config, *pool_for("mutator", rewriter), replay)
+        target = _counted(target, "target", used, on_call)
+        mutator = _counted(mutator, "mutator", used, on_call)
         rate = _rate(config, pool_for)
         embedder, dim = _embedder(config, pool_for)
         every = tuple(pools.values())
@@ -220,12 +222,13 @@ def _mutator(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -
     return ask
 
 
-def _counted(ask: Ask, name: str, used: "Counter[str]") -> Ask:
+def _counted(ask: Ask, name: str, used: "Counter[str]", on_call: Callable[[], None]) -> Ask:
     async def counting(prompt: str, seed: int) -> Outcome:
         outcome = await ask(prompt, seed)
         used[f"{name}_calls"] += 1
         if outcome and outcome.usage:
             used["tokens"] += outcome.usage.total
+        on_call()
         return outcome
 
     return counting
