@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -216,7 +217,13 @@ def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     assert server.stats()["received"] == before
     assert numbers(tmp_path / "run-replay-1") == numbers(tmp_path / "run")
     assert turns(tmp_path / "run-replay-1") == turns(tmp_path / "run")
-    assert again.data["invalid_steps"] == live.data["invalid_steps"]
+    assert again.data["invalid_steps"] == live.data["invalid_steps"] > 0
+    for run, said in (("run", live.data), ("run-replay-1", again.data)):
+        reasons = [turn["why"] for turn in turns(tmp_path / run) if turn["gain"] is None]
+        assert said["reasons"] == dict(Counter(reasons))
+        assert said["invalid_steps"] == len(reasons)
+        assert "" not in reasons
+        assert "guard" not in reasons
 
 
 def test_a_dead_server_stops_the_run_with_one_sentence(
@@ -325,6 +332,12 @@ def test_evaluation_compares_strategies_on_held_out_questions(
     assert all(way["questions"] == 10 for way in ways.values())
     for way in ways.values():
         assert way["low"] <= way["gain"] <= way["high"]
+    assert [way["rewritings"] <= 2 for way in ways.values()] == [True] * 6
+    versus = outcome.data["versus"]
+    baselines = {name: way["accuracy"] for name, way in ways.items() if name != "ppo"}
+    assert baselines[versus["baseline"]] == max(baselines.values())
+    assert versus["gain"] == pytest.approx(ways["ppo"]["accuracy"] - max(baselines.values()))
+    assert versus["low"] <= versus["gain"] <= versus["high"]
     robust = outcome.data["robustness"]
     assert robust["worst"] <= robust["mean"] <= robust["best"]
     folder = tmp_path / "run" / "evaluation"
@@ -332,6 +345,7 @@ def test_evaluation_compares_strategies_on_held_out_questions(
     assert json.loads((folder / "evaluation.json").read_text())["ways"] == outcome.data["ways"]
     text = call(line, tmp_path).out
     assert all(name in text for name in ways)
+    assert f"ppo against the best baseline, {versus['baseline']}: " in text
     lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
     assert {json.loads(row)["env"] for row in lines} == set(range(10))
 

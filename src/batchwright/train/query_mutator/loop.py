@@ -44,8 +44,12 @@ class MutatorResult:
     updates: int
     steps: int
     invalid_steps: int
-    counts: dict[str, int]
-    """Failed calls and rejected rewritings by kind."""
+    reasons: dict[str, int]
+    """Invalid steps by reason, as in the transcripts."""
+    rejected: int
+    """Rewritings that the guard rejected."""
+    failed_starts: int
+    """Episodes whose question got no score in its original wording."""
     first_gain: float | None
     """Mean gain of an episode in the first update."""
     last_gain: float | None
@@ -140,7 +144,9 @@ def train_query_mutator(
             updates=ppo.updates,
             steps=ppo.steps,
             invalid_steps=env.counts["invalid"],
-            counts={k: v for k, v in sorted(env.counts.items()) if k not in ("steps", "invalid")},
+            reasons=dict(sorted(env.reasons.items())),
+            rejected=env.counts["guard"],
+            failed_starts=env.counts["failed_starts"],
             first_gain=gains[0] if gains else None,
             last_gain=float(np.mean(last)) if last else None,
             calls=models.stats(),

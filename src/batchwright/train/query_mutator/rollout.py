@@ -43,9 +43,8 @@ class OverlappingRunner(Runner):
                 out.obs[name][t, b] = row[0]
             await actor.act(t, b)
             turn, ended, _ = await self.env.act(b, int(out.actions[t, b]))
-            valid = bool(np.isfinite(turn.gain))
-            out.rewards[t, b] = turn.gain if valid else 0.0
-            out.valid[t, b], out.terminated[t, b] = valid, ended
+            out.rewards[t, b] = turn.gain if turn.valid else 0.0
+            out.valid[t, b], out.terminated[t, b] = turn.valid, ended
 
 
 class _Actor:
