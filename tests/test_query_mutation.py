@@ -1,6 +1,7 @@
 """The query-mutation environment: pipelines, failures, guard, reproducibility, learning signal."""
 
 import asyncio
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from batchwright.calls import Done, Failed, Kind, Outcome
 from batchwright.calls.queries import NO_ANSWER, mutated_text
 from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import Target, mutate
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Score, Turn
+from batchwright.envs import BatchedQueryMutationEnv, QueryMutationEnv, check_env
+from batchwright.envs.query_mutation.env import MutationPipelines, Score, Turn
 from batchwright.envs.query_mutation.operators import (
     NOOP,
     OPERATORS,
@@ -25,7 +27,7 @@ from batchwright.envs.query_mutation.operators import (
     load_operators,
 )
 from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch
+from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch, NoServer
 from batchwright.rl import Runner, policy_for
 from batchwright.train.query_mutator.compare import compare_strategies
 from batchwright.train.query_mutator.rollout import OverlappingRunner
@@ -76,9 +78,9 @@ async def hashed(texts: Sequence[str]) -> NDArray[np.float32]:
     return hashed_ngrams(texts, 32)
 
 
-def build(world: World, num_envs: int = 3, **more: Any) -> BatchedQueryMutationEnv:
+def build(world: World, num_envs: int = 3, **more: Any) -> MutationPipelines:
     given: dict[str, Any] = {"order": "each", "max_steps": 2, **more}
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         QUESTIONS,
         world.mutator,
         world.target,
@@ -258,7 +260,7 @@ def test_a_mutator_that_talks_nonsense_is_counted() -> None:
 
 
 def test_equal_seeds_make_equal_runs_and_a_state_goes_on_to_the_bit() -> None:
-    def run(env: BatchedQueryMutationEnv, steps: int) -> list[list[Any]]:
+    def run(env: MutationPipelines, steps: int) -> list[list[Any]]:
         random = np.random.default_rng(7)
         rows = []
         for _ in range(steps):
@@ -298,6 +300,38 @@ def test_the_documents_forms_work() -> None:
     assert dones.tolist() == [False, False, True]
     assert infos[0]["wording"] == "Please answer: What is the capital of France?"
     assert [info["valid"] for info in infos] == [True, True, True]
+
+
+def test_environments_are_made_by_the_names_of_their_models() -> None:
+    one = QueryMutationEnv(target_model="sim", mutator_model="sim", seed=5)
+    many = BatchedQueryMutationEnv([one] * 3, batch_size=8)
+    try:
+        np.testing.assert_array_equal(one.reset(), many.batch_reset()[0])
+        for action in (6, 2, 8, 9, 0, 10, 3):
+            features, reward, done, info = one.step(action)
+            batch = many.batch_step([action, 1, 10])
+            np.testing.assert_array_equal(features, batch[0][0])
+            assert (reward, done) == (batch[1][0], batch[2][0])
+            assert info["wording"] == batch[3][0]["wording"]
+            assert info["valid"]
+        check_env(many, steps=20)
+        with pytest.raises(Mismatch, match="made alike, got 2 values of seed"):
+            BatchedQueryMutationEnv([one, dataclasses.replace(one, seed=6)])
+        with pytest.raises(ConfigError, match="got no environments"):
+            BatchedQueryMutationEnv([])
+        with pytest.raises(ConfigError, match="call reset"):
+            QueryMutationEnv().step(0)
+    finally:
+        one.close()
+        many.close()
+
+
+def test_an_environment_of_a_server_that_is_not_there_says_so_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OLLAMA_HOST", "127.0.0.1:9")
+    with pytest.raises(NoServer, match=r"cannot connect to ollama://127.* ollama serve"):
+        QueryMutationEnv(target_model="sim", mutator_model="qwen2.5:3b").reset()
 
 
 def test_actions_that_are_none_do_not_crash() -> None:
@@ -360,7 +394,7 @@ def test_baselines_may_rewrite_as_often_as_the_policy_and_it_is_compared_with_th
 
     def make_env(
         on: Sequence[Question], num_envs: int = 3, order: str = "each"
-    ) -> BatchedQueryMutationEnv:
+    ) -> MutationPipelines:
         return build(world, num_envs, order=order, seed=8)
 
     def policy(features: NDArray[np.float32], step: int) -> NDArray[np.int64]:
@@ -487,9 +521,9 @@ def test_files_of_other_shapes_are_read_and_bad_ones_refused(tmp_path: Path) -> 
         build_empty()
 
 
-def build_empty() -> BatchedQueryMutationEnv:
+def build_empty() -> MutationPipelines:
     world = World()
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         *([], world.mutator, world.target, world.rate, 1), run=asyncio.run, embed=hashed, dim=32
     )
 

@@ -26,7 +26,7 @@ from batchwright.envs.questions import Question
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rng import key
 
-__all__ = ["BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
+__all__ = ["Failures", "MutationPipelines", "Rate", "Runs", "Score", "Turn"]
 
 Ask = Callable[[str, int], Awaitable[Outcome]]
 """A model: from a prompt and a seed to an outcome."""
@@ -103,7 +103,7 @@ class _State:
     origin: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-class BatchedQueryMutationEnv:
+class MutationPipelines:
     """N questions being rewritten at once; an action is the index of an operator.
 
     `features` are the embedding of the current wording, the fraction of steps used, and the last

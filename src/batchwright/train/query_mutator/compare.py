@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.env import MutationPipelines, Turn
 from batchwright.envs.query_mutation.operators import NOOP, STOP, Operator
 from batchwright.envs.questions import Question
 from batchwright.train.query_mutator.models import Models
@@ -32,7 +32,7 @@ __all__ = [
 RESAMPLES = 5000
 """Bootstrap resamples of a confidence interval."""
 Floats = NDArray[np.float64]
-MakeEnv = Callable[..., BatchedQueryMutationEnv]
+MakeEnv = Callable[..., MutationPipelines]
 
 
 class Choose(Protocol):
@@ -208,7 +208,7 @@ def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _play(models: Models, env: BatchedQueryMutationEnv, choose: Choose) -> _Episodes:
+def _play(models: Models, env: MutationPipelines, choose: Choose) -> _Episodes:
     """One episode of every question with one strategy."""
     before = Counter(models.used)
     stop = env.operators.index(STOP)

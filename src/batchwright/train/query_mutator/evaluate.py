@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchwright.checkpoint import latest
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import MutationPipelines
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import Question, Split, load_questions
 from batchwright.errors import ConfigError
@@ -56,8 +56,8 @@ def evaluate_run(
             on: Sequence[Question],
             num_envs: int | None = None,
             order: Literal["drawn", "each"] = "each",
-        ) -> BatchedQueryMutationEnv:
-            return BatchedQueryMutationEnv(
+        ) -> MutationPipelines:
+            return MutationPipelines(
                 on,
                 models.mutator,
                 models.target,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.env import MutationPipelines, Turn
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import load_questions
 from batchwright.errors import BudgetExceeded
@@ -167,10 +167,10 @@ def build_env(
     models: Models,
     *,
     on_turn: Callable[[Turn], object] | None = None,
-) -> BatchedQueryMutationEnv:
+) -> MutationPipelines:
     """The environments of a run, on the train split of its questions."""
     operators = load_operators(config.operators) if config.operators else OPERATORS
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         load_questions(config.dataset, "train"),
         models.mutator,
         models.target,
@@ -189,7 +189,7 @@ def build_env(
     )
 
 
-def load_policy(run: Path, env: BatchedQueryMutationEnv, config: QueryMutatorConfig) -> Any:
+def load_policy(run: Path, env: MutationPipelines, config: QueryMutatorConfig) -> Any:
     """The policy of a run's newest checkpoint."""
     ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
     ppo.resume(run / "checkpoints")

@@ -5,7 +5,6 @@ Together they are enough to replay the run without a server, with identical resu
 """
 
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,28 +21,28 @@ from batchwright.calls import (
     Outcome,
     Pool,
     Request,
-    chat,
     embed,
-    parse_model,
 )
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.endpoints import OLLAMA_NAME
 from batchwright.calls.simulator.ngrams import hashed_ngrams
-from batchwright.calls.wire.discovery import check_model
 from batchwright.envs.query_mutation.env import Ask, Embed, Rate, Score
-from batchwright.envs.questions import Question, load_questions
+from batchwright.envs.query_mutation.models import (
+    DIM,
+    ask_mutator,
+    ask_target,
+    check_server,
+    find_model,
+    hashed,
+    rate_by,
+)
+from batchwright.envs.questions import Question
 from batchwright.errors import BadFile, CannotWrite, Mismatch, MissingFile, NoServer
 from batchwright.events import EventLog
-from batchwright.rewards import Contains, Exact, Judge, Numeric, Response, Rule, Similarity
-from batchwright.rewards.score import ascore_all
+from batchwright.rewards import Contains, Exact, Judge, Numeric, Rule, Similarity
 from batchwright.train.query_mutator.config import QueryMutatorConfig, width_of
 
 __all__ = ["FailureLog", "Models", "open_models"]
-
-DIM = 256
-"""Dimension of the built-in embedder."""
-SYSTEM = "Answer the question with the answer alone, in as few words as possible."
-_PLAIN_NUMBER = re.compile(r"\s*[-+$]?[\d.,/]+\s*%?\s*")
 
 
 class FailureLog:
@@ -145,14 +144,17 @@ def open_models(
                 )
             if not replay:
                 for endpoint in endpoints:
-                    pools[key].run(_check(endpoint, name))
+                    pools[key].run(check_server(endpoint, name))
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
         used: Counter[str] = Counter()
         rewriter = config.mutator_model or config.target_model
-        target = _target(config, *pool_for("qa", config.target_model), replay)
-        mutator = _mutator(config, *pool_for("mutator", rewriter), replay)
+        target = ask_target(*pool_for("qa", config.target_model), config.max_tokens)
+        mutator = ask_mutator(*pool_for("mutator", rewriter), config.temperature, config.max_tokens)
+        if replay:
+            target = _replayed(target, config.target_model)
+            mutator = _replayed(mutator, rewriter)
         target = _counted(target, "target", used, on_call)
         mutator = _counted(mutator, "mutator", used, on_call)
         rate = _rate(config, pool_for)
@@ -164,65 +166,21 @@ def open_models(
 def _endpoints(
     config: QueryMutatorConfig, role: str, model: str, replay: bool
 ) -> tuple[tuple[Endpoint, ...], str]:
-    if model == "sim":
-        from batchwright.calls.simulator import Simulator
-
-        server = Simulator(questions=load_questions(config.dataset, "all"))
-        return (Endpoint(server.in_process(), name="sim"),), f"sim-{role}"
-    if replay:
+    if replay and model != "sim":
         # No call is made: every response is in the cache.
         name = model.rpartition("#")[2].removeprefix("ollama:").removeprefix("local:")
         return (Endpoint(_not_cached, name="replay"),), name
-    plain = OLLAMA_NAME.fullmatch(model)
-    if plain and config.endpoint:
+    if config.endpoint and model != "sim" and OLLAMA_NAME.fullmatch(model):
         return tuple(Endpoint(url) for url in config.endpoint), model
-    endpoint, name = parse_model(f"ollama:{model}" if plain else model)
+    endpoint, name = find_model(model, role, config.dataset)
     return (endpoint,), name
-
-
-async def _check(endpoint: Endpoint, model: str) -> None:
-    """Look for a model at its server; say of Ollama's how to get there."""
-    try:
-        await check_model(endpoint, model)
-    except NoServer as error:
-        if endpoint.protocol != "ollama":
-            raise
-        way = (
-            f"ollama pull {model} gets it"
-            if "has no model" in str(error)
-            else "ollama serve starts it, and OLLAMA_HOST holds another address"
-        )
-        raise NoServer(f"{error}; {way}; URL#{model} is a model of another server") from None
 
 
 def _not_cached(requests: Sequence[Request]) -> list[Exception]:
     return [MissingFile("not in the cache of the replayed run") for _ in requests]
 
 
-def _target(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -> Ask:
-    async def ask(prompt: str, seed: int) -> Outcome:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-        request = chat(model, messages, temperature=0, max_tokens=config.max_tokens)
-        return _replayed(await pool.call(request), replay, model)
-
-    return ask
-
-
-def _mutator(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -> Ask:
-    async def ask(prompt: str, seed: int) -> Outcome:
-        request = chat(
-            model,
-            prompt,
-            temperature=config.temperature,
-            max_tokens=config.max_tokens,
-            seed=seed,
-        )
-        return _replayed(await pool.call(request), replay, model)
-
-    return ask
-
-
-def _counted(ask: Ask, name: str, used: "Counter[str]", on_call: Callable[[], None]) -> Ask:
+def _counted(ask: Ask, name: str, used: Counter[str], on_call: Callable[[], None]) -> Ask:
     async def counting(prompt: str, seed: int) -> Outcome:
         outcome = await ask(prompt, seed)
         used[f"{name}_calls"] += 1
@@ -234,13 +192,17 @@ def _counted(ask: Ask, name: str, used: "Counter[str]", on_call: Callable[[], No
     return counting
 
 
-def _replayed(outcome: Outcome, replay: bool, model: str) -> Outcome:
-    if replay and not outcome:
-        raise Mismatch(
-            f"the replayed run has no cached response of {model} to a request; "
-            f"replay with the files and the version of the original run"
-        )
-    return outcome
+def _replayed(ask: Ask, model: str) -> Ask:
+    async def replaying(prompt: str, seed: int) -> Outcome:
+        outcome = await ask(prompt, seed)
+        if not outcome:
+            raise Mismatch(
+                f"the replayed run has no cached response of {model} to a request; "
+                f"replay with the files and the version of the original run"
+            )
+        return outcome
+
+    return replaying
 
 
 def _rate(config: QueryMutatorConfig, pool_for: Any) -> Rate:
@@ -257,26 +219,18 @@ def _rate(config: QueryMutatorConfig, pool_for: Any) -> Rate:
     elif kind != "match":
         fixed = {"numeric": Numeric(), "exact": Exact(), "contains": Contains()}[kind]
 
-    async def rate(question: Question, wording: str, answer: str) -> Score:
-        if kind == "cosine-similarity" and fixed is None:
-            one, other = hashed_ngrams([answer, question.answer], DIM)
-            return Score(max(0.0, float(one @ other)))
-        rule = fixed or (Numeric() if _PLAIN_NUMBER.fullmatch(question.answer) else Contains())
-        response = Response(answer, question.answer, prompt=question.question)
-        (reward,) = await ascore_all([response], [rule], pool)
-        if not reward.valid:
-            return Score(float("nan"), f"reward_{reward.why}")
-        return Score(max(0.0, reward.value))
+    if kind != "cosine-similarity" or fixed is not None:
+        return rate_by(fixed, pool)
 
-    return rate
+    async def similarity(question: Question, wording: str, answer: str) -> Score:
+        one, other = hashed_ngrams([answer, question.answer], DIM)
+        return Score(max(0.0, float(one @ other)))
+
+    return similarity
 
 
 def _embedder(config: QueryMutatorConfig, pool_for: Any) -> tuple[Embed, int]:
     if config.embedder == "ngrams":
-
-        async def hashed(texts: Sequence[str]) -> NDArray[np.float32]:
-            return hashed_ngrams(texts, DIM)
-
         return hashed, DIM
     pool, name = pool_for("embed", config.embedder)
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from batchwright.envs.api import Obs
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import MutationPipelines
 from batchwright.errors import BatchwrightError
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.rollout import Finals, Rollout, Runner
@@ -23,7 +23,7 @@ __all__ = ["OverlappingRunner"]
 class OverlappingRunner(Runner):
     """A runner for environments whose step time is the latency of model servers."""
 
-    env: BatchedQueryMutationEnv
+    env: MutationPipelines
 
     def fill(self, out: Rollout, obs: Obs, policy: Policy) -> tuple[Obs, Finals]:
         env = self.env
