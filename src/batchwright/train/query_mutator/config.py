@@ -54,7 +54,7 @@ class QueryMutatorConfig(RunConfig):
     use_batching: Annotated[bool, Parameter(negative="--no-batching")] = True
     """Make calls concurrently; --no-batching makes one at a time."""
     batch_size: str = "auto"
-    """Calls in flight at each server, or auto."""
+    """Calls in flight at each server; auto: as many as it sustains."""
     overlap: bool = True
     """Let environments run ahead of each other within a rollout; the steps are the same."""
 
