@@ -221,7 +221,8 @@ def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     for run, said in (("run", live.data), ("run-replay-1", again.data)):
         reasons = [turn["why"] for turn in turns(tmp_path / run) if turn["gain"] is None]
         assert said["reasons"] == dict(Counter(reasons))
-        assert said["invalid_steps"] == len(reasons)
+        logged = sum(update["charts/invalid_steps"] for update in numbers(tmp_path / run))
+        assert said["invalid_steps"] == len(reasons) == logged
         assert "" not in reasons
         assert "guard" not in reasons
 
