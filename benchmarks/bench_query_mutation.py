@@ -35,7 +35,8 @@ import numpy as np
 
 from batchwright.calls.queries import mutated_text
 from batchwright.calls.simulator import Simulator
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import MutationPipelines
+from batchwright.envs.query_mutation.models import SYSTEM
 from batchwright.envs.query_mutation.operators import OPERATORS
 from batchwright.envs.questions import Question, load_questions
 from batchwright.events import read_events
@@ -45,7 +46,7 @@ from batchwright.rl.rollout import Runner
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.evaluate import evaluate_run
 from batchwright.train.query_mutator.loop import train_query_mutator
-from batchwright.train.query_mutator.models import SYSTEM, Models, open_models
+from batchwright.train.query_mutator.models import Models, open_models
 from batchwright.train.query_mutator.rollout import OverlappingRunner
 from common import RESULTS, Report, arguments
 
@@ -104,9 +105,9 @@ def two_phases(url: str, given: Sequence[tuple[Question, int]], width: int) -> N
         list(threads.map(lambda wording: answer(url, wording), wordings))
 
 
-def environments(models: Models, n: int, number: int, **more: Any) -> BatchedQueryMutationEnv:
+def environments(models: Models, n: int, number: int, **more: Any) -> MutationPipelines:
     """The environments of one step, each with the question that the other ways have there."""
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         *([q for q, _ in tasks(n, number)], models.mutator, models.target, models.rate, n),
         run=models.run,
         embed=models.embed,

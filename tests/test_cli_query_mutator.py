@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def test_the_documents_flags_are_understood(
     line: str, tmp_path: Path, call: Callable[..., Any]
 ) -> None:
     """With a model that is not there they end in one sentence, which is past all flags."""
-    outcome = call(f"train query-mutator {line} --target-model local:nowhere", tmp_path)
+    outcome = call(f"train query-mutator {line} --target-model local:nowhere -q", tmp_path)
     assert outcome.code == 1
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
@@ -92,6 +93,65 @@ def test_the_example_trains_on_the_simulator(
     assert len(numbers(tmp_path / "run")) == 3
     assert len(turns(tmp_path / "run")) == 96
     assert (tmp_path / "run" / "stamp.json").is_file()
+
+
+@pytest.mark.training
+def test_a_command_typed_again_starts_the_next_numbered_run_with_progress_and_tracker(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    line = (
+        "train query-mutator --target-model sim --num-processes 4 --num-steps 2 "
+        "--num-env-steps 16 --track tensorboard"
+    )
+    for folder in ("", " --save-dir own/run-{n}"):
+        first, second = call(line + folder, tmp_path), call(line + folder, tmp_path)
+        assert (first.code, second.code) == (0, 0), first.err + second.err
+        assert first.err.startswith("training, steps: 0 of 16, opening sim\n")
+    for run in ("runs/query-mutator-1", "runs/query-mutator-2", "own/run-1", "own/run-2"):
+        assert turns(tmp_path / run) == turns(tmp_path / "runs/query-mutator-1") != []
+        assert list((tmp_path / run / "tensorboard").iterdir())
+
+
+@pytest.mark.training
+def test_trackers_get_the_metrics_of_every_update_and_cannot_end_a_run(tmp_path: Path) -> None:
+    from batchwright.train.query_mutator.config import QueryMutatorConfig
+    from batchwright.train.query_mutator.loop import train_query_mutator
+
+    class Tracker:
+        def __init__(self, fails: bool) -> None:
+            self.fails, self.calls = fails, list[Any]()
+
+        def start(self, config: Any) -> None:
+            self.calls.append(config["target_model"])
+
+        def log(self, step: int, metrics: Any) -> None:
+            self.calls.append({"update": step, **metrics})
+            if self.fails:
+                raise OSError("no route")
+
+        def finish(self) -> None:
+            self.calls.append("finish")
+
+    good, bad = Tracker(False), Tracker(True)
+    config = QueryMutatorConfig(
+        target_model="sim",
+        num_processes=4,
+        num_steps=2,
+        num_env_steps=16,
+        save_dir=tmp_path / "run",
+    )
+    seen: list[tuple[int, int, str]] = []
+    result = train_query_mutator(
+        config, trackers=lambda folder: [good, bad], progress=lambda *given: seen.append(given)
+    )
+    updates = [
+        dict(e.fields) for e in read_events(tmp_path / "run/events.jsonl") if e.kind == "update"
+    ]
+    assert good.calls == bad.calls == ["sim", *updates, "finish"]
+    assert len(updates) == result.tracker_failures == 2
+    assert seen[0] == (0, 16, "0 calls")
+    assert seen == sorted(seen, key=lambda row: row[0])
+    assert (seen[-1][0], seen[-1][1]) == (16, 16)
 
 
 @pytest.mark.training
@@ -157,7 +217,14 @@ def test_a_finished_run_is_replayed_with_no_server_to_the_same_numbers(
     assert server.stats()["received"] == before
     assert numbers(tmp_path / "run-replay-1") == numbers(tmp_path / "run")
     assert turns(tmp_path / "run-replay-1") == turns(tmp_path / "run")
-    assert again.data["invalid_steps"] == live.data["invalid_steps"]
+    assert again.data["invalid_steps"] == live.data["invalid_steps"] > 0
+    for run, said in (("run", live.data), ("run-replay-1", again.data)):
+        reasons = [turn["why"] for turn in turns(tmp_path / run) if turn["gain"] is None]
+        assert said["reasons"] == dict(Counter(reasons))
+        logged = sum(update["charts/invalid_steps"] for update in numbers(tmp_path / run))
+        assert said["invalid_steps"] == len(reasons) == logged
+        assert "" not in reasons
+        assert "guard" not in reasons
 
 
 def test_a_dead_server_stops_the_run_with_one_sentence(
@@ -173,6 +240,30 @@ def test_a_dead_server_stops_the_run_with_one_sentence(
     assert "127.0.0.1:9" in outcome.err
 
 
+@pytest.mark.training
+def test_a_name_of_ollama_means_the_server_of_ollama(
+    tmp_path: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = ("qwen2.5:3b",)
+    with Simulator(questions=load_questions("shipped", "all"), models=models).running() as url:
+        monkeypatch.setenv("OLLAMA_HOST", url.removeprefix("http://"))
+        flags = "--num-processes 4 --num-steps 2 --num-env-steps 8 --quiet"
+        done = call(
+            f"train query-mutator --target-model sim-qa --mutator-model qwen2.5:3b {flags}",
+            tmp_path,
+        )
+        assert done.code == 0, done.err
+        assert url.stats()["received"] > 0
+        other = call("train query-mutator --target-model qwen2.5:7b --quiet", tmp_path)
+    assert other.code == 1
+    assert "qwen2.5:3b; ollama pull qwen2.5:7b gets it" in other.err
+    gone = call("train query-mutator --target-model qwen2.5:3b --quiet", tmp_path)
+    assert gone.code == 1
+    assert gone.err.count("\n") == 1
+    assert "cannot connect to ollama://" in gone.err
+    assert "ollama serve starts it, and OLLAMA_HOST holds another address" in gone.err
+
+
 def test_an_error_about_a_model_name_lists_the_models_there_are(
     tmp_path: Path, call: Callable[..., Any], server: Any
 ) -> None:
@@ -184,7 +275,7 @@ def test_an_error_about_a_model_name_lists_the_models_there_are(
 
 
 BAD = {
-    "plain name": ("--target-model qwen2.5", "--endpoint"),
+    "no model": ("--target-model http://127.0.0.1:9/v1", "URL#NAME"),
     "missing data": ("--target-model sim --dataset none.jsonl", "none.jsonl"),
     "no answers": ("--target-model sim --dataset bare.jsonl", "no answer"),
     "no train split": ("--target-model sim --dataset held.jsonl", "no question in its train split"),
@@ -193,6 +284,11 @@ BAD = {
         "--target-model sim --num-processes 0",
         "--num-processes must be at least 1, got 0",
     ),
+    "less than a rollout": (
+        "--target-model sim --num-env-steps 10",
+        "--num-env-steps must be at least 128, one rollout of",
+    ),
+    "tracker": ("--target-model sim --track comet", "--track must be one of tensorboard, wandb"),
     "gamma": ("--target-model sim --gamma 2", "--gamma must be from 0 to 1, got 2"),
     "operators": ("--target-model sim --operators none.toml", "none.toml"),
     "no run": ("--resume nowhere", "nowhere"),
@@ -237,6 +333,12 @@ def test_evaluation_compares_strategies_on_held_out_questions(
     assert all(way["questions"] == 10 for way in ways.values())
     for way in ways.values():
         assert way["low"] <= way["gain"] <= way["high"]
+    assert [way["rewritings"] <= 2 for way in ways.values()] == [True] * 6
+    versus = outcome.data["versus"]
+    baselines = {name: way["accuracy"] for name, way in ways.items() if name != "ppo"}
+    assert baselines[versus["baseline"]] == max(baselines.values())
+    assert versus["gain"] == pytest.approx(ways["ppo"]["accuracy"] - max(baselines.values()))
+    assert versus["low"] <= versus["gain"] <= versus["high"]
     robust = outcome.data["robustness"]
     assert robust["worst"] <= robust["mean"] <= robust["best"]
     folder = tmp_path / "run" / "evaluation"
@@ -244,6 +346,7 @@ def test_evaluation_compares_strategies_on_held_out_questions(
     assert json.loads((folder / "evaluation.json").read_text())["ways"] == outcome.data["ways"]
     text = call(line, tmp_path).out
     assert all(name in text for name in ways)
+    assert f"ppo against the best baseline, {versus['baseline']}: " in text
     lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
     assert {json.loads(row)["env"] for row in lines} == set(range(10))
 

@@ -70,7 +70,8 @@ TRAINERS = {
         QueryMutatorConfig,
         "--target-model sim --num-processes 4 --num-steps 2 --num-env-steps 24 --no-batching "
         "--batch-size 4 --no-overlap --deadline 60 --error-budget 0.4 --save-interval 2 "
-        "--save-minutes 5 --log-interval 2",
+        "--save-minutes 5 --log-interval 2 --track tensorboard",
+        "--track tensorboard --track tensorboard "
         "--use-batching --batch-size 5 --overlap --deadline 61 --error-budget 0.5 "
         "--save-interval 3 --save-minutes 7 --log-interval 3 --stop-after 1",
     ),
@@ -286,9 +287,12 @@ def test_a_run_is_not_written_over(
 ) -> None:
     trainer = TRAINERS[name]
     flag = trainer.config.flag(trainer.config.FOLDER)
-    outcome = call(f"train {name} {trainer.line} {flag} run", finished(name))
+    outcome = call(f"train {name} {trainer.line} {flag} run --quiet", finished(name))
 
-    sentence = f"run already holds a run; resume it with --resume run or choose another {flag}"
+    sentence = (
+        f"run already holds a run; resume it with --resume run or choose another {flag}, "
+        f"such as run-{{n}} for numbered runs"
+    )
     assert (outcome.code, outcome.err) == (1, f"error: {sentence}\n")
 
 

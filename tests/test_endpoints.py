@@ -56,6 +56,11 @@ def test_models_have_one_word_names(monkeypatch):
     monkeypatch.delenv("OLLAMA_HOST", raising=False)
     cases = {
         "ollama:qwen2.5:3b": ("http://localhost:11434", "qwen2.5:3b"),
+        "qwen2.5:3b": ("http://localhost:11434", "qwen2.5:3b"),
+        "hf.co/someone/some-model:Q4_K_M": (
+            "http://localhost:11434",
+            "hf.co/someone/some-model:Q4_K_M",
+        ),
         "http://h:1/v1#org/judge": ("http://h:1/v1", "org/judge"),
         "ollama://h#m": ("http://h:11434", "m"),
         "local:smollm2": ("smollm2", "smollm2"),
@@ -65,6 +70,18 @@ def test_models_have_one_word_names(monkeypatch):
         assert (endpoint.base, model) == (base, name)
     monkeypatch.setenv("OLLAMA_HOST", "gpu7:4000")
     assert parse_model("ollama:m")[0].base == "http://gpu7:4000"
+    assert parse_model("m:1b")[0].base == "http://gpu7:4000"
+    as_ollama_reads_it = {
+        "": "http://localhost:11434",
+        "0.0.0.0": "http://0.0.0.0:11434",
+        ":4000": "http://localhost:4000",
+        "http://gpu7": "http://gpu7:80",
+        "https://gpu7/models": "https://gpu7:443/models",
+        "http://[::1]:4000": "http://[::1]:4000",
+    }
+    for host, base in as_ollama_reads_it.items():
+        monkeypatch.setenv("OLLAMA_HOST", host)
+        assert parse_model("m:1b")[0].base == base
     for wrong in ("gpt", "ollama:", "http://h:1/v1", "#m"):
         with pytest.raises(ConfigError, match="cannot parse"):
             parse_model(wrong)

@@ -1,10 +1,13 @@
 """The query-mutation environment: pipelines, failures, guard, reproducibility, learning signal."""
 
 import asyncio
+import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +18,8 @@ from batchwright.calls import Done, Failed, Kind, Outcome
 from batchwright.calls.queries import NO_ANSWER, mutated_text
 from batchwright.calls.simulator.ngrams import hashed_ngrams
 from batchwright.calls.simulator.questions import Target, mutate
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Score, Turn
+from batchwright.envs import BatchedQueryMutationEnv, QueryMutationEnv, check_env
+from batchwright.envs.query_mutation.env import MutationPipelines, Score, Turn
 from batchwright.envs.query_mutation.operators import (
     NOOP,
     OPERATORS,
@@ -23,8 +27,9 @@ from batchwright.envs.query_mutation.operators import (
     load_operators,
 )
 from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch
+from batchwright.errors import BadFile, BadLoss, BadRow, ConfigError, Mismatch, NoServer
 from batchwright.rl import Runner, policy_for
+from batchwright.train.query_mutator.compare import compare_strategies
 from batchwright.train.query_mutator.rollout import OverlappingRunner
 
 QUESTIONS = [
@@ -53,7 +58,7 @@ class World:
         name = next(
             o.name for o in OPERATORS if o.asks and prompt.startswith(o.template.partition("\n")[0])
         )
-        question = prompt.rpartition(": ")[2]
+        question = re.split(r"Question(?: A)?: ", prompt)[-1]
         return Done(mutate(name, question, QUESTIONS[0].question), {})
 
     async def target(self, prompt: str, seed: int) -> Outcome:
@@ -73,9 +78,9 @@ async def hashed(texts: Sequence[str]) -> NDArray[np.float32]:
     return hashed_ngrams(texts, 32)
 
 
-def build(world: World, num_envs: int = 3, **more: Any) -> BatchedQueryMutationEnv:
+def build(world: World, num_envs: int = 3, **more: Any) -> MutationPipelines:
     given: dict[str, Any] = {"order": "each", "max_steps": 2, **more}
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         QUESTIONS,
         world.mutator,
         world.target,
@@ -170,11 +175,43 @@ def test_a_failure_keeps_the_question_or_a_message_and_is_marked(
     assert not step.valid[0]
     assert step.reward[0] == 0.0
     assert step.valid[2]
-    assert env.counts[why] >= 1
+    assert env.reasons[why] >= 1
     world.fails = {}
     # The score before is not known, so what this step gained is not known either.
     again = env.step(actions("politeness", "stop", "stop"))
     assert again.valid[0] == ("mutator" in fails)
+    assert again.info["why"][0] == ("" if "mutator" in fails else f"before_{why}")
+
+
+def test_every_invalid_step_has_a_reason_and_the_counts_are_those_of_the_turns() -> None:
+    class Flaky(World):
+        async def target(self, prompt: str, seed: int) -> Outcome:
+            failing = self.asked["target"] % 4 == 1
+            outcome = await super().target(prompt, seed)
+            return Failed(Kind.TIMEOUT, "") if failing else outcome
+
+        async def mutator(self, prompt: str, seed: int) -> Outcome:
+            if seed % 5 == 0:
+                return Done("Tell me about cedar trees and otters", {})
+            return Failed(Kind.HTTP_5XX, "") if seed % 5 == 1 else Done(prompt[-40:], {})
+
+    turns: list[Turn] = []
+    env = build(Flaky(), order="drawn", on_turn=turns.append, max_steps=3, seed=3)
+    env.reset()
+    random = np.random.default_rng(5)
+    for _ in range(40):
+        env.step(random.integers(0, env.num_actions, 3))
+    invalid = [turn for turn in turns if not turn.valid]
+
+    assert env.counts["steps"] == len(turns) == 120
+    assert env.counts["invalid"] == len(invalid)
+    assert env.reasons == Counter(turn.why for turn in invalid)
+    assert env.reasons.keys() >= {
+        *("target_timeout", "mutator_http_5xx", "before_target_timeout"),
+    }
+    assert not env.reasons.keys() & {"", "guard"}
+    assert {turn.why for turn in turns if turn.valid} == {"", "guard"}
+    assert env.counts["failed_starts"] > 0
 
 
 def test_a_rating_that_fails_spoils_the_step() -> None:
@@ -223,7 +260,7 @@ def test_a_mutator_that_talks_nonsense_is_counted() -> None:
 
 
 def test_equal_seeds_make_equal_runs_and_a_state_goes_on_to_the_bit() -> None:
-    def run(env: BatchedQueryMutationEnv, steps: int) -> list[list[Any]]:
+    def run(env: MutationPipelines, steps: int) -> list[list[Any]]:
         random = np.random.default_rng(7)
         rows = []
         for _ in range(steps):
@@ -263,6 +300,38 @@ def test_the_documents_forms_work() -> None:
     assert dones.tolist() == [False, False, True]
     assert infos[0]["wording"] == "Please answer: What is the capital of France?"
     assert [info["valid"] for info in infos] == [True, True, True]
+
+
+def test_environments_are_made_by_the_names_of_their_models() -> None:
+    one = QueryMutationEnv(target_model="sim", mutator_model="sim", seed=5)
+    many = BatchedQueryMutationEnv([one] * 3, batch_size=8)
+    try:
+        np.testing.assert_array_equal(one.reset(), many.batch_reset()[0])
+        for action in (6, 2, 8, 9, 0, 10, 3):
+            features, reward, done, info = one.step(action)
+            batch = many.batch_step([action, 1, 10])
+            np.testing.assert_array_equal(features, batch[0][0])
+            assert (reward, done) == (batch[1][0], batch[2][0])
+            assert info["wording"] == batch[3][0]["wording"]
+            assert info["valid"]
+        check_env(many, steps=20)
+        with pytest.raises(Mismatch, match="made alike, got 2 values of seed"):
+            BatchedQueryMutationEnv([one, dataclasses.replace(one, seed=6)])
+        with pytest.raises(ConfigError, match="got no environments"):
+            BatchedQueryMutationEnv([])
+        with pytest.raises(ConfigError, match="call reset"):
+            QueryMutationEnv().step(0)
+    finally:
+        one.close()
+        many.close()
+
+
+def test_an_environment_of_a_server_that_is_not_there_says_so_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OLLAMA_HOST", "127.0.0.1:9")
+    with pytest.raises(NoServer, match=r"cannot connect to ollama://127.* ollama serve"):
+        QueryMutationEnv(target_model="sim", mutator_model="qwen2.5:3b").reset()
 
 
 def test_actions_that_are_none_do_not_crash() -> None:
@@ -316,6 +385,36 @@ def test_a_replayed_run_fails_in_the_same_places() -> None:
     live = run(Flaky(), first)
     assert {why for *_, whys in live for why in whys} >= {"mutator_timeout", "target_http_5xx"}
     assert run(World(), Cassette(first.noted)) == live
+
+
+def test_baselines_may_rewrite_as_often_as_the_policy_and_it_is_compared_with_the_best() -> None:
+    world = World()
+    world.target_model = Target(QUESTIONS, {q.category: ("polite", "passive") for q in QUESTIONS})
+    models = SimpleNamespace(used=world.asked)
+
+    def make_env(
+        on: Sequence[Question], num_envs: int = 3, order: str = "each"
+    ) -> MutationPipelines:
+        return build(world, num_envs, order=order, seed=8)
+
+    def policy(features: NDArray[np.float32], step: int) -> NDArray[np.int64]:
+        return np.full(len(features), NAMES.index(("politeness", "passive")[step]))
+
+    splits = dict.fromkeys(("train", "valid", "test"), QUESTIONS)
+    found = compare_strategies(
+        cast(Any, models), make_env, splits, policy, seed=1, bandit_episodes=64
+    )
+    by_name = {one.name: one for one in found.strategies}
+    assert by_name["ppo"].accuracy == 1.0
+    assert by_name["random"].plan in ("any operator", "any operator then any operator")
+    assert by_name["best single"].accuracy == 0.0
+    assert all(one.rewritings <= 2 for one in found.strategies)
+    assert by_name["bandit"].rewritings == 2.0
+    assert found.versus is not None
+    best = max(one.accuracy for one in found.strategies if one.name != "ppo")
+    assert found.versus.gain == pytest.approx(1.0 - best)
+    assert by_name[found.versus.baseline].accuracy == best
+    assert (found.versus.high, found.versus.questions) == (1.0, 3)
 
 
 @pytest.mark.parametrize(
@@ -393,8 +492,6 @@ def test_the_shipped_questions_are_many_distinct_and_disjoint() -> None:
 
 
 def test_the_shipped_arithmetic_is_right() -> None:
-    import re
-
     for q in load_questions("shipped", "all"):
         numbers = [int(n) for n in re.findall(r"\d+", q.question)]
         if "gets" in q.question and "more. How many" in q.question:
@@ -424,9 +521,9 @@ def test_files_of_other_shapes_are_read_and_bad_ones_refused(tmp_path: Path) -> 
         build_empty()
 
 
-def build_empty() -> BatchedQueryMutationEnv:
+def build_empty() -> MutationPipelines:
     world = World()
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         *([], world.mutator, world.target, world.rate, 1), run=asyncio.run, embed=hashed, dim=32
     )
 

@@ -4,8 +4,8 @@
     python train_query_mutator.py --num-processes 16 --no-batching
     python train_query_mutator.py --target-model sim          # seconds, no model needed
 
-The default is the small model of `batchwright models get smollm2`; use --target-model ollama:NAME
-or URL#NAME for your own, and --help for all flags.
+The default is the small model of `batchwright models get smollm2`; use --target-model qwen2.5:3b
+for one of Ollama, URL#NAME for any other, and --help for all flags.
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,8 @@ BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str |
 Protocol = Literal["openai", "ollama", "function", "local"]
 
 OLLAMA_PORT = 11434
+OLLAMA_NAME = re.compile(r"(?!local:|ollama:)[\w.-]+(?:/[\w.-]+)*(?::[\w.-]+)?", re.ASCII)
+"""A model's name as Ollama writes it, with a tag or without: `qwen2.5:3b`."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -145,32 +148,41 @@ def scope_of(endpoints: Iterable[Endpoint]) -> str:
 def parse_model(text: str) -> tuple[Endpoint, str]:
     """An endpoint and a model's name from one string.
 
-    `ollama:NAME` is a model of the Ollama server of this machine (or of OLLAMA_HOST),
-    `URL#NAME` one of any server, `local:smollm2` or `local:PATH` one inside this process, `sim`
-    the simulator, started in a process of its own.
+    A name with a tag such as `qwen2.5:3b`, and `ollama:NAME`, is a model of the Ollama server of
+    this machine (or of OLLAMA_HOST), `URL#NAME` one of any server, `local:smollm2` or `local:PATH`
+    one inside this process, `sim` the simulator, started in a process of its own.
 
     >>> parse_model("http://gpu0:8000/v1#judge")
     (Endpoint('http://gpu0:8000/v1'), 'judge')
-    >>> parse_model("ollama:qwen2.5:3b")[1]
-    'qwen2.5:3b'
+    >>> parse_model("qwen2.5:3b")[1], parse_model("ollama:qwen2.5:3b")[1]
+    ('qwen2.5:3b', 'qwen2.5:3b')
     """
     if text == "sim":
         return Endpoint(_simulator(), key_env="", name="sim"), "sim"
     if text.startswith("local:"):
         return Endpoint(text), text.removeprefix("local:")
-    if text.startswith("ollama:") and not text.startswith("ollama://"):
-        host = os.environ.get("OLLAMA_HOST") or "localhost"
-        name = text.removeprefix("ollama:")
-        if name:
-            host = host if "://" in host else f"http://{host}"
-            return Endpoint("ollama+" + host), name
+    # A word without a tag may be a mistyped setting: only the prefix makes it a model.
+    if ":" in text and OLLAMA_NAME.fullmatch(text.removeprefix("ollama:")):
+        return Endpoint(_ollama()), text.removeprefix("ollama:")
     url, mark, name = text.rpartition("#")
     if mark and url and name:
         return Endpoint(url), name
     raise ConfigError(
-        f"cannot parse the model {text!r}; write ollama:NAME, URL#NAME, local:smollm2, "
-        f"local:PATH or sim"
+        f"cannot parse the model {text!r}; write ollama:NAME, a name of Ollama with its tag such "
+        f"as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH or sim"
     )
+
+
+def _ollama() -> str:
+    """The address of the local Ollama server, or of OLLAMA_HOST as Ollama itself reads it."""
+    host = os.environ.get("OLLAMA_HOST", "").strip().strip("\"'") or "localhost"
+    scheme, mark, place = host.rpartition("://")
+    place = f"localhost{place}" if place.startswith(":") else place
+    if mark and ":" not in place.rpartition("]")[2].partition("/")[0]:
+        # With a scheme and no port it means the port of the scheme, as in any URL.
+        name, slash, path = place.partition("/")
+        place = f"{name}:{443 if scheme == 'https' else 80}{slash}{path}"
+    return f"ollama+{scheme or 'http'}://{place}"
 
 
 def _address(target: str) -> tuple[Protocol, str, str | None, str]:

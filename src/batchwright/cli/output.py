@@ -43,8 +43,13 @@ def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
 
 
 @contextmanager
-def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress | None]:
-    """A callback (done, total, note): a bar on a terminal, a line now and then in a log."""
+def progress_bar(
+    what: str, quiet: bool = False, *, at_once: bool = False
+) -> Iterator[Progress | None]:
+    """A callback (done, total, note): a bar on a terminal, a line now and then in a log.
+
+    With `at_once` the log has a line for the first call too, for work whose first step is slow.
+    """
     if quiet:
         yield None
     elif sys.stderr.isatty():
@@ -63,11 +68,11 @@ def progress_bar(what: str, quiet: bool = False) -> Iterator[Progress | None]:
 
             yield redraw
     else:
-        yield _plain_lines(what)
+        yield _plain_lines(what, 0.0 if at_once else PLAIN_EVERY_S)
 
 
-def _plain_lines(what: str) -> Progress:
-    last = time.monotonic()
+def _plain_lines(what: str, first_s: float) -> Progress:
+    last = time.monotonic() + first_s - PLAIN_EVERY_S
 
     def line(done: int, total: int, note: str = "") -> None:
         nonlocal last

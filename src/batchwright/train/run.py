@@ -299,7 +299,7 @@ class Run:
             way = f"resume it with --resume {self.folder} or " if what == "run" else ""
             raise ConfigError(
                 f"{self.folder} already holds a {what}; {way}choose another "
-                f"{config.flag(config.FOLDER)}"
+                f"{config.flag(config.FOLDER)}, such as {self.folder}-{NUMBER} for numbered runs"
             )
         if self.writes:
             self._lock = _locked(self.folder)

@@ -9,7 +9,7 @@ from batchwright.cli.output import Format, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
-    from batchwright.train.query_mutator.compare import Comparison
+    from batchwright.train.query_mutator.compare import Comparison, Versus
 
 __all__ = ["evaluate_query_mutator"]
 
@@ -18,8 +18,12 @@ def evaluate_query_mutator(
     run: Annotated[Path, Parameter(help="Folder of a run.")],
     /,
     *,
-    questions: Annotated[int, Parameter(help="Questions of each split at most; 0: all.")] = 0,
-    bandit_episodes: Annotated[int, Parameter(help="Train questions for the bandit.")] = 500,
+    questions: Annotated[
+        int, Parameter(help="Questions of each split at most, evenly from it; 0: all.")
+    ] = 0,
+    bandit_episodes: Annotated[
+        int, Parameter(help="Train questions for each operator of the bandit's plan.")
+    ] = 500,
     output: Annotated[
         Path | None,
         Parameter(name=["--output", "-o"], help="Folder for JSON, plot and transcripts."),
@@ -59,6 +63,14 @@ def _draw(found: "Comparison", path: Path) -> None:
     intervals_png(path, rows, "gain over the original wording, percentage points")
 
 
+def _versus(found: "Versus") -> str:
+    gain, low, high = (f"{100 * value:+.1f}" for value in (found.gain, found.low, found.high))
+    return (
+        f"ppo against the best baseline, {found.baseline}: {gain} points, 95 % CI {low} to {high}, "
+        f"{found.questions:,} questions"
+    )
+
+
 def _compared(found: "Comparison", output: Path) -> str:
     from batchwright.report.text import number, percent, table
 
@@ -69,7 +81,8 @@ def _compared(found: "Comparison", output: Path) -> str:
         [
             *(one.name, one.plan, percent(one.accuracy), points(one.gain)),
             f"{points(one.low)} to {points(one.high)}",
-            *(one.questions, one.invalid, one.calls, one.tokens),
+            *(one.questions, one.invalid, one.invalid_steps, f"{one.rewritings:.2f}"),
+            *(one.calls, one.tokens),
             None if one.calls_per_point is None else f"{one.calls_per_point:.3f}",
             None if one.tokens_per_point is None else f"{one.tokens_per_point:.1f}",
         ]
@@ -77,7 +90,13 @@ def _compared(found: "Comparison", output: Path) -> str:
     ]
     headers = [
         *("strategy", "operators", "accuracy", "gain", "95 % CI", "questions", "invalid"),
-        *("calls", "tokens", "calls per question and point", "tokens per question and point"),
+        *("invalid steps", "rewritings per question", "calls", "tokens"),
+        *("calls per question and point", "tokens per question and point"),
+    ]
+    reasons = [
+        [one.name, reason, number(count)]
+        for one in found.strategies
+        for reason, count in one.reasons.items()
     ]
     robust = found.robustness
     by_operator = [[name, percent(share)] for name, share in robust.by_operator.items()]
@@ -91,6 +110,8 @@ def _compared(found: "Comparison", output: Path) -> str:
     ]
     return (
         table(headers, rows)
+        + (f"\n{_versus(found.versus)}" if found.versus else "")
+        + ("\n\n" + table(["strategy", "invalid because", "steps"], reasons) if reasons else "")
         + "\n\n"
         + table(["robustness of the target", "accuracy"], lines)
         + f"\n\n{number(len(found.strategies))} strategies; JSON, plot and transcripts in {output}"

@@ -1,6 +1,7 @@
 """`batchwright train query-mutator`: PPO with language models in the loop."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,16 +41,19 @@ def train_query_mutator(
         config = _replayed(replay, given)
     else:
         config = settings(QueryMutatorConfig, given, resume)
-    from batchwright.train.query_mutator.loop import train_query_mutator
-
-    with progress_bar("training", quiet) as bar:
-
-        def progress(done: int, total: int, gain: float | None) -> None:
-            if bar is not None:
-                bar(done, total, "" if gain is None else f"gain {gain:+.3f}")
+    # The first answers of a local model take a while: the line before them says what is awaited.
+    with progress_bar("training, steps", quiet, at_once=True) as progress:
+        if progress is not None:
+            progress(0, config.num_env_steps, f"opening {config.target_model}")
+        from batchwright.integrations.trackers import open_trackers
+        from batchwright.train.query_mutator.loop import train_query_mutator
 
         result = train_query_mutator(
-            config, resume=resume is not None, replay=replay, progress=progress
+            config,
+            resume=resume is not None,
+            replay=replay,
+            trackers=partial(open_trackers, config.track),
+            progress=progress,
         )
     facts = dataclasses.asdict(result) | {"run_dir": str(result.run_dir)}
     show(facts, _trained(result), format)
@@ -78,12 +82,16 @@ def _trained(result: "MutatorResult") -> str:
         ["mean episode gain, first update", gain(result.first_gain)],
         ["mean episode gain, last tenth", gain(result.last_gain)],
         ["invalid steps, not in the loss", number(result.invalid_steps)],
-        *[[f"  {kind}", number(count)] for kind, count in result.counts.items()],
+        *[[f"  {reason}", number(count)] for reason, count in result.reasons.items()],
+        ["rewritings rejected by the guard", number(result.rejected)],
+        ["questions without a first score", number(result.failed_starts)],
         ["calls", number(asked)],
         ["cache hits", percent((calls.get("hits", 0)) / asked if asked else None)],
         ["tokens", number(int(calls.get("prompt_tokens", 0) + calls.get("completion_tokens", 0)))],
         ["time", seconds(result.seconds)],
     ]
+    if result.tracker_failures:
+        rows.append(["calls of trackers that failed", number(result.tracker_failures)])
     done = f"done; next: batchwright evaluate query-mutator {result.run_dir}"
     end = ending(result.finished, done, "query-mutator", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end

@@ -2,12 +2,23 @@
 
 from batchwright.calls.queries import NO_ANSWER
 from batchwright.envs.query_mutation.env import (
-    BatchedQueryMutationEnv,
     Failures,
+    MutationPipelines,
     Rate,
     Runs,
     Score,
     Turn,
 )
+from batchwright.envs.query_mutation.named import BatchedQueryMutationEnv, QueryMutationEnv
 
-__all__ = ["NO_ANSWER", "BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
+__all__ = [
+    "NO_ANSWER",
+    "BatchedQueryMutationEnv",
+    "Failures",
+    "MutationPipelines",
+    "QueryMutationEnv",
+    "Rate",
+    "Runs",
+    "Score",
+    "Turn",
+]

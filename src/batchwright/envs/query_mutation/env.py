@@ -26,7 +26,7 @@ from batchwright.envs.questions import Question
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rng import key
 
-__all__ = ["BatchedQueryMutationEnv", "Failures", "Rate", "Runs", "Score", "Turn"]
+__all__ = ["Failures", "MutationPipelines", "Rate", "Runs", "Score", "Turn"]
 
 Ask = Callable[[str, int], Awaitable[Outcome]]
 """A model: from a prompt and a seed to an outcome."""
@@ -79,7 +79,12 @@ class Turn:
     score: float
     gain: float
     why: str
-    """Empty, `guard` for a rejected rewriting, or a failure kind."""
+    """Why the step is invalid: a failure kind, or `before_` and the kind of the failure that left
+    the score before it unknown. Of a valid step: empty, or `guard` for a rejected rewriting."""
+
+    @property
+    def valid(self) -> bool:
+        return bool(np.isfinite(self.gain))
 
 
 @dataclass(slots=True)
@@ -92,11 +97,13 @@ class _State:
     wording: str = ""
     operator: int = -1
     score: float = float("nan")
+    why: str = ""
+    """Which failure left the score unknown."""
     vector: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     origin: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
-class BatchedQueryMutationEnv:
+class MutationPipelines:
     """N questions being rewritten at once; an action is the index of an operator.
 
     `features` are the embedding of the current wording, the fraction of steps used, and the last
@@ -139,7 +146,10 @@ class BatchedQueryMutationEnv:
         self.questions, self.operators = tuple(questions), tuple(operators)
         self.max_steps, self.cost, self.least_similarity = max_steps, cost, least_similarity
         self.counts: Counter[str] = Counter()
-        """Steps, rejected rewritings and failures by kind since the start."""
+        """Since the start: `steps`, `invalid` ones, rewritings rejected by the `guard`, actions
+        out of range (`invalid_action`), and first answers that failed (`failed_starts`)."""
+        self.reasons: Counter[str] = Counter()
+        """Invalid steps by reason, `Turn.why`."""
         self._ask_mutator, self._ask_target, self._rate = mutator, target, reward
         self.run, self._embed, self._dim, self._seed = run, embed, dim, seed
         self._on_turn, self._failures, self._order = on_turn, failures, order
@@ -196,7 +206,7 @@ class BatchedQueryMutationEnv:
         turns = [turn for turn, _, _ in done]
         ended = np.array([end for _, end, _ in done])
         gains = np.array([turn.gain for turn in turns], np.float32)
-        valid = np.isfinite(gains)
+        valid = np.array([turn.valid for turn in turns])
         return Step(
             obs=self._observe(self._states),
             reward=np.where(valid, gains, np.float32(0)),
@@ -226,25 +236,29 @@ class BatchedQueryMutationEnv:
         before = state.score
         wording, vector, why = await self._rewrite(state, env, operator)
         answer, score = "", Score(before)
-        if operator is not STOP and why != "guard":
+        rejected = why == "guard"
+        self.counts["guard"] += rejected
+        asked = operator is not STOP and not rejected
+        if asked:
             answer, score = await self._answer(state, env, state.step + 1, wording)
-        why = why or score.why
-        failed = bool(why) and why != "guard"
-        gain = float("nan") if failed else score.value - before
+        failure = score.why if rejected else why or score.why
+        if not failure and state.why:
+            failure = f"before_{state.why}"
+        gain = float("nan") if failure else score.value - before
         if operator.asks:
             gain -= self.cost
         state.wording, state.vector, state.operator = wording, vector, action
-        state.score = float("nan") if score.why else score.value
+        if asked:
+            state.score, state.why = score
         state.step += 1
         turn = Turn(
             *(env, state.episode, state.step, question.question, operator.name),
-            *(wording, answer, state.score, gain, why),
+            *(wording, answer, state.score, gain, failure or why),
         )
         self.counts["steps"] += 1
-        if not np.isfinite(gain):
+        if not turn.valid:
             self.counts["invalid"] += 1
-        if why:
-            self.counts[why] += 1
+            self.reasons[turn.why] += 1
         if self._on_turn is not None:
             self._on_turn(turn)
         last = replace(state)
@@ -266,10 +280,11 @@ class BatchedQueryMutationEnv:
             "vectors": np.stack([p.vector for p in self._states]),
             "origins": np.stack([p.origin for p in self._states]),
             "counts": dict(self.counts),
+            "reasons": dict(self.reasons),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        require_state(state, ("places", "vectors", "origins", "counts"))
+        require_state(state, ("places", "vectors", "origins", "counts", "reasons"))
         if len(state["places"]) != self.num_envs:
             raise Mismatch(
                 f"the state has {len(state['places'])} environments, this has {self.num_envs}; "
@@ -280,7 +295,7 @@ class BatchedQueryMutationEnv:
             _State(**place, vector=np.array(vector), origin=np.array(origin))
             for place, vector, origin in rows
         ]
-        self.counts = Counter(state["counts"])
+        self.counts, self.reasons = Counter(state["counts"]), Counter(state["reasons"])
 
     async def _begin(self, state: _State, env: int) -> None:
         """Start the next episode: draw a question and score it in its original wording."""
@@ -294,9 +309,9 @@ class BatchedQueryMutationEnv:
             self._embed([state.wording]), self._answer(state, env, 0, state.wording)
         )
         state.vector = state.origin = vectors[0]
-        state.score = float("nan") if score.why else score.value
+        state.score, state.why = score
         if score.why:
-            self.counts[score.why] += 1
+            self.counts["failed_starts"] += 1
 
     async def _rewrite(
         self, state: _State, env: int, operator: Operator

@@ -1,7 +1,8 @@
 """The learned policy and baselines on held-out questions, with confidence intervals and cost.
 
 Everything is chosen on train and valid questions; every strategy answers the same test questions
-once, so differences are paired.
+once, so differences are paired. Each may rewrite a question as often as the policy may, and uses
+as many rewritings of those as served it best on valid or train questions.
 """
 
 from collections import Counter
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.env import MutationPipelines, Turn
 from batchwright.envs.query_mutation.operators import NOOP, STOP, Operator
 from batchwright.envs.questions import Question
 from batchwright.train.query_mutator.models import Models
@@ -23,6 +24,7 @@ __all__ = [
     "Comparison",
     "Robustness",
     "Strategy",
+    "Versus",
     "compare_strategies",
     "paired_interval",
 ]
@@ -30,7 +32,7 @@ __all__ = [
 RESAMPLES = 5000
 """Bootstrap resamples of a confidence interval."""
 Floats = NDArray[np.float64]
-MakeEnv = Callable[..., BatchedQueryMutationEnv]
+MakeEnv = Callable[..., MutationPipelines]
 
 
 class Choose(Protocol):
@@ -55,11 +57,33 @@ class Strategy:
     questions: int
     invalid: int
     """Questions excluded because a call failed."""
+    invalid_steps: int
+    reasons: dict[str, int]
+    """Invalid steps by reason, as in the transcripts."""
+    rewritings: float
+    """Rewritings of a question, in the mean; rejected ones are counted too."""
     calls: int
     tokens: int
     calls_per_point: float | None
     """Calls per question and percentage point gained; None without a gain."""
     tokens_per_point: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """The policy compared with the baseline that has the highest accuracy on the test questions.
+
+    That baseline is selected by what it is compared with, so the comparison favours the baseline.
+    """
+
+    baseline: str
+    gain: float
+    """Of the policy over the baseline, in accuracy."""
+    low: float
+    high: float
+    """95 % confidence interval of the gain, by bootstrap over questions."""
+    questions: int
+    """Those that both have a score for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +107,8 @@ class Comparison:
     """All strategies, the target's robustness, and every step that was taken."""
 
     strategies: tuple[Strategy, ...]
+    versus: Versus | None
+    """None without a policy, or if it has no score."""
     robustness: Robustness
     turns: dict[str, list[Turn]] = field(repr=False)
 
@@ -112,9 +138,10 @@ def compare_strategies(
     environments on them.
     """
     test = make_env(splits["test"])
-    operators = test.operators
-    total = 3 * len(operators) + 5
-    done = 0
+    operators, most = test.operators, test.max_steps
+    stop, noop = operators.index(STOP), operators.index(NOOP)
+    asking = [n for n, operator in enumerate(operators) if operator.asks]
+    done, total = 0, 1 + most + most * len(asking) * 2 + most + 6 + len(asking)
 
     def tick() -> None:
         nonlocal done
@@ -122,35 +149,42 @@ def compare_strategies(
         if progress:
             progress(min(done, total), total)
 
-    def play(env: BatchedQueryMutationEnv, choose: Choose) -> _Episodes:
-        played = _play(models, env, choose)
+    def play(split: str, choose: Choose) -> _Episodes:
+        played = _play(models, make_env(splits[split]), choose)
         tick()
         return played
 
-    stop, noop = operators.index(STOP), operators.index(NOOP)
-    asking = [n for n, operator in enumerate(operators) if operator.asks]
-    plans = _plans_on_valid(make_env, splits["valid"], play, operators, stop)
+    def on_valid(choose: Choose) -> float:
+        scores = play("valid", choose).scores
+        return float(np.nanmean(scores)) if np.isfinite(scores).any() else -1.0
+
+    times = max(range(1, most + 1), key=lambda k: on_valid(_random(seed, asking, k, stop)))
+    single = max(
+        ([n] * k for k in range(1, most + 1) for n in asking),
+        key=lambda plan: on_valid(_fixed(plan, stop)),
+    )
+    greedy = _greedy(on_valid, asking, most, stop)
+    bandit = _thompson(make_env, splits["train"], seed, bandit_episodes, noop, tick)
     chosen: dict[str, tuple[str, Choose]] = {
         "identity": ("original wording", _fixed([], stop)),
-        "random": ("any operator", _random(seed, asking, stop)),
+        "random": (" then ".join(["any operator"] * times), _random(seed, asking, times, stop)),
+        "best single": (_named(single, operators), _fixed(single, stop)),
+        "greedy plan": (_named(greedy, operators), _fixed(greedy, stop)),
+        "bandit": (_named(bandit, operators), _fixed(bandit, stop)),
     }
-    best, greedy = plans
-    chosen["best single"] = (_named(best, operators), _fixed(best, stop))
-    chosen["greedy plan"] = (_named(greedy, operators), _fixed(greedy, stop))
-    arm = _thompson(make_env, splits["train"], seed, bandit_episodes, noop, stop)
-    tick()
-    chosen["bandit"] = (operators[arm].name, _fixed([arm], stop))
     if policy is not None:
         chosen["ppo"] = ("chosen per question", policy)
-    played = {name: play(make_env(splits["test"]), choose) for name, (_, choose) in chosen.items()}
+    played = {name: play("test", choose) for name, (_, choose) in chosen.items()}
     identity = played["identity"].scores
+    asks = {operators[n].name for n in asking}
     strategies = tuple(
-        _strategy(name, chosen[name][0], found, identity, seed) for name, found in played.items()
+        _strategy(name, chosen[name][0], found, identity, asks, seed)
+        for name, found in played.items()
     )
-    single = {operators[n].name: play(make_env(splits["test"]), _fixed([n], stop)) for n in asking}
+    alone = {operators[n].name: play("test", _fixed([n], stop)) for n in asking}
     turns = {name: found.turns for name, found in played.items()}
-    turns |= {f"only {name}": found.turns for name, found in single.items()}
-    return Comparison(strategies, _robustness(identity, single), turns)
+    turns |= {f"only {name}": found.turns for name, found in alone.items()}
+    return Comparison(strategies, _versus(played, seed), _robustness(identity, alone), turns)
 
 
 def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
@@ -174,7 +208,7 @@ def paired_interval(differences: Floats, seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _play(models: Models, env: BatchedQueryMutationEnv, choose: Choose) -> _Episodes:
+def _play(models: Models, env: MutationPipelines, choose: Choose) -> _Episodes:
     """One episode of every question with one strategy."""
     before = Counter(models.used)
     stop = env.operators.index(STOP)
@@ -191,7 +225,8 @@ def _play(models: Models, env: BatchedQueryMutationEnv, choose: Choose) -> _Epis
         names = ("question", "operator", "wording", "answer", "why")
         for b in np.flatnonzero(going).tolist():
             texts = {name: str(taken.info[name][b]) for name in names}
-            score, gain = float(taken.info["score"][b]), float(taken.reward[b])
+            score = float(taken.info["score"][b])
+            gain = float(taken.reward[b]) if taken.valid[b] else float("nan")
             turns.append(Turn(env=b, episode=0, step=step + 1, score=score, gain=gain, **texts))
         going &= ~taken.done
         features = taken.obs["features"]
@@ -203,33 +238,19 @@ def _play(models: Models, env: BatchedQueryMutationEnv, choose: Choose) -> _Epis
     return _Episodes(np.where(clean, scores, np.nan), turns, calls, spent["tokens"])
 
 
-def _plans_on_valid(
-    make_env: MakeEnv,
-    questions: Sequence[Question],
-    play: Callable[[BatchedQueryMutationEnv, Choose], _Episodes],
-    operators: Sequence[Operator],
-    stop: int,
-) -> tuple[list[int], list[int]]:
-    """The best single operator, and a greedy plan that appends operators while they help."""
-    asking = [n for n, operator in enumerate(operators) if operator.asks]
-
-    def worth(plan: list[int]) -> float:
-        scores = play(make_env(questions), _fixed(plan, stop)).scores
-        return float(np.nanmean(scores)) if np.isfinite(scores).any() else -1.0
-
+def _greedy(
+    worth: Callable[[Choose], float], asking: Sequence[int], most: int, stop: int
+) -> list[int]:
+    """A plan of at most `most` operators, the best next one appended while it helps."""
     plan: list[int] = []
-    reached = worth(plan)
-    best: list[int] = []
-    longest = make_env(questions).max_steps
-    for _ in range(longest):
-        found = [(worth([*plan, n]), -n) for n in asking]
+    reached = worth(_fixed(plan, stop))
+    for _ in range(most):
+        found = [(worth(_fixed([*plan, n], stop)), -n) for n in asking]
         value, number = max(found)
-        if not best:
-            best = [-number]
         if value <= reached:
             break
         plan, reached = [*plan, -number], value
-    return best, plan
+    return plan
 
 
 def _thompson(
@@ -238,26 +259,40 @@ def _thompson(
     seed: int,
     episodes: int,
     noop: int,
-    stop: int,
-) -> int:
-    """The best operator by Thompson sampling on train questions."""
+    tick: Callable[[], None],
+) -> list[int]:
+    """A plan by Thompson sampling on train questions, one operator after the other.
+
+    Each place of the plan gets `episodes` questions of its own, rewritten by the plan so far; the
+    plan ends where no operator is better than none.
+    """
     width = min(32, len(questions))
     env = make_env(questions, width, order="drawn")
-    operators = [n for n, operator in enumerate(env.operators) if operator.asks] + [noop]
-    right, wrong = np.ones(len(operators)), np.ones(len(operators))
+    arms = [n for n, operator in enumerate(env.operators) if operator.asks] + [noop]
+    plan: list[int] = []
     env.reset()
-    for round_ in range(max(1, episodes // width)):
-        drawn = rng.stream(seed, "bandit", round_)
-        arms = drawn.beta(right, wrong, (width, len(operators))).argmax(1)
-        taken = env.step(np.array(operators)[arms])
-        score = taken.info["score"].astype(float)
-        for arm, value, valid in zip(arms, score, taken.valid, strict=True):
-            if valid and np.isfinite(value):
-                right[arm] += value
-                wrong[arm] += 1 - value
-        # One rewriting per question: the next round starts with new ones.
-        env.step(np.full(width, stop))
-    return operators[int((right / (right + wrong)).argmax())]
+    while len(plan) < env.max_steps:
+        right, wrong = np.ones(len(arms)), np.ones(len(arms))
+        for round_ in range(max(1, episodes // width)):
+            for operator in plan:
+                env.step(np.full(width, operator))
+            drawn = rng.stream(seed, "bandit", len(plan), round_)
+            pulled = drawn.beta(right, wrong, (width, len(arms))).argmax(1)
+            taken = env.step(np.array(arms)[pulled])
+            score = taken.info["score"].astype(float)
+            for arm, value, valid in zip(pulled, score, taken.valid, strict=True):
+                if valid and np.isfinite(value):
+                    right[arm] += value
+                    wrong[arm] += 1 - value
+            # Every round has questions of its own.
+            if len(plan) + 1 < env.max_steps:
+                env.reset()
+        tick()
+        best = arms[int((right / (right + wrong)).argmax())]
+        if best == noop:
+            break
+        plan.append(best)
+    return plan
 
 
 def _fixed(plan: Sequence[int], stop: int) -> Choose:
@@ -267,9 +302,9 @@ def _fixed(plan: Sequence[int], stop: int) -> Choose:
     return choose
 
 
-def _random(seed: int, asking: Sequence[int], stop: int) -> Choose:
+def _random(seed: int, asking: Sequence[int], times: int, stop: int) -> Choose:
     def choose(features: NDArray[np.float32], step: int) -> NDArray[np.int64]:
-        if step:
+        if step >= times:
             return np.full(len(features), stop, np.int64)
         drawn = rng.stream(seed, "random way", step).integers(0, len(asking), len(features))
         return np.asarray(asking)[drawn]
@@ -281,7 +316,26 @@ def _named(plan: Sequence[int], operators: Sequence[Operator]) -> str:
     return " then ".join(operators[n].name for n in plan) or "original wording"
 
 
-def _strategy(name: str, plan: str, found: _Episodes, identity: Floats, seed: int) -> Strategy:
+def _versus(played: dict[str, _Episodes], seed: int) -> Versus | None:
+    """The policy against the best baseline, paired by question."""
+    scores = {name: found.scores for name, found in played.items()}
+    policy = scores.pop("ppo", None)
+    if policy is None:
+        return None
+    both = {name: np.isfinite(policy) & np.isfinite(found) for name, found in scores.items()}
+    scored = [name for name in scores if both[name].any()]
+    if not scored:
+        return None
+    # By the difference on common questions; the first of equal ones, which are listed by cost.
+    best = min(scored, key=lambda name: (policy - scores[name])[both[name]].mean())
+    differences = (policy - scores[best])[both[best]]
+    low, high = paired_interval(differences, seed)
+    return Versus(best, float(differences.mean()), low, high, len(differences))
+
+
+def _strategy(
+    name: str, plan: str, found: _Episodes, identity: Floats, asks: set[str], seed: int
+) -> Strategy:
     both = np.isfinite(found.scores) & np.isfinite(identity)
     differences = (found.scores - identity)[both]
     low, high = paired_interval(differences, seed)
@@ -297,6 +351,9 @@ def _strategy(name: str, plan: str, found: _Episodes, identity: Floats, seed: in
         high=high,
         questions=int(both.sum()),
         invalid=int((~both).sum()),
+        invalid_steps=sum(not turn.valid for turn in found.turns),
+        reasons=dict(sorted(Counter(t.why for t in found.turns if not t.valid).items())),
+        rewritings=sum(turn.operator in asks for turn in found.turns) / count,
         calls=found.calls,
         tokens=found.tokens,
         calls_per_point=found.calls / count / points if points > 0 else None,

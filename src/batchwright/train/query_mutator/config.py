@@ -18,7 +18,7 @@ class QueryMutatorConfig(RunConfig):
 
     FOLDER: ClassVar = "save_dir"
     CHANGEABLE: ClassVar = (
-        *("save_interval", "save_minutes", "log_interval", "stop_after"),
+        *("save_interval", "save_minutes", "log_interval", "stop_after", "track"),
         # How calls are made, not what is asked: responses are cached, and the steps the same.
         *("use_batching", "batch_size", "overlap", "deadline_s", "error_budget"),
     )
@@ -26,8 +26,8 @@ class QueryMutatorConfig(RunConfig):
     dataset: str = "shipped"
     """shipped, or JSONL, Parquet or hf:NAME with question and answer."""
     target_model: str = "local:smollm2"
-    """Model that answers: ollama:NAME, URL#NAME, local:smollm2, local:PATH, sim; a plain name
-    with --endpoint."""
+    """Model that answers: a name of Ollama such as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH
+    or sim."""
     mutator_model: str = ""
     """Model that rewrites questions; default: the target model."""
     judge_model: str = ""
@@ -35,7 +35,7 @@ class QueryMutatorConfig(RunConfig):
     embedder: str = "ngrams"
     """Embedding model: ngrams (built in), local:minilm, or a model of an endpoint."""
     endpoint: tuple[str, ...] = ()
-    """Server that takes calls to models with plain names; several share the load."""
+    """Server that has the models with plain names, instead of Ollama; several share the load."""
     reward_type: Literal[
         "match", "numeric", "exact", "contains", "cosine-similarity", "llm-judge"
     ] = "match"
@@ -48,13 +48,13 @@ class QueryMutatorConfig(RunConfig):
     num_steps: int = 8
     """Rollout length: steps of each environment between two updates."""
     num_env_steps: int = 2048
-    """Total steps of all environments together."""
+    """Total steps of all environments together, in whole rollouts; one rollout is the least."""
     per_episode_max_steps: int = 2
     """Episode length: rewritings of one question at most."""
     use_batching: Annotated[bool, Parameter(negative="--no-batching")] = True
     """Make calls concurrently; --no-batching makes one at a time."""
     batch_size: str = "auto"
-    """Calls in flight at each server, or auto."""
+    """Calls in flight at each server; auto: as many as it sustains."""
     overlap: bool = True
     """Let environments run ahead of each other within a rollout; the steps are the same."""
 
@@ -99,6 +99,8 @@ class QueryMutatorConfig(RunConfig):
     """Minutes between checkpoints, or 50 times what one takes if that is more; 0: none by time."""
     log_interval: int = 1
     """Updates between records in the log."""
+    track: tuple[str, ...] = ()
+    """Experiment tracker besides events.jsonl: tensorboard, wandb or mlflow."""
     stop_after: int = 0
     """Save and stop after this many updates of this call, to be resumed; 0: run to the end."""
 
@@ -111,6 +113,13 @@ class QueryMutatorConfig(RunConfig):
         self.at_least(0, "entropy_coef", "value_loss_coef", "cost", "temperature", "stop_after")
         self.above_zero("lr", "clip_param", "max_grad_norm", "deadline_s", "error_budget")
         self.from_0_to_1("gamma")
+        rollout = self.num_processes * self.num_steps
+        if self.num_env_steps < rollout:
+            raise ConfigError(
+                f"--num-env-steps must be at least {rollout}, one rollout of --num-processes "
+                f"{self.num_processes} times --num-steps {self.num_steps}, got "
+                f"{self.num_env_steps}; lower one of those two for a shorter run"
+            )
         width_of(self)
 
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchwright.checkpoint import latest
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import MutationPipelines
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import Question, Split, load_questions
 from batchwright.errors import ConfigError
@@ -45,7 +45,10 @@ def evaluate_run(
     splits: dict[str, Sequence[Question]]
     splits = {name: load_questions(config.dataset, name) for name in names}
     if questions:
-        splits = {name: found[:questions] for name, found in splits.items()}
+        # From the whole split, as files are often sorted by topic.
+        for name, found in splits.items():
+            most = min(questions, len(found))
+            splits[name] = [found[len(found) * n // most] for n in range(most)]
     with open_models(config, run) as models:
         policy = load_policy(run, build_env(config, models), config)
 
@@ -53,8 +56,8 @@ def evaluate_run(
             on: Sequence[Question],
             num_envs: int | None = None,
             order: Literal["drawn", "each"] = "each",
-        ) -> BatchedQueryMutationEnv:
-            return BatchedQueryMutationEnv(
+        ) -> MutationPipelines:
+            return MutationPipelines(
                 on,
                 models.mutator,
                 models.target,
@@ -77,7 +80,7 @@ def evaluate_run(
                 logits = policy.logits(seen)
             return choose(logits, mask, None)[0]
 
-        found = compare_strategies(
+        comparison = compare_strategies(
             models,
             make_env,
             splits,
@@ -87,14 +90,15 @@ def evaluate_run(
             progress=progress,
         )
     if output is not None:
-        _write(found, output)
-    return found
+        _write(comparison, output)
+    return comparison
 
 
 def as_json(found: Comparison) -> dict[str, Any]:
-    """The content of `evaluation.json`: strategies under `ways`, and the robustness."""
+    """The content of `evaluation.json`: strategies under `ways`, `versus` and `robustness`."""
     return {
         "ways": [asdict(strategy) for strategy in found.strategies],
+        "versus": None if found.versus is None else asdict(found.versus),
         "robustness": asdict(found.robustness),
     }
 

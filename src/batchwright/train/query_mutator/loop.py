@@ -9,14 +9,15 @@ finished one can be replayed with no server.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv, Turn
+from batchwright.envs.query_mutation.env import MutationPipelines, Turn
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import load_questions
 from batchwright.errors import BudgetExceeded
@@ -27,6 +28,7 @@ from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.models import Models, open_models
 from batchwright.train.query_mutator.rollout import OverlappingRunner
 from batchwright.train.run import Run
+from batchwright.train.tracking import Tracker, Tracking
 
 __all__ = ["MutatorResult", "build_env", "load_policy", "train_query_mutator"]
 
@@ -42,14 +44,20 @@ class MutatorResult:
     updates: int
     steps: int
     invalid_steps: int
-    counts: dict[str, int]
-    """Failed calls and rejected rewritings by kind."""
+    reasons: dict[str, int]
+    """Invalid steps by reason, as in the transcripts."""
+    rejected: int
+    """Rewritings that the guard rejected."""
+    failed_starts: int
+    """Episodes whose question got no score in its original wording."""
     first_gain: float | None
     """Mean gain of an episode in the first update."""
     last_gain: float | None
     """Mean gain of an episode in the last tenth of the updates."""
     calls: dict[str, float]
     seconds: float
+    tracker_failures: int = 0
+    """Calls of trackers that raised; training went on without them."""
 
 
 def train_query_mutator(
@@ -57,28 +65,48 @@ def train_query_mutator(
     *,
     resume: bool = False,
     replay: Path | None = None,
-    progress: Callable[[int, int, float | None], None] | None = None,
+    trackers: Callable[[Path], Sequence[Tracker]] = lambda folder: (),
+    progress: Callable[[int, int, str], None] | None = None,
 ) -> MutatorResult:
     """Train, resume the run in `config.save_dir`, or replay the run in `replay`.
 
-    Ctrl-C, SIGTERM and SIGUSR1 end the update and save; a second Ctrl-C stops at once.
+    `trackers` are made of the run's folder, which is numbered. `progress` gets the steps done, all
+    steps, and how many calls were answered and what the last update gained; the first time before
+    any call. Ctrl-C, SIGTERM and SIGUSR1 end the update and save; a second Ctrl-C stops at once.
     """
     began = time.perf_counter()
-    with (
-        Run(config, resume=resume) as run,
-        open_models(
-            config, replay or run.folder, replay=replay is not None, events=run.log
-        ) as models,
-    ):
+    with ExitStack() as open_things:
+        run = open_things.enter_context(Run(config, resume=resume))
+        tracking = Tracking(trackers(run.folder), run)
         transcript = _Transcript(run.folder / "rollouts")
+        gains: list[float] = []
+
+        def shown() -> None:
+            if progress:
+                calls = f"{models.used['mutator_calls'] + models.used['target_calls']:,} calls"
+                gain = f", gain {gains[-1]:+.3f}" if gains else ""
+                total = ppo.total_updates * ppo.steps_per_update
+                progress(ppo.steps + transcript.pending, total, calls + gain)
+
+        models = open_things.enter_context(
+            open_models(
+                config,
+                replay or run.folder,
+                replay=replay is not None,
+                events=run.log,
+                on_call=shown,
+            )
+        )
         env = build_env(config, models, on_turn=transcript.add)
         runner = OverlappingRunner if config.overlap else Runner
         ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config), runner=runner)
         if found := run.latest():
             ppo.restore(found)
+        open_things.callback(tracking.finish)
+        tracking.start({k: str(v) for k, v in vars(run.config).items()})
         run.start(update=ppo.updates, updates=ppo.total_updates)
         begun_at = ppo.updates
-        gains: list[float] = []
+        shown()
 
         def after(learner: PPO, metrics: dict[str, float]) -> None:
             gain = metrics.get("charts/episodic_return")
@@ -87,8 +115,8 @@ def train_query_mutator(
             transcript.write(learner.updates)
             if learner.updates % config.log_interval == 0:
                 run.event("update", update=learner.updates, **metrics)
-            if progress:
-                progress(learner.updates, learner.total_updates, gain)
+                tracking.log(learner.updates, metrics)
+            shown()
             if run.due():
                 with run.saving():
                     learner.save(run.checkpoints)
@@ -116,13 +144,21 @@ def train_query_mutator(
             updates=ppo.updates,
             steps=ppo.steps,
             invalid_steps=env.counts["invalid"],
-            counts={k: v for k, v in sorted(env.counts.items()) if k not in ("steps", "invalid")},
+            reasons=dict(sorted(env.reasons.items())),
+            rejected=env.counts["guard"],
+            failed_starts=env.counts["failed_starts"],
             first_gain=gains[0] if gains else None,
             last_gain=float(np.mean(last)) if last else None,
             calls=models.stats(),
             seconds=time.perf_counter() - began,
+            tracker_failures=tracking.failures,
         )
-        run.event("stop", update=ppo.updates, why="done" if finished else "stopped")
+        run.event(
+            "stop",
+            update=ppo.updates,
+            why="done" if finished else "stopped",
+            tracker_failures=tracking.failures,
+        )
         return result
 
 
@@ -131,10 +167,10 @@ def build_env(
     models: Models,
     *,
     on_turn: Callable[[Turn], object] | None = None,
-) -> BatchedQueryMutationEnv:
+) -> MutationPipelines:
     """The environments of a run, on the train split of its questions."""
     operators = load_operators(config.operators) if config.operators else OPERATORS
-    return BatchedQueryMutationEnv(
+    return MutationPipelines(
         load_questions(config.dataset, "train"),
         models.mutator,
         models.target,
@@ -153,7 +189,7 @@ def build_env(
     )
 
 
-def load_policy(run: Path, env: BatchedQueryMutationEnv, config: QueryMutatorConfig) -> Any:
+def load_policy(run: Path, env: MutationPipelines, config: QueryMutatorConfig) -> Any:
     """The policy of a run's newest checkpoint."""
     ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config))
     ppo.resume(run / "checkpoints")
@@ -182,6 +218,11 @@ class _Transcript:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._turns: list[Turn] = []
+
+    @property
+    def pending(self) -> int:
+        """Turns that are not written yet."""
+        return len(self._turns)
 
     def add(self, turn: Turn) -> None:
         self._turns.append(turn)

@@ -5,9 +5,8 @@ Together they are enough to replay the run without a server, with identical resu
 """
 
 import json
-import re
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,27 +21,28 @@ from batchwright.calls import (
     Outcome,
     Pool,
     Request,
-    chat,
     embed,
-    parse_model,
 )
 from batchwright.calls.cache.store import Cache
+from batchwright.calls.endpoints import OLLAMA_NAME
 from batchwright.calls.simulator.ngrams import hashed_ngrams
-from batchwright.calls.wire.discovery import check_model
 from batchwright.envs.query_mutation.env import Ask, Embed, Rate, Score
-from batchwright.envs.questions import Question, load_questions
-from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile, NoServer
+from batchwright.envs.query_mutation.models import (
+    DIM,
+    ask_mutator,
+    ask_target,
+    check_server,
+    find_model,
+    hashed,
+    rate_by,
+)
+from batchwright.envs.questions import Question
+from batchwright.errors import BadFile, CannotWrite, Mismatch, MissingFile, NoServer
 from batchwright.events import EventLog
-from batchwright.rewards import Contains, Exact, Judge, Numeric, Response, Rule, Similarity
-from batchwright.rewards.score import ascore_all
+from batchwright.rewards import Contains, Exact, Judge, Numeric, Rule, Similarity
 from batchwright.train.query_mutator.config import QueryMutatorConfig, width_of
 
 __all__ = ["FailureLog", "Models", "open_models"]
-
-DIM = 256
-"""Dimension of the built-in embedder."""
-SYSTEM = "Answer the question with the answer alone, in as few words as possible."
-_PLAIN_NUMBER = re.compile(r"\s*[-+$]?[\d.,/]+\s*%?\s*")
 
 
 class FailureLog:
@@ -112,8 +112,12 @@ def open_models(
     *,
     replay: bool = False,
     events: EventLog | None = None,
+    on_call: Callable[[], None] = lambda: None,
 ) -> Iterator[Models]:
-    """The models of a run, with their responses cached in `folder`; `replay` makes no calls."""
+    """The models of a run, with their responses cached in `folder`; `replay` makes no calls.
+
+    `on_call` is called after each call that mutator or target answered or failed.
+    """
     store = folder / "calls.db"
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
@@ -139,18 +143,19 @@ def open_models(
                 )
             if not replay:
                 for endpoint in endpoints:
-                    pools[key].run(check_model(endpoint, name))
+                    pools[key].run(check_server(endpoint, name))
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
         used: Counter[str] = Counter()
         rewriter = config.mutator_model or config.target_model
-        target = _counted(
-            _target(config, *pool_for("qa", config.target_model), replay), "target", used
-        )
-        mutator = _counted(
-            _mutator(config, *pool_for("mutator", rewriter), replay), "mutator", used
-        )
+        target = ask_target(*pool_for("qa", config.target_model), config.max_tokens)
+        mutator = ask_mutator(*pool_for("mutator", rewriter), config.temperature, config.max_tokens)
+        if replay:
+            target = _replayed(target, config.target_model)
+            mutator = _replayed(mutator, rewriter)
+        target = _counted(target, "target", used, on_call)
+        mutator = _counted(mutator, "mutator", used, on_call)
         rate = _rate(config, pool_for)
         embedder, dim = _embedder(config, pool_for)
         every = tuple(pools.values())
@@ -160,20 +165,12 @@ def open_models(
 def _endpoints(
     config: QueryMutatorConfig, role: str, model: str, replay: bool
 ) -> tuple[tuple[Endpoint, ...], str]:
+    if config.endpoint and model != "sim" and OLLAMA_NAME.fullmatch(model):
+        return _unless_replayed([Endpoint(url) for url in config.endpoint], replay), model
+    endpoint, name = find_model(model, role, config.dataset)
     if model == "sim":
-        from batchwright.calls.simulator import Simulator
-
-        server = Simulator(questions=load_questions(config.dataset, "all"))
-        return (Endpoint(server.in_process(), name="sim"),), f"sim-{role}"
-    if ":" in model or "#" in model:
-        endpoint, name = parse_model(model)
-        return _unless_replayed([endpoint], replay), name
-    if not config.endpoint:
-        raise ConfigError(
-            f"the model {model!r} has no server; pass --endpoint URL, or use ollama:{model}, "
-            f"URL#{model}, local:smollm2 or sim"
-        )
-    return _unless_replayed([Endpoint(url) for url in config.endpoint], replay), model
+        return (endpoint,), name
+    return _unless_replayed([endpoint], replay), name
 
 
 def _unless_replayed(endpoints: Sequence[Endpoint], replay: bool) -> tuple[Endpoint, ...]:
@@ -187,47 +184,29 @@ def _not_cached(requests: Sequence[Request]) -> list[Exception]:
     return [MissingFile("not in the cache of the replayed run") for _ in requests]
 
 
-def _target(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -> Ask:
-    async def ask(prompt: str, seed: int) -> Outcome:
-        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-        request = chat(model, messages, temperature=0, max_tokens=config.max_tokens)
-        return _replayed(await pool.call(request), replay, model)
-
-    return ask
-
-
-def _mutator(config: QueryMutatorConfig, pool: Pool, model: str, replay: bool) -> Ask:
-    async def ask(prompt: str, seed: int) -> Outcome:
-        request = chat(
-            model,
-            prompt,
-            temperature=config.temperature,
-            max_tokens=config.max_tokens,
-            seed=seed,
-        )
-        return _replayed(await pool.call(request), replay, model)
-
-    return ask
-
-
-def _counted(ask: Ask, name: str, used: "Counter[str]") -> Ask:
+def _counted(ask: Ask, name: str, used: Counter[str], on_call: Callable[[], None]) -> Ask:
     async def counting(prompt: str, seed: int) -> Outcome:
         outcome = await ask(prompt, seed)
         used[f"{name}_calls"] += 1
         if outcome and outcome.usage:
             used["tokens"] += outcome.usage.total
+        on_call()
         return outcome
 
     return counting
 
 
-def _replayed(outcome: Outcome, replay: bool, model: str) -> Outcome:
-    if replay and not outcome:
-        raise Mismatch(
-            f"the replayed run has no cached response of {model} to a request; "
-            f"replay with the files and the version of the original run"
-        )
-    return outcome
+def _replayed(ask: Ask, model: str) -> Ask:
+    async def replaying(prompt: str, seed: int) -> Outcome:
+        outcome = await ask(prompt, seed)
+        if not outcome:
+            raise Mismatch(
+                f"the replayed run has no cached response of {model} to a request; "
+                f"replay with the files and the version of the original run"
+            )
+        return outcome
+
+    return replaying
 
 
 def _rate(config: QueryMutatorConfig, pool_for: Any) -> Rate:
@@ -244,26 +223,18 @@ def _rate(config: QueryMutatorConfig, pool_for: Any) -> Rate:
     elif kind != "match":
         fixed = {"numeric": Numeric(), "exact": Exact(), "contains": Contains()}[kind]
 
-    async def rate(question: Question, wording: str, answer: str) -> Score:
-        if kind == "cosine-similarity" and fixed is None:
-            one, other = hashed_ngrams([answer, question.answer], DIM)
-            return Score(max(0.0, float(one @ other)))
-        rule = fixed or (Numeric() if _PLAIN_NUMBER.fullmatch(question.answer) else Contains())
-        response = Response(answer, question.answer, prompt=question.question)
-        (reward,) = await ascore_all([response], [rule], pool)
-        if not reward.valid:
-            return Score(float("nan"), f"reward_{reward.why}")
-        return Score(max(0.0, reward.value))
+    if kind != "cosine-similarity" or fixed is not None:
+        return rate_by(fixed, pool)
 
-    return rate
+    async def similarity(question: Question, wording: str, answer: str) -> Score:
+        one, other = hashed_ngrams([answer, question.answer], DIM)
+        return Score(max(0.0, float(one @ other)))
+
+    return similarity
 
 
 def _embedder(config: QueryMutatorConfig, pool_for: Any) -> tuple[Embed, int]:
     if config.embedder == "ngrams":
-
-        async def hashed(texts: Sequence[str]) -> NDArray[np.float32]:
-            return hashed_ngrams(texts, DIM)
-
         return hashed, DIM
     pool, name = pool_for("embed", config.embedder)
 

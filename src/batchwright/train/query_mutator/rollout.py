@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from batchwright.envs.api import Obs
-from batchwright.envs.query_mutation.env import BatchedQueryMutationEnv
+from batchwright.envs.query_mutation.env import MutationPipelines
 from batchwright.errors import BatchwrightError
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.rollout import Finals, Rollout, Runner
@@ -23,7 +23,7 @@ __all__ = ["OverlappingRunner"]
 class OverlappingRunner(Runner):
     """A runner for environments whose step time is the latency of model servers."""
 
-    env: BatchedQueryMutationEnv
+    env: MutationPipelines
 
     def fill(self, out: Rollout, obs: Obs, policy: Policy) -> tuple[Obs, Finals]:
         env = self.env
@@ -43,9 +43,8 @@ class OverlappingRunner(Runner):
                 out.obs[name][t, b] = row[0]
             await actor.act(t, b)
             turn, ended, _ = await self.env.act(b, int(out.actions[t, b]))
-            valid = bool(np.isfinite(turn.gain))
-            out.rewards[t, b] = turn.gain if valid else 0.0
-            out.valid[t, b], out.terminated[t, b] = valid, ended
+            out.rewards[t, b] = turn.gain if turn.valid else 0.0
+            out.valid[t, b], out.terminated[t, b] = turn.valid, ended
 
 
 class _Actor:

@@ -13,11 +13,11 @@ resumed run repeats what an uninterrupted one does.
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,55 +64,10 @@ from batchwright.train.sft.prepare import (
     tokenizer_of,
 )
 from batchwright.train.sft.state import load_state, training_state
+from batchwright.train.tracking import Tracker, Tracking
 from batchwright.world import World
 
 __all__ = ["SftResult", "Tracker", "learning_rate", "microbatch_loss", "train_sft"]
-
-
-class Tracker(Protocol):
-    """An experiment tracker: it receives the metrics of the run log as well."""
-
-    def start(self, config: Mapping[str, Any]) -> None: ...
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def finish(self) -> None: ...
-
-
-class _Tracking:
-    """The trackers of a run; after their start, none of them can end it."""
-
-    def __init__(self, trackers: Sequence[Tracker], run: Run) -> None:
-        self._trackers, self._run = trackers, run
-        self._started: list[Tracker] = []
-        self._failed: set[str] = set()
-        self.failures = 0
-
-    def start(self, config: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            try:
-                tracker.start(config)
-            except Exception as error:
-                raise ConfigError(
-                    f"{type(tracker).__name__} cannot start: {one_line(error)}; correct its "
-                    f"settings, or train without it"
-                ) from error
-            self._started.append(tracker)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell("log", step, metrics)
-
-    def finish(self) -> None:
-        self._tell("finish")
-
-    def _tell(self, call: str, *given: Any) -> None:
-        for tracker in self._started:
-            try:
-                getattr(tracker, call)(*given)
-            except Exception as error:
-                self.failures += 1
-                name = type(tracker).__name__
-                if name not in self._failed:
-                    self._failed.add(name)
-                    self._run.event("tracker", tracker=name, call=call, error=one_line(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +206,7 @@ def train_sft(
         elif isinstance(source, OnlineSteps):
             source.fill()
         total = source.total
-        tracking = _Tracking(trackers if main else (), run)
+        tracking = Tracking(trackers if main else (), run)
         open_things.callback(tracking.finish)
         tracking.start({k: str(v) for k, v in vars(config).items()})
         run.start(
