@@ -5,6 +5,7 @@ variant renders the same text, the mask of the plain template is compared with t
 """
 
 import itertools
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ EMPTY_MARK = ("diffusion_gemma", "tools")
 """Its variant has an empty mark inside a token, which transformers then counts; and its plain form
 shows the beginning of a tool's response as the end of the call."""
 
+
+LOSES_CALLS = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
+"""Templates that know no tool calls: a row with one is refused instead of trained without it."""
 
 PARTS = ("idefics3", "smolvlm")
 """Templates that show content in parts, and leave out a plain text."""
@@ -203,6 +207,10 @@ def test_ids_and_mask_are_those_of_apply_chat_template(name: str, chat: str) -> 
     messages = CHATS[chat]
     if (name, chat) in REFUSED or (name.removesuffix("_training"), chat) == EMPTY_MARK:
         return
+    if chat == "tools" and name.removesuffix("_training") in LOSES_CALLS:
+        with pytest.raises(BadRow, match="leaves out or rewrites the tool calls of its message 1"):
+            encode_row({"messages": messages}, ours, "0")
+        return
     given = [in_parts(m) for m in messages] if name.removesuffix("_training") in PARTS else messages
     expected = theirs.apply_chat_template(
         given, chat_template=source(name), return_dict=True, return_assistant_tokens_mask=True
@@ -230,3 +238,82 @@ def test_a_template_that_drops_an_answer_is_refused() -> None:
     ours = FileTokenizer(inner, "gpt2", "test", tokens=TOKENS, template=forgetful)
     with pytest.raises(BadRow, match="leaves out or rewrites the content of its message 1"):
         encode_row({"messages": CHATS["two turns"]}, ours, "0")
+
+
+def learned(name: str, row: dict[str, Any]) -> str:
+    ours = tokenizer(name)
+    sample = encode_row(row, ours, "0")
+    return ours.decode(sample.input_ids[sample.loss_mask == 1])
+
+
+QUOTED = json.dumps({"city": "Paris", "days": 3})
+ASKED: dict[str, Any] = {"role": "user", "content": "How is the weather?"}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": QUOTED}}
+AS_OPENAI_WRITES_IT: list[dict[str, Any]] = [
+    ASKED,
+    {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+    {"role": "tool", "tool_call_id": "c1", "content": "rainy"},
+    {"role": "assistant", "content": "It rains."},
+]
+AS_ANTHROPIC_WRITES_IT: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "How is the weather?"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {
+                "type": "tool_use",
+                "id": "c1",
+                "name": "weather",
+                "input": {"city": "Paris", "days": 3},
+            }
+        ],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "rainy"}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "It rains."}]},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tool_call_is_learned_as_it_is_or_its_row_is_refused(name: str) -> None:
+    texts = set()
+    for messages in (AS_OPENAI_WRITES_IT, AS_ANTHROPIC_WRITES_IT):
+        try:
+            text = learned(name, {"messages": messages})
+        except BadRow:
+            text = ""
+        else:
+            assert "weather" in text
+            assert "Paris" in text
+            assert "It rains." in text
+            assert "rainy" not in text
+            # Neither null nor Python, nor JSON inside JSON.
+            for wrong in ("None", "null", "'city'", '\\"city', '{{"city'):
+                assert wrong not in text
+        texts.add(text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseekv3", "gptoss"])
+def test_templates_that_know_tool_calls_take_openais_rows(name: str) -> None:
+    assert "Paris" in learned(name, {"messages": AS_OPENAI_WRITES_IT})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_in_parts_is_the_text(name: str) -> None:
+    plain = CHATS["two turns"]
+    try:
+        expected = learned(name, {"messages": plain})
+    except BadRow:
+        return
+    parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in plain]
+
+    assert learned(name, {"messages": parts}) == expected
+
+
+def test_parts_that_are_no_text_are_refused() -> None:
+    image = {"role": "user", "content": [{"type": "image", "image": "x"}]}
+    with pytest.raises(BadRow, match="its message 0 has a part of type 'image'; only text"):
+        learned("qwen2_5_vl", {"messages": [image, {"role": "assistant", "content": "yo"}]})

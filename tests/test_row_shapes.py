@@ -326,3 +326,62 @@ def test_training_takes_the_columns_and_the_loss_that_it_is_told(
     if not flags:
         store = TokenStore(folder / "run" / "tokens")
         assert all(store(i).loss_mask.all() for i in range(2))
+
+
+ESSAY = (
+    "It is a truth that a text of many words beside a row is there to be trained on, or not. " * 2
+)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"prompt": "Where do otters sleep?", "completion": "On water."},
+        {
+            "messages": [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": "Hi"},
+            ]
+        },
+        {"text": "Otters sleep on water."},
+        {"instruction": "Name a colour", "output": "blue"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((n, "short") for n in ("history", "reasoning_content", "cot", "query", "Response")),
+        ("turns", [{"role": "user", "content": "before"}]),
+        *((n, ESSAY) for n in ("whatever", "note", "x1")),
+        ("nested", {"deep": [{"er": ESSAY}]}),
+    ],
+)
+def test_any_column_that_looks_like_training_text_is_used_or_named(
+    beside: dict[str, Any], name: str, value: Any
+) -> None:
+    row = {**beside, name: value}
+    with pytest.raises(BadRow, match=f"has {name}, which is not used beside"):
+        encode_row(row, BYTES, "0")
+
+
+def test_columns_about_a_row_are_no_training_text() -> None:
+    about = {
+        "source": "https://example.org/a/b",
+        "title": "A page about the habits of otters",
+        "license": "Creative Commons Attribution Share Alike 4.0 International",
+        "score": 0.7,
+        "tags": ["animals", "water"],
+        "meta": {"lang": "en", "year": 2024},
+        "approved": True,
+    }
+    assert len(encode_row({"text": "otters", **about}, BYTES, "0")) == 7
+
+
+@pytest.mark.parametrize("weight", ["0", 0.5, 2])
+def test_a_weight_that_is_neither_0_nor_1_is_refused(weight: Any) -> None:
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "weight": weight},
+    ]
+    with pytest.raises(BadRow, match=r"its message 1 has a weight of .*, not 0 or 1"):
+        encode_row({"messages": messages}, BYTES, "0")

@@ -643,3 +643,15 @@ def test_what_an_adapter_does_not_fit_is_refused_by_name(
     (first / "adapter_config.json").write_text("{}")
     with pytest.raises(BatchwrightError, match="is not of a LoRA adapter"):
         train_sft(again)
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors"])
+def test_a_folder_that_is_a_model_is_not_trained_into(tmp_path: Path, name: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "otters"}\n')
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / name).write_text("{}")
+    config = SftConfig(model="tiny", data=(str(tmp_path / "rows.jsonl"),), run_dir=run)
+    with pytest.raises(ConfigError):
+        train_sft(config)
+    assert [path.name for path in run.iterdir() if path.name != ".lock"] == [name]

@@ -1,5 +1,6 @@
 """What was tokenised once serves every command: kept, listed, pruned, read, mixed, planned."""
 
+import gzip
 import json
 import os
 import shutil
@@ -230,6 +231,12 @@ def test_a_pipe_is_read_once_and_for_all(tmp_path: Path, call: Callable[..., Any
 
     assert piped.code == 0, piped.err
     assert (tmp_path / "piped.jsonl").read_bytes() == (tmp_path / "l.jsonl").read_bytes()
+    writer = threading.Thread(target=pipe.write_bytes, args=(gzip.compress(content.encode()),))
+    writer.start()
+    squeezed = call("data lengths build -d pipe -t bytes -o squeezed.jsonl", tmp_path)
+    writer.join()
+    assert squeezed.code == 0, squeezed.err
+    assert (tmp_path / "squeezed.jsonl").read_bytes() == (tmp_path / "l.jsonl").read_bytes()
     device = call("data lengths build -d /dev/zero -t bytes -o l.jsonl", tmp_path)
     assert device.code == 1
     assert "/dev/zero is a device" in device.err
@@ -266,6 +273,28 @@ def test_samples_without_loss_are_refused_or_left_out_and_counted(
     assert "2 of 3 samples have no token with loss" in truncated.err
     said = call(f"{cut} --overflow truncate --no-loss skip --dry-run", tmp_path)
     assert "skipped 2 samples" in said.out
+
+
+@pytest.mark.parametrize("layout", ["sorted", "packed", "bucketed"])
+def test_costs_of_a_column_hide_no_sample_without_loss(
+    tmp_path: Path, call: Callable[..., Any], layout: str
+) -> None:
+    rows = [
+        {"id": "one", "input_ids": [5], "images": 100},
+        {"id": "good", "input_ids": [5, 6, 7, 8], "images": 100},
+        {"id": "mute", "input_ids": [1, 2], "labels": [-100, -100], "images": 7},
+        {"id": "cut", "input_ids": [1] * 60, "loss_mask": [0] * 30 + [1] * 30, "images": 100},
+    ]
+    written(tmp_path / "rows.jsonl", rows)
+    call("data lengths build -d rows.jsonl -t bytes -o l.jsonl", tmp_path)
+    line = f"data batchplan build -l l.jsonl -b 120 --overflow-max 120 --layout {layout} -o plan"
+    line += " -d rows.jsonl --cost-column images --overflow truncate"
+    line += " --bucket-edges 110" if layout == "bucketed" else ""
+
+    assert "3 of 4 samples have no token with loss" in call(line, tmp_path).err
+    assert call(f"{line} --no-loss skip", tmp_path).code == 0
+    plan = BatchPlan.load(tmp_path / "plan")
+    assert [plan.ids[int(item)] for batch in plan.epoch(0) for item in batch.items] == ["good"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -369,7 +398,7 @@ def test_a_mixture_planned_before_is_trained(tmp_path: Path, call: Callable[...,
         (("a.jsonl=0.7", "b.jsonl"), "1 of 2 --data have a share"),
         (("a.jsonl=much", "b.jsonl=1"), "the share must be a number above 0, got 'much'"),
         (("a.jsonl=0", "b.jsonl=1"), "must be a number above 0"),
-        (("a.jsonl=1", "sub/a.jsonl=1"), "needs a name of its own"),
+        (("a.jsonl=1", "./a.jsonl=1"), "needs a name of its own"),
         (("a.jsonl=1", "nowhere.jsonl=1"), "no data at nowhere.jsonl"),
     ],
 )
@@ -382,6 +411,29 @@ def test_a_mixture_that_makes_no_sense_is_refused(
         written(tmp_path / name, rows_of(3))
     with pytest.raises(Exception, match=reason):
         prepare(SftConfig(model="tiny", data=data, run_dir=tmp_path / "run"), BYTES, world_size=1)
+
+
+def test_sources_of_one_name_are_called_by_their_folders(tmp_path: Path) -> None:
+    for name in ("math", "chat"):
+        (tmp_path / name).mkdir()
+        written(tmp_path / name / "train.jsonl", rows_of(9, name[0]))
+    data = tuple(f"{tmp_path}/{name}/train.jsonl=0.5" for name in ("math", "chat"))
+    prepare(SftConfig(model="tiny", data=data, run_dir=tmp_path / "run"), BYTES, world_size=1)
+    plan = BatchPlan.load(tmp_path / "run" / "plan")
+
+    assert {plan.ids[i].partition("/")[0] for i in range(18)} == {"math-train", "chat-train"}
+
+
+def test_nulls_that_arrow_fills_in_are_not_in_the_rows(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{"id": "a", "tools": [{"p": {"x": 1}}]}, {"id": "b", "tools": [{"p": {"y": 2}}]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    source = open_source(tmp_path / "rows.parquet")
+
+    assert [source[0], source[1]] == rows
+    assert [row for _, row in source.chunk(0, 2).rows()] == rows
 
 
 def test_a_file_with_an_equals_sign_is_a_file(tmp_path: Path) -> None:

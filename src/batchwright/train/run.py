@@ -35,7 +35,10 @@ FORMAT = 2
 
 NUMBER = "{n}"
 """Stands in the name of a run folder for the next number that is free."""
-HOLDS = ("config.toml", "checkpoints", "model")
+HOLDS = (
+    *("config.toml", "checkpoints", "model"),
+    *("config.json", "adapter_config.json", "model.safetensors", "model.safetensors.index.json"),
+)
 """What a folder has one of if a run began or was copied there."""
 
 STOPS = ("SIGTERM", "SIGUSR1", "Ctrl-C", "--stop-after")

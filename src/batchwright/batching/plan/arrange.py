@@ -196,7 +196,12 @@ def with_costs(lengths: Lengths, costs: NDArray[np.int32], config: BatchingConfi
             f"sample {lengths.ids[at]!r} costs {int(costs[at]):,} tokens beside its own, which "
             f"cannot be truncated to {config.limit:,}; choose overflow skip, or raise the limit"
         )
-    return replace(lengths, values=np.minimum(values, 2**31 - 1).astype(np.int32))
+    loss = lengths.loss
+    if loss is not None:
+        # Costs stand before the tokens, so that cutting a sample cuts its last tokens.
+        moved = np.minimum(loss[:, 0] + costs.astype(np.int64), 2**31 - 1)
+        loss = np.stack([moved, loss[:, 1]], axis=1).astype(np.int32)
+    return replace(lengths, values=np.minimum(values, 2**31 - 1).astype(np.int32), loss=loss)
 
 
 def _mixture(

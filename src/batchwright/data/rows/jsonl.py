@@ -168,6 +168,7 @@ def spooled(path: Path) -> int:
             while block := pipe.read(BLOCK):
                 file.write(block)
             file.flush()
+            file.seek(0)
             return os.dup(file.fileno())
     except OSError as error:
         raise _no_room(path, error) from None

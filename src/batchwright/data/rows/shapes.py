@@ -5,7 +5,7 @@ nobody read is an error that names it: training on half of a row is worse than n
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +46,21 @@ MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 
 SYSTEM = ("system", "system_prompt")
 
+HEADINGS = 400
+"""Characters that a formatted text may have beside what it formats."""
+
+MANY_WORDS = 20
+"""A text of so many words is not the name of a source, a topic or a licence."""
+
 TEXTS = {
     *RESPONSES,
     *MASKS,
     *SYSTEM,
+    *("article", "canonical_solution", "chain_of_thought", "chat_history", "completions"),
+    *("conversation_history", "cot", "dialog", "dialogue", "document", "documents"),
+    *("final_answer", "history", "instructions", "passage", "passages", "query"),
+    *("reasoning_content", "rejected_response", "responses", "system_message", "target"),
+    *("targets", "thought", "thoughts", "turns"),
     "answers",
     "chosen",
     "content",
@@ -316,23 +327,80 @@ def _chat(
     elif system and messages[0]["content"] != system:
         raise BadRow("has a system column and another system message; leave one of them out")
     refused: BadRow | None = None
-    for form in (_as_given, _null_is_empty, _text_in_parts):
-        said = [form(message) for message in messages]
-        if refused is not None and said == messages:
-            continue
-        try:
-            text, spans = trained_spans(tokenizer.chat, said, tools, first, tokenizer.loss_on)
-            _refuse_lost(text, messages)
-        except BadRow as error:
-            refused = refused or error
-        else:
-            return Chat(checked_unicode(text, "conversation"), tuple(spans))
+    tried: list[list[dict[str, Any]]] = []
+    for content in (_as_given, _null_is_empty, _text_in_parts):
+        for arguments in (_as_given, _arguments_read, _arguments_written):
+            said = [arguments(content(message)) for message in messages]
+            if said in tried:
+                continue
+            tried.append(said)
+            try:
+                text, spans = trained_spans(tokenizer.chat, said, tools, first, tokenizer.loss_on)
+                _refuse_null(text, said, tools, tokenizer)
+                _refuse_lost(text, messages)
+                _refuse_lost_calls(text, said)
+            except BadRow as error:
+                refused = refused or error
+            else:
+                return Chat(checked_unicode(text, "conversation"), tuple(spans))
     assert refused is not None
     raise refused
 
 
 def _as_given(message: dict[str, Any]) -> dict[str, Any]:
     return message
+
+
+def _arguments_read(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's files have the arguments of a call as JSON, and most templates write that."""
+    return _with_arguments(message, lambda given: _parsed(given) if _is_object(given) else given)
+
+
+def _arguments_written(message: dict[str, Any]) -> dict[str, Any]:
+    """Some templates show the arguments of a call as they are, which must be JSON then."""
+    return _with_arguments(
+        message,
+        lambda given: given if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
+    )
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            call = {**call, "function": {**function, "arguments": form(function["arguments"])}}
+        calls.append(call)
+    return message | {"tool_calls": calls}
+
+
+def _is_object(given: Any) -> bool:
+    return isinstance(given, str) and isinstance(_parsed(given), dict)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _refuse_null(
+    text: str, messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+) -> None:
+    """An error if the template writes out a content that is null."""
+    if all(message.get("content", "") is not None for message in messages):
+        return
+    try:
+        empty = [_null_is_empty(message) for message in messages]
+        plain = tokenizer.chat.render(empty, add_generation_prompt=False, tools=tools)
+    except BadRow:
+        return
+    for word in ("None", "null"):
+        if text.count(word) > plain.count(word):
+            raise BadRow(f"the chat template writes a content that is null as {word}")
 
 
 def _null_is_empty(message: dict[str, Any]) -> dict[str, Any]:
@@ -360,6 +428,52 @@ def _refuse_lost(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def _refuse_lost_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """An error for a tool call or a result that the rendered conversation does not show."""
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") or ()
+        if not all(_is_shown(text, call) for call in calls):
+            raise BadRow(
+                f"the chat template leaves out or rewrites the tool calls of its message "
+                f"{number}; use the template that the model was made for"
+            )
+        content = message.get("content")
+        result = content.strip() if message["role"] == "tool" and isinstance(content, str) else ""
+        if not _has(text, result):
+            raise BadRow(
+                f"the chat template leaves out or rewrites the result of a tool in its message "
+                f"{number}; use the template that the model was made for"
+            )
+
+
+def _is_shown(text: str, call: Any) -> bool:
+    """Whether a call stands in the text by its name and all words of its arguments."""
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        parsed = _parsed(arguments)
+        # JSON in a string of JSON, or an object in the braces of another.
+        twice = (*_quoted(arguments), "{" + arguments + "}")
+        if parsed and any(one in text for one in twice):
+            return False
+        arguments = parsed
+    elif arguments and "'" in repr(arguments) and repr(arguments) in text:
+        # Python's quotes, which are not JSON's.
+        return False
+    return str(function.get("name", "")) in text and all(
+        _has(text, part) for part in _strings(arguments)
+    )
+
+
+def _has(text: str, words: str) -> bool:
+    """Whether the words stand in the text, as they are or inside JSON."""
+    return words in text or any(one[1:-1] in text for one in _quoted(words))
+
+
+def _quoted(text: str) -> tuple[str, str]:
+    return json.dumps(text), json.dumps(text, ensure_ascii=False)
+
+
 def _messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise BadRow(f"its {name} are not a list with at least one message")
@@ -380,10 +494,49 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} has no content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"its message {number} has a content that is null and no tool_calls")
+        if message.get("weight", 1) not in (0, 1, None):
+            raise BadRow(f"its message {number} has a weight of {message['weight']!r}, not 0 or 1")
         # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
-        messages.append(kept)
+        messages += _plain(kept, number)
     return messages
+
+
+def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """A message whose content is a list of parts as messages of plain text.
+
+    Calls and results of tools, which Anthropic's files have as parts, become those of OpenAI's.
+    """
+    if not isinstance(message.get("content"), list):
+        return [message]
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    more: dict[str, Any] = {}
+    for part in message["content"]:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind in ("text", "input_text", "output_text") and isinstance(text, str):
+            texts.append(text)
+        elif kind == "tool_use":
+            function = {"name": part.get("name"), "arguments": part.get("input") or {}}
+            calls.append({"id": part.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            inner = {"role": "tool", "content": part.get("content") or ""}
+            (result,) = _plain(inner, number)
+            results.append(result | {"tool_call_id": part.get("tool_use_id")})
+        elif kind == "thinking" and isinstance(part.get("thinking"), str):
+            more["reasoning_content"] = part["thinking"]
+        else:
+            raise BadRow(
+                f"its message {number} has a part of type {kind!r}; only text and tool calls can "
+                f"be trained on"
+            )
+    if calls:
+        more["tool_calls"] = calls
+    # A call without words has no content, as OpenAI's files have it.
+    plain = {**message, "content": "".join(texts) if texts or not calls else None, **more}
+    return [*results, *([plain] if texts or calls or more or not results else [])]
 
 
 def _tools(given: Any) -> Any:
@@ -401,24 +554,31 @@ def _refuse_unread(columns: _Columns) -> None:
     row = columns.row
     if "input_ids" in columns.used:
         return
-    unread = [
-        name
-        for name in row
-        if name in TEXTS and name not in columns.used and row[name] not in (None, "", [], {})
-    ]
+    unread = [name for name in row if name not in columns.used and _is_text(name, row[name])]
     if not unread:
         return
     read = [part for name in columns.used for part in _strings(row[name]) if part.strip()]
     for name in unread:
         own = [part for part in _strings(row[name]) if part.strip()]
         said = all(any(part.strip() in text for text in read) for part in own)
-        whole = any(all(text.strip() in part for text in read) for part in own)
+        # A column with the whole text, as it stands under its headings.
+        most = 2 * sum(map(len, read)) + HEADINGS
+        whole = any(len(p) <= most and all(text.strip() in p for text in read) for p in own)
         if not own or not (said or whole):
             raise BadRow(
                 f"has {name}, which is not used beside {' + '.join(dict.fromkeys(columns.used))}; "
                 f"leave it out with --ignore-column {name}, in Python with "
                 f'open_source(path, ["{name}"]), or rename the columns'
             )
+
+
+def _is_text(name: str, value: Any) -> bool:
+    """Whether a column holds what a model is trained on: by its name, or by its many words."""
+    if value in (None, "", [], {}) or isinstance(value, bool | int | float):
+        return False
+    if name.lower() in TEXTS:
+        return True
+    return any(text.count(" ") >= MANY_WORDS for text in _strings(value))
 
 
 def _strings(value: Any) -> list[str]:

@@ -42,8 +42,7 @@ class TableSource:
     def __getitem__(self, item: int) -> Row:
         if not 0 <= item < self._size:
             raise IndexError(f"{self.name} has no row {item}, it has {self._size:,}")
-        row: Row = self._table(item, item + 1).to_pylist()[0]
-        return row
+        return _row(self._table(item, item + 1).to_pylist()[0])
 
     def where(self, item: int) -> str:
         return f"{self.name}:{item + 1}"
@@ -68,7 +67,23 @@ class _TableChunk:
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.raw) as reader:
-            yield from enumerate(reader.read_all().to_pylist(), self.first)
+            yield from enumerate(map(_row, reader.read_all().to_pylist()), self.first)
+
+
+def _row(given: dict[str, Any]) -> Row:
+    """A row without the nulls of nested objects.
+
+    Arrow gives every object of a column every key that one of them has.
+    """
+    return {name: _without_nulls(value) for name, value in given.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def parquet(path: Path) -> TableSource:

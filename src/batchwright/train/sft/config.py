@@ -262,6 +262,8 @@ class SftConfig(RunConfig):
         if layout != "packed":
             other = f"is for the packed layout, got {layout}; leave it out, or add --pack"
             why |= dict.fromkeys(("pack_max_len", "pack_mode"), other)
+        if not self.lora_rank and not (Path(self.model) / "adapter_config.json").is_file():
+            why["lora_alpha"] = "has no effect without --lora-rank; add it, or leave it out"
         if not self.online:
             return why | dict.fromkeys(_ONLINE, "has no effect without --online; add it")
         offline = ("batchplan", "epochs", "eval_fraction", "pack_mode", "segment_multiple", "fsdp")

@@ -166,7 +166,11 @@ def _sources(
             return dict(zip(names, opened, strict=True)), {}
     if len(shares) < 2:
         return {"": _opened(config, paths[0] if len(paths) == 1 else paths)}, {}
-    names = [Path(path.removeprefix("hf:")).name.partition(".")[0] for path in paths]
+    plain = [Path(path.removeprefix("hf:")) for path in paths]
+    names = [path.name.partition(".")[0] for path in plain]
+    if len(set(names)) < len(names):
+        # math/train.jsonl and chat/train.jsonl
+        names = [f"{path.absolute().parent.name}-{path.name.partition('.')[0]}" for path in plain]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"every source of a mixture needs a name of its own, got {', '.join(names)}; "
