@@ -1,5 +1,11 @@
 """`batchwright calls run`: a file of prompts in, a file of responses out."""
 
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +21,9 @@ if TYPE_CHECKING:
     from batchwright.calls.promptfile import Answers, Line, Prompt, Spent
 
 __all__ = ["run"]
+
+PATIENCE_S = 5.0
+"""A Ctrl-C this long after the first one stops what the first one left to be done."""
 
 
 def run(
@@ -142,6 +151,35 @@ def run(
         )
 
 
+@contextmanager
+def _stopped_by_ctrl_c(pool: "Pool") -> Iterator[threading.Event]:
+    """Ctrl-C cancels the open calls instead of interrupting what is being written.
+
+    Others within seconds are not heard, nor any once the block has ended after one: the process
+    then says what was kept, and ends.
+    """
+    stopped = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopped
+        return
+    before, since = signal.getsignal(signal.SIGINT), 0.0
+
+    def press(number: int, frame: Any) -> None:
+        nonlocal since
+        if not stopped.is_set():
+            since = time.monotonic()
+            stopped.set()
+            pool.cancel()
+        elif time.monotonic() - since > PATIENCE_S:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield stopped
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if stopped.is_set() else before)
+
+
 def _known(output: Path, prompts: "list[Prompt]", force: bool) -> "list[Line]":
     """What an earlier run wrote; an output of something else is refused before anything is done."""
     from batchwright.calls.promptfile import read_answers
@@ -208,21 +246,16 @@ def _answer(
             spent.add(prompt, outcome, own_cache=own_cache)
         answers.add(missing[place], outcome)
 
-    with (
-        progress_bar("calls", quiet) as progress,
-        pool.stream([prompts[index].request for index in missing]) as stream,
-    ):
-        for done in range(1, len(missing) + 1):
-            try:
-                place, outcome = next(stream)
-            except KeyboardInterrupt:
-                # Not where a line is being written: the next one would not stand at its place.
-                for place, outcome in stream:
-                    write(place, outcome)
-                raise
-            write(place, outcome)
-            if progress is not None:
-                progress(done, len(missing))
+    with _stopped_by_ctrl_c(pool) as stopped, progress_bar("calls", quiet) as progress:
+        requests = (prompts[index].request for index in missing)
+        wanted = itertools.takewhile(lambda _: not stopped.is_set(), requests)
+        with pool.stream(wanted) as stream:
+            for done, (place, outcome) in enumerate(stream, start=1):
+                write(place, outcome)
+                if progress is not None:
+                    progress(done, len(missing))
+        if stopped.is_set():
+            raise KeyboardInterrupt
 
 
 def _stopped(
