@@ -67,20 +67,20 @@ PROCESSES = {"run", "workshop", "copy", "server", "shell"}
 
 LONG = """
 test_accept test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input
-test_cli_calls test_cli_gym test_cli_kg test_cli_overwrite test_cli_query_mutator test_examples
-test_gae test_ground
-test_gym test_kge test_lengths test_limit test_local_models test_mine test_models test_optimal
-test_planfiles test_pool test_pool_faults test_ppo test_prover_env test_prover_memory
-test_public_surface test_query_mutation test_readme test_replay test_replay_files test_simulator
-test_simulator_witnesses test_tokenizers test_tokens test_train_models test_wn18rr_pipeline
+test_cli_calls test_cli_gym test_cli_overwrite test_cli_query_mutator test_gae test_ground test_gym
+test_lengths test_limit test_local_models test_mine test_models test_optimal test_planfiles
+test_pool test_pool_faults test_ppo test_prover_env test_public_surface test_query_mutation
+test_readme test_replay test_replay_files test_simulator test_simulator_witnesses test_tokenizers
+test_tokens
 """
 """Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 
 TRAINING = """
-test_chat_templates test_cli_resume test_cli_train test_env_wrappers test_gym_arcade
-test_integration_hf test_integration_openrlhf test_integration_torch test_integration_trl
-test_integration_verl test_neural_prover test_pykeen test_reasoning test_run_life test_sft
-test_sft_online test_sft_ranks test_trackers test_train_prover
+test_chat_templates test_cli_kg test_cli_resume test_cli_train test_env_wrappers test_examples
+test_gym_arcade test_integration_hf test_integration_openrlhf test_integration_torch
+test_integration_trl test_integration_verl test_kge test_neural_prover test_prover_memory
+test_pykeen test_reasoning test_run_life test_sft test_sft_online test_sft_ranks test_trackers
+test_train_models test_train_prover test_wn18rr_pipeline
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 
