@@ -652,6 +652,6 @@ def test_a_folder_that_is_a_model_is_not_trained_into(tmp_path: Path, name: str)
     run.mkdir()
     (run / name).write_text("{}")
     config = SftConfig(model="tiny", data=(str(tmp_path / "rows.jsonl"),), run_dir=run)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="already holds a"):
         train_sft(config)
     assert [path.name for path in run.iterdir() if path.name != ".lock"] == [name]

@@ -380,6 +380,25 @@ def test_a_mixture_has_its_shares_and_shows_no_sample_twice(tmp_path: Path) -> N
     assert first != second
 
 
+def test_what_is_held_out_of_a_mixture_is_not_trained_and_is_read(tmp_path: Path) -> None:
+    math = written(tmp_path / "math.jsonl", rows_of(60, "m"))
+    chat = written(tmp_path / "chat.jsonl", rows_of(60, "c"))
+    plan = mixed(tmp_path, (f"{math}=0.5", f"{chat}=0.5"), eval_fraction=0.3)
+    held_out = open_prepared(tmp_path / "run", "eval_")
+    assert held_out is not None
+
+    trained = {plan.ids[i] for i in range(len(plan.ids))}
+    held = {held_out.plan.ids[i] for i in range(len(held_out.plan.ids))}
+    assert not trained & held
+    both = {f"{name}/{name[0]}{i}" for name in ("math", "chat") for i in range(60)}
+    assert trained | held == both
+    rows = {row["id"]: row for row in [*rows_of(60, "m"), *rows_of(60, "c")]}
+    for item in range(len(held)):
+        sample = held_out.read(item)
+        expected = encode_row(rows[sample.sample_id.partition("/")[2]], BYTES, "")
+        assert sample.input_ids.tolist() == expected.input_ids.tolist()
+
+
 def test_a_mixture_planned_before_is_trained(tmp_path: Path, call: Callable[..., Any]) -> None:
     for name in ("math", "chat"):
         written(tmp_path / f"{name}.jsonl", rows_of(30, name[0]))

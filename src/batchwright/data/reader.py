@@ -52,12 +52,11 @@ class PlanRows:
             )
         self._sources, self._ids, self._names = sources, ids, names
         self._tokenizer = tokenizer
+        # Several without names number their rows over all of them, unlike the store of each.
+        stored = tokenizer is not None and (names or len(sources) == 1)
         self._stores: list[TokenStore | None] = [
-            None if tokenizer is None else find_store(source, tokenizer) for source in sources
+            find_store(source, tokenizer) if stored and tokenizer else None for source in sources
         ]
-        if not names and len(sources) > 1:
-            # Rows without ids are numbered over all of them, unlike in the store of each.
-            self._stores = [None] * len(sources)
         sizes = [
             len(source) if store is None else len(store)
             for source, store in zip(sources, self._stores, strict=True)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ class TableSource:
         self._table = table
         self._fingerprint = fingerprint
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
+        # Of a file, every byte is read for it.
         return self._fingerprint()
 
     def __len__(self) -> int:

@@ -1,6 +1,5 @@
 """Which token stores are kept, how large they are, and removing them."""
 
-import json
 import os
 import shutil
 import time
@@ -104,7 +103,7 @@ def _kept(path: Path) -> Kept:
             samples = fields["files"]["offsets"]["shape"][0] - 1
             tokens = fields["files"]["tokens"]["shape"][0]
             state = "finished"
-        except (BatchwrightError, KeyError, TypeError, json.JSONDecodeError):
+        except (BatchwrightError, KeyError, TypeError):
             state = "damaged"
     used = path / MANIFEST
     return Kept(

@@ -279,7 +279,7 @@ def _partial(path: Path, source: Source, tokenizer: Tokenizer) -> Path:
     folder = path.with_name(f"{name}-{path.name}.partial")
     for left in path.parent.glob(f"{name}-*.partial") if not folder.exists() else ():
         store = path.with_name(left.name.removeprefix(f"{name}-").removesuffix(".partial"))
-        with contextlib.suppress(BlockingIOError, OSError), _Lock(store, wait=False):
+        with contextlib.suppress(OSError), _Lock(store, wait=False):
             left.rename(folder)
             break
     return folder

@@ -12,8 +12,8 @@ from batchwright.data.lengths import Lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Skipped
 from batchwright.errors import BadFile
-from batchwright.files import atomic_folder, link_or_copy
-from batchwright.sealed import MANIFEST, SealedFolder
+from batchwright.files import link_or_copy
+from batchwright.sealed import SealedFolder
 
 __all__ = ["LARGE", "STORE", "TokenStore"]
 
@@ -77,6 +77,6 @@ class TokenStore:
 
         What is linked stays when the store itself is pruned.
         """
-        with atomic_folder(path, MANIFEST, f'"format": "{STORE.format}"') as folder:
+        with STORE.replacing(path) as folder:
             for file in self.path.iterdir():
                 link_or_copy(file, folder / file.name)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.batching.collation import SampleReader
+from batchwright.batching.plan.arrange import join_sources
 from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
@@ -202,7 +203,8 @@ def _plan(
     builder.build(config.epochs or 1).save(run / "plan")
     held = {name: _subset(part, held_out[name]) for name, part in parts.items()}
     if any(len(part) for part in held.values()):
-        _eval_plan(config, _joined(held)).save(run / "eval_plan")
+        whole = join_sources(held, dict.fromkeys(held, 1.0))[0] if shares else held[""]
+        _eval_plan(config, whole).save(run / "eval_plan")
 
 
 def _weights(sizes: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, float]:
@@ -213,19 +215,6 @@ def _weights(sizes: Mapping[str, int], shares: Mapping[str, float]) -> dict[str,
     """
     scale = min(sizes[name] / share for name, share in shares.items())
     return {name: shares[name] * scale / sizes[name] for name in sizes}
-
-
-def _joined(parts: Mapping[str, Lengths]) -> Lengths:
-    if len(parts) == 1:
-        return next(iter(parts.values()))
-    loss = [part.loss for part in parts.values() if part.loss is not None]
-    return Lengths(
-        values=np.concatenate([part.values for part in parts.values()]),
-        ids=Ids.of_blocks(_spelled(name, part.ids) for name, part in parts.items()),
-        dataset_hash=_dataset_hash(parts),
-        tokenizer_hash=next(iter(parts.values())).tokenizer_hash,
-        loss=np.concatenate(loss),
-    )
 
 
 def _spelled(name: str, ids: Ids) -> Iterator[str]:
