@@ -1,6 +1,7 @@
 """The official clients of OpenAI and Ollama work against the simulator as against the real ones."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -243,3 +244,208 @@ def test_the_asynchronous_clients_work_too(url: RunningSimulator) -> None:
 
     first, second = asyncio.run(all_of_it())
     assert "".join(first) == "".join(second)
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1}},
+    "required": ["city", "days"],
+}
+TIME = {"type": "object", "properties": {"zone": {"type": "string", "enum": ["UTC", "CET"]}}}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
+]
+FLAT: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+BOTH = "Use get_weather and get_time for Rome"
+
+
+def test_openai_tools_are_called_whole_and_streamed_alike(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "temperature": 0, "tools": TOOLS}
+    messages: list[Any] = [{"role": "user", "content": BOTH}]
+    whole = client.chat.completions.create(**asked, messages=messages).choices[0]
+    with client.chat.completions.stream(**asked, messages=messages) as stream:
+        kinds = {event.type for event in stream}
+        streamed = stream.get_final_completion().choices[0]
+
+    assert whole.finish_reason == streamed.finish_reason == "tool_calls"
+    made, again = whole.message.tool_calls, streamed.message.tool_calls
+    assert made
+    assert again
+    assert whole.message.content is None
+    assert [call.function.name for call in made] == ["get_weather", "get_time"]
+    assert [(c.function.name, c.function.arguments) for c in made] == [
+        (c.function.name, c.function.arguments) for c in again
+    ]
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert json.loads(made[0].function.arguments).keys() == {"city", "days"}
+    # The result of a call ends the loop, as in every example of an agent.
+    said = whole.message.model_dump(exclude_none=True)
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "fine"} for c in made]
+    last = client.chat.completions.create(**asked, messages=[*messages, said, *results]).choices[0]
+    assert (last.finish_reason, last.message.tool_calls) == ("stop", None)
+
+
+def test_openai_tool_choice_is_followed(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "messages": PROMPT, "tools": TOOLS}
+
+    def called(**more: Any) -> list[str]:
+        made = client.chat.completions.create(**asked, **more).choices[0].message.tool_calls
+        return [call.function.name for call in made or []]  # type: ignore[union-attr]
+
+    named = {"type": "function", "function": {"name": "get_time"}}
+    assert called(tool_choice=named) == ["get_time"]
+    assert called(tool_choice="none") == []
+    assert called(tool_choice="required") == ["get_weather"]
+    both = [{"role": "user", "content": BOTH}]
+    asked["messages"] = both
+    assert called(parallel_tool_calls=False) == ["get_weather"]
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        called(extra_body={"tools": [{"type": "function"}]})
+
+
+def test_openai_log_probabilities_belong_to_the_tokens_of_the_text(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "messages": PROMPT, "temperature": 0}
+    asked |= {"logprobs": True, "top_logprobs": 3}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.logprobs is not None
+    tokens = choice.logprobs.content or []
+    assert "".join(token.token for token in tokens) == choice.message.content
+    for token in tokens:
+        assert bytes(token.bytes or []).decode() == token.token
+        assert [len(token.top_logprobs), token.top_logprobs[0].token] == [3, token.token]
+        assert sum(np.exp(one.logprob) for one in token.top_logprobs) < 1
+        assert token.logprob == max(one.logprob for one in token.top_logprobs)
+    with client.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion().choices[0].logprobs
+    assert streamed is not None
+    assert streamed.content == tokens
+    assert client.chat.completions.create(model="sim", messages=PROMPT).choices[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**{**asked, "top_logprobs": 21})
+
+    plain: dict[str, Any] = {"model": "sim", "prompt": "Name", "temperature": 0, "logprobs": 2}
+    one = client.completions.create(**plain).choices[0]
+    assert one.logprobs is not None
+    assert one.logprobs.text_offset is not None
+    assert one.logprobs.tokens is not None
+    for offset, text in zip(one.logprobs.text_offset, one.logprobs.tokens, strict=True):
+        assert one.text[offset:].startswith(text)
+    assert {len(top) for top in one.logprobs.top_logprobs or []} == {2}
+    offsets = [
+        offset
+        for piece in client.completions.create(**plain, stream=True)
+        for offset in (piece.choices[0].logprobs and piece.choices[0].logprobs.text_offset) or []
+    ]
+    assert offsets == one.logprobs.text_offset
+
+
+def test_openai_responses_say_the_same_as_chat(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "input": "Name three rivers", "temperature": 0}
+    answer = client.responses.create(**asked)
+    chatted = client.chat.completions.create(model="sim", messages=PROMPT, temperature=0)
+
+    assert answer.output_text == chatted.choices[0].message.content
+    assert (answer.status, answer.error, answer.incomplete_details) == ("completed", None, None)
+    assert answer.usage is not None
+    assert chatted.usage is not None
+    assert answer.usage.input_tokens == chatted.usage.prompt_tokens
+    assert answer.usage.output_tokens == chatted.usage.completion_tokens
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "Name three rivers"}]}]
+    assert client.responses.create(**{**asked, "input": items}).output_text == answer.output_text
+    told = {**asked, "instructions": "Rewrite the question politely.", "input": "Question: Who?"}
+    assert client.responses.create(**told).output_text.endswith("?")
+    cut = client.responses.create(**asked, max_output_tokens=2)
+    assert (cut.status, cut.output_text) == ("incomplete", "Name three")
+    assert cut.incomplete_details is not None
+    assert cut.incomplete_details.reason == "max_output_tokens"
+    with pytest.raises(openai.NotFoundError, match="resp_1"):
+        client.responses.create(**asked, previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        client.responses.create(model="sim", input=4)  # type: ignore[arg-type]
+
+    class Rating(BaseModel):
+        stars: int
+
+    assert client.responses.parse(**asked, text_format=Rating).output_parsed is not None
+
+
+def test_openai_responses_stream_their_events_in_order(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "input": "Name three rivers", "temperature": 0}
+    asked |= {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    assert kinds[-4:] == [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+    said = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(said) == final.output_text == whole.output_text
+    assert final.usage == whole.usage
+    part = final.output[0].content[0]  # type: ignore[union-attr]
+    assert [token.token for token in part.logprobs] == said
+    assert {len(token.top_logprobs) for token in part.logprobs} == {2}
+    cut = list(client.responses.create(**asked, max_output_tokens=2, stream=True))
+    assert cut[-1].type == "response.incomplete"
+
+
+def test_openai_responses_call_functions(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "sim", "temperature": 0, "tools": FLAT}
+    whole = client.responses.create(**asked, input=BOTH)
+    with client.responses.stream(**asked, input=BOTH) as stream:
+        deltas = [e for e in stream if e.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+
+    made = [item for item in whole.output if item.type == "function_call"]
+    assert [item.name for item in made] == ["get_weather", "get_time"]
+    again = [item for item in final.output if item.type == "function_call"]
+    assert [(i.name, i.arguments) for i in made] == [(i.name, i.arguments) for i in again]
+    for index, item in enumerate(made):
+        spoken = [event.delta for event in deltas if event.output_index == index]
+        assert "".join(spoken) == item.arguments
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "fine"} for item in made
+    ]
+    calls = [item.model_dump(exclude_none=True) for item in made]
+    items: Any = [{"role": "user", "content": BOTH}, *calls, *results]
+    assert client.responses.create(**asked, input=items).output_text
+
+
+def test_ollama_tools_and_log_probabilities(local: ollama.Client) -> None:
+    asked: dict[str, Any] = {"model": "sim", "options": {"temperature": 0}}
+    messages: list[Any] = [{"role": "user", "content": BOTH}]
+    whole = local.chat(**asked, messages=messages, tools=TOOLS)
+    parts = list(local.chat(**asked, messages=messages, tools=TOOLS, stream=True))
+
+    made = whole.message.tool_calls or []
+    assert [call.function.name for call in made] == ["get_weather", "get_time"]
+    assert made[0].function.arguments.keys() == {"city", "days"}
+    assert [c for part in parts for c in part.message.tool_calls or []] == made
+    assert parts[-1].done
+    results = [{"role": "tool", "tool_name": c.function.name, "content": "fine"} for c in made]
+    last = local.chat(**asked, messages=[*messages, whole.message, *results], tools=TOOLS)
+    assert (last.message.tool_calls, bool(last.message.content)) == (None, True)
+
+    sure = local.chat(**asked, messages=PROMPT, logprobs=True, top_logprobs=2)
+    tokens = sure.logprobs or []
+    assert "".join(token.token for token in tokens) == sure.message.content
+    assert {len(token.top_logprobs or []) for token in tokens} == {2}
+    pieces = local.generate(
+        "sim", "Name three rivers", options={"temperature": 0}, logprobs=True, stream=True
+    )
+    assert [t.token for piece in pieces for t in piece.logprobs or []] == [t.token for t in tokens]

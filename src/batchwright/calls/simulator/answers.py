@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchwright.calls.request import Request
+from batchwright.calls.simulator import responses
 from batchwright.calls.simulator.behaviour import Behaviour
 from batchwright.calls.simulator.questions import (
     OPERATOR_WORDS,
@@ -29,11 +30,12 @@ from batchwright.calls.simulator.questions import (
 )
 from batchwright.calls.simulator.wire import (
     PATHS,
-    PIECE,
     ParsedRequest,
     Refusal,
     Reply,
+    events,
     parse,
+    pieces_of,
     whole,
 )
 from batchwright.errors import ConfigError
@@ -68,6 +70,8 @@ class Models:
 
             vectors = hashed_ngrams(parsed.inputs, parsed.dim or self.behaviour.dim)
             return Reply((), vectors, sum(map(_tokens, parsed.inputs)), 0)
+        if parsed.tools:
+            return self._call(parsed)
         texts, spent = [], 0
         for choice in range(parsed.choices):
             draw = (parsed.seed if parsed.exact else seen, choice)
@@ -75,6 +79,17 @@ class Models:
             texts.append((text, finish))
             spent += tokens
         return Reply(texts, None, _tokens(parsed.system) + _tokens(parsed.prompt), spent)
+
+    def _call(self, parsed: ParsedRequest) -> Reply:
+        """A reply that calls functions, with arguments that fit their parameters."""
+        calls = [
+            (name, json.dumps(_fill({"type": "object", **schema}, parsed.prompt[:60], schema)))
+            for name, schema in parsed.tools
+        ]
+        spent = sum(len(pieces_of(arguments)) + 1 for _, arguments in calls)
+        asked = _tokens(parsed.system) + _tokens(parsed.prompt)
+        texts = [("", "tool_calls")] * parsed.choices
+        return Reply(texts, None, asked, spent * parsed.choices, calls)
 
     def _say(self, parsed: ParsedRequest, draw: object) -> tuple[str, str, int]:
         if parsed.protocol == "ollama" and not parsed.prompt:
@@ -92,14 +107,29 @@ class Models:
             text = in_format(parsed.schema, text, f"{parsed.system}\n{parsed.prompt}")
         for mark in parsed.stop:
             text = text.partition(mark)[0] if mark else text
-        pieces: list[str] = PIECE.findall(text)
+        pieces = pieces_of(text)
         if parsed.most_tokens is not None and len(pieces) > parsed.most_tokens:
             return "".join(pieces[: parsed.most_tokens]), "length", parsed.most_tokens
         return text, "stop", len(pieces)
 
+    @staticmethod
+    def whole(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        if parsed.protocol == "responses":
+            return responses.whole(parsed, reply, name)
+        return whole(parsed, reply, name, seconds)
+
+    @staticmethod
+    def events(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> list[bytes]:
+        """The events of a response that is streamed."""
+        if parsed.protocol == "responses":
+            return responses.events(parsed, reply, name)
+        return events(parsed, reply, name, seconds)
+
     def respond_all(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """Bodies in the OpenAI format, one per request; an unknown model is an error."""
         paths = {kind: path for path, (protocol, kind) in PATHS.items() if protocol == "openai"}
+        paths["respond"] = "/v1/responses"
         found = []
         for request in requests:
             parsed = parse(paths[request.kind], request.data, self.behaviour.model_names)
@@ -108,7 +138,7 @@ class Models:
             seen = self.seen[parsed.key]
             self.seen[parsed.key] += 1
             plain = replace(parsed, stream=False, packed=False)
-            found.append(whole(plain, self.reply(plain, seen), parsed.key.hex(), 0.0))
+            found.append(self.whole(plain, self.reply(plain, seen), parsed.key.hex(), 0.0))
         return found
 
 

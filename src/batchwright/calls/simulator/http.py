@@ -152,7 +152,7 @@ def response(status: int, body: bytes, content: str = "application/json", extra:
 
 def chunks(sent: Sequence[bytes], protocol: str) -> list[bytes]:
     """A streamed response, each event in a chunk of its own."""
-    content = "text/event-stream" if protocol == "openai" else "application/x-ndjson"
+    content = "application/x-ndjson" if protocol == "ollama" else "text/event-stream"
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {content}\r\nTransfer-Encoding: chunked\r\n\r\n"
     pieces = [f"{len(event):x}\r\n".encode() + event + b"\r\n" for event in sent]
     return [head.encode() + pieces[0], *pieces[1:-1], pieces[-1] + b"0\r\n\r\n"]

@@ -24,9 +24,7 @@ from batchwright.calls.simulator.wire import (
     Refusal,
     Reply,
     about_models,
-    events,
     parse,
-    whole,
 )
 from batchwright.errors import BatchwrightError, NoServer
 
@@ -215,18 +213,22 @@ class Server:
             return Call(connection, parsed, [b""], fault), [inf]
         if fault == "empty":
             texts = [("", "stop")] * len(reply.texts)
-            reply = replace(reply, texts=texts, vectors=None, completion_tokens=0)
+            reply = replace(reply, texts=texts, vectors=None, completion_tokens=0, tools=())
         name = f"{parsed.key.hex()[:16]}-{seen}"
         if fault == "html":
             pieces = [response(200, PAGE, "text/html")]
         elif fault in ("wrong_shape", "bad_json"):
-            body = json.dumps(whole(replace(parsed, packed=False), reply, name, seconds)).encode()
+            body = json.dumps(
+                self.models.whole(replace(parsed, packed=False), reply, name, seconds)
+            ).encode()
             body = b'{"status":"accepted","items":[]}' if fault == "wrong_shape" else body[:-9]
             pieces = [response(200, body)]
         elif parsed.stream:
-            pieces = chunks(events(parsed, reply, name, seconds), parsed.protocol)
+            pieces = chunks(self.models.events(parsed, reply, name, seconds), parsed.protocol)
         else:
-            pieces = [response(200, json.dumps(whole(parsed, reply, name, seconds)).encode())]
+            pieces = [
+                response(200, json.dumps(self.models.whole(parsed, reply, name, seconds)).encode())
+            ]
         if fault in ("cut", "reset"):
             sent = b"".join(pieces)
             body_start = sent.index(b"\r\n\r\n") + 4

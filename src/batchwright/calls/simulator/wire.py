@@ -1,11 +1,15 @@
-"""The OpenAI and Ollama protocols on the server's side: bodies in, replies and errors out."""
+"""The OpenAI and Ollama protocols on the server's side: bodies in, replies and errors out.
+
+Bodies of OpenAI's Responses API are in `responses.py`, its files and batches in `batches.py`.
+"""
 
 import base64
 import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -13,23 +17,29 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
+    "CREATED",
     "PATHS",
+    "PIECE",
     "ParsedRequest",
     "Refusal",
     "Reply",
     "about_models",
     "error",
     "events",
+    "logprobs_of",
     "parse",
+    "pieces_of",
+    "text_of",
     "whole",
 ]
 
-Protocol = Literal["openai", "ollama"]
+Protocol = Literal["openai", "responses", "ollama"]
 
 PATHS: Mapping[str, tuple[Protocol, str]] = {
     "/v1/chat/completions": ("openai", "chat"),
     "/v1/completions": ("openai", "complete"),
     "/v1/embeddings": ("openai", "embed"),
+    "/v1/responses": ("responses", "chat"),
     "/api/chat": ("ollama", "chat"),
     "/api/generate": ("ollama", "complete"),
     "/api/embed": ("ollama", "embed"),
@@ -38,7 +48,10 @@ PATHS: Mapping[str, tuple[Protocol, str]] = {
 """The paths of calls, their protocol and their kind."""
 
 WHOLE_NUMBERS = {"n", "max_tokens", "max_completion_tokens", "num_predict", "seed", "dimensions"}
+WHOLE_NUMBERS |= {"top_logprobs", "max_output_tokens"}
+MOST_LOGPROBS = 20
 FIELDS = {
+    "/v1/responses": "input",
     "/v1/chat/completions": "messages",
     "/api/chat": "messages",
     "/api/embeddings": "prompt",
@@ -48,6 +61,8 @@ CREATED = 1_700_000_000
 CREATED_TEXT = "2023-11-14T22:13:20Z"
 """The creation time of every response: two servers with one seed send the same bytes."""
 
+FUNCTION_OUTPUT = "function_call_output"
+"""The item of the Responses API that holds the result of a call."""
 PIECE = re.compile(r"\s*\S+|\s+$")
 STATUS_TYPES = {
     400: "invalid_request_error",
@@ -81,6 +96,10 @@ class ParsedRequest:
     schema: object
     """A JSON schema, `json` for any object, None for text."""
     dim: int | None
+    tools: tuple[tuple[str, Any], ...]
+    """Names and parameter schemas of the functions that the reply calls; none for a text."""
+    logprobs: int | None
+    """How many alternatives to give for each token; None for no log probabilities."""
     packed: bool
     """Vectors as base64 of little-endian float32, which OpenAI's client requests."""
     bare: bool
@@ -107,6 +126,8 @@ class Reply:
     vectors: "NDArray[np.float32] | None"
     prompt_tokens: int
     completion_tokens: int
+    tools: Sequence[tuple[str, str]] = field(default=())
+    """Names and JSON arguments of the functions that every choice calls instead of a text."""
 
 
 def parse(path: str, body: bytes, models: Sequence[str]) -> ParsedRequest | Refusal:
@@ -124,14 +145,22 @@ def parse(path: str, body: bytes, models: Sequence[str]) -> ParsedRequest | Refu
     model = name.removesuffix(":latest")
     if model not in models:
         message = f"model '{name}' not found"
-        if protocol == "openai":
+        if protocol != "ollama":
             message = f"The model `{name}` does not exist; there are: {', '.join(models)}"
         return Refusal(404, message, "model_not_found", "model")
     field = FIELDS.get(path, "input" if kind == "embed" else "prompt")
     content = given.get(field)
+    if protocol == "responses":
+        if given.get("previous_response_id"):
+            wanted = given["previous_response_id"]
+            message = f"Previous response with id '{wanted}' not found; responses are not stored"
+            code = "previous_response_not_found"
+            return Refusal(404, message, code, "previous_response_id")
+        if isinstance(content, str):
+            content = [{"role": "user", "content": content}]
     if content is None or (kind == "chat" and not _are_messages(content)):
         # Ollama loads a model on an empty request.
-        if protocol == "openai" or kind == "embed" or content is not None:
+        if protocol != "ollama" or kind == "embed" or content is not None:
             return Refusal(400, f"'{field}' is missing or of the wrong type", param=field)
         content = [] if kind == "chat" else ""
     if wrong := _wrong_type(given):
@@ -142,30 +171,40 @@ def parse(path: str, body: bytes, models: Sequence[str]) -> ParsedRequest | Refu
 def _parsed(
     protocol: Protocol, kind: str, path: str, model: str, content: Any, given: Mapping[str, Any]
 ) -> ParsedRequest:
-    settings = given if protocol == "openai" else given.get("options") or {}
-    limit = settings.get("num_predict") if protocol == "ollama" else given.get("max_tokens")
-    if protocol == "openai" and limit is None:
-        limit = given.get("max_completion_tokens")
+    settings = (given.get("options") or {}) if protocol == "ollama" else given
+    limits = {"ollama": ("num_predict",), "responses": ("max_output_tokens",)}
+    names = limits.get(protocol, ("max_tokens", "max_completion_tokens"))
+    limit = next((settings[name] for name in names if settings.get(name) is not None), None)
     stop = settings.get("stop") or ()
     system, prompt = "", ""
     inputs: tuple[str, ...] = ()
+    tools: tuple[tuple[str, Any], ...] = ()
     if kind == "chat":
-        contents = [_text(message.get("content")) for message in content]
+        contents = [text_of(_said(message)) for message in content]
+        if protocol == "responses" and given.get("instructions"):
+            contents.insert(0, str(given["instructions"]))
         system, prompt = "\n\n".join(contents[:-1]), (contents or [""])[-1]
+        if given.get("tools"):
+            tools = _called(given, content, prompt)
     elif kind == "complete":
-        system, prompt = str(given.get("system") or ""), _text(content)
+        system, prompt = str(given.get("system") or ""), text_of(content)
     else:
         inputs = _inputs(content)
     schema = given.get("format") or None
     wanted = given.get("response_format")
+    if protocol == "responses":
+        wanted = (given.get("text") or {}).get("format")
     if isinstance(wanted, dict) and wanted.get("type") in ("json_object", "json_schema"):
-        schema = (wanted.get("json_schema") or {}).get("schema") or "json"
+        schema = (wanted.get("json_schema") or wanted).get("schema") or "json"
     seed = settings.get("seed")
     exact = seed is not None or settings.get("temperature") == 0
     limit = limit if limit is not None and limit > 0 else None
     stop = (stop,) if isinstance(stop, str) else tuple(map(str, stop))
     choices = min(max(1, given.get("n") or 1), 128) if protocol == "openai" else 1
+    named: tuple[object, ...]
     named = (kind, model, system, prompt, inputs, limit, stop, choices, seed, exact, repr(schema))
+    if tools:
+        named = (*named, repr(tools))
     options = given.get("stream_options") or {}
     return ParsedRequest(
         protocol=protocol,
@@ -182,6 +221,8 @@ def _parsed(
         seed=seed,
         exact=exact,
         schema=schema,
+        tools=tools,
+        logprobs=None if kind == "embed" else _wanted_logprobs(protocol, kind, given),
         dim=given.get("dimensions"),
         packed=given.get("encoding_format") == "base64",
         bare=path == "/api/embeddings",
@@ -200,7 +241,8 @@ def whole(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> dic
             counts["prompt_eval_count"] = reply.prompt_tokens
             return {"model": parsed.model, "embeddings": rows, **counts}
         text, finish = reply.texts[0]
-        return {**_ollama_piece(parsed, text), **_ollama_end(parsed, reply, finish, seconds)}
+        said = _ollama_piece(parsed, text, reply.tools)
+        return {**said, **_ollama_end(parsed, reply, finish, seconds)}
     usage = _usage(reply, embed=parsed.kind == "embed")
     if parsed.kind == "embed":
         rows = [] if reply.vectors is None else [_vector(v, parsed.packed) for v in reply.vectors]
@@ -210,8 +252,13 @@ def whole(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> dic
     for index, (text, finish) in enumerate(reply.texts):
         spoken: dict[str, Any] = {"text": text}
         if parsed.kind == "chat":
-            spoken = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        choices.append({"index": index, **spoken, "logprobs": None, "finish_reason": finish})
+            message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+            if reply.tools:
+                made = _tool_calls(reply.tools, f"{name}-{index}")
+                message |= {"content": None, "tool_calls": made}
+            spoken = {"message": message}
+        sure = None if reply.tools else _logprobs(parsed, pieces_of(text), 0)
+        choices.append({"index": index, **spoken, "logprobs": sure, "finish_reason": finish})
     kind = "chat.completion" if parsed.kind == "chat" else "text_completion"
     return {**_head(parsed, name, kind), "choices": choices, "usage": usage}
 
@@ -220,7 +267,9 @@ def events(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> li
     """The response as a stream: server-sent events, or JSON lines from Ollama."""
     if parsed.protocol == "ollama":
         text, finish = reply.texts[0]
-        lines = [_ollama_piece(parsed, piece) for piece in PIECE.findall(text)]
+        lines = [_ollama_piece(parsed, piece) for piece in pieces_of(text)]
+        if reply.tools:
+            lines = [_ollama_piece(parsed, "", reply.tools)]
         lines.append({**_ollama_piece(parsed, ""), **_ollama_end(parsed, reply, finish, seconds)})
         return [json.dumps(line).encode() + b"\n" for line in lines]
     kind = "chat.completion.chunk" if parsed.kind == "chat" else "text_completion"
@@ -229,21 +278,111 @@ def events(parsed: ParsedRequest, reply: Reply, name: str, seconds: float) -> li
         head["usage"] = None
     found: list[dict[str, Any]] = []
     for index, (text, finish) in enumerate(reply.texts):
-        pieces: list[str | None] = [*PIECE.findall(text), None]
-        if parsed.kind == "chat":
-            pieces.insert(0, "")
-        for place, piece in enumerate(pieces):
-            spoken: dict[str, Any] = {"text": piece or ""}
-            if parsed.kind == "chat":
-                delta: dict[str, str] = {} if piece is None else {"content": piece}
-                spoken = {"delta": {"role": "assistant", **delta} if place == 0 else delta}
-            end = finish if piece is None else None
-            choice = {"index": index, **spoken, "logprobs": None, "finish_reason": end}
+        spoken: list[dict[str, Any]]
+        if reply.tools:
+            spoken = _tool_deltas(_tool_calls(reply.tools, f"{name}-{index}"))
+        else:
+            spoken = _text_deltas(parsed, text)
+        for place, said in enumerate(spoken):
+            end = finish if place == len(spoken) - 1 else None
+            choice = {"index": index, "logprobs": None, **said, "finish_reason": end}
             found.append({**head, "choices": [choice]})
     if parsed.usage_event:
         found.append({**head, "choices": [], "usage": _usage(reply, embed=False)})
     sent = [b"data: " + json.dumps(one).encode() + b"\n\n" for one in found]
     return [*sent, b"data: [DONE]\n\n"]
+
+
+def _text_deltas(parsed: ParsedRequest, text: str) -> list[dict[str, Any]]:
+    """What the events of a text hold: its pieces, each with its log probabilities, and an end."""
+    found: list[dict[str, Any]] = []
+    offset = 0
+    for piece in pieces_of(text):
+        said: dict[str, Any] = {"text": piece}
+        if parsed.kind == "chat":
+            said = {"delta": {"content": piece}}
+        if parsed.logprobs is not None:
+            said["logprobs"] = _logprobs(parsed, [piece], offset)
+        found.append(said)
+        offset += len(piece)
+    if parsed.kind == "chat":
+        found.insert(0, {"delta": {"role": "assistant", "content": ""}})
+        return [*found, {"delta": {}}]
+    return [*found, {"text": ""}]
+
+
+def _tool_deltas(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls in pieces, as OpenAI streams them: the name first, then the arguments."""
+    found: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": None}}]
+    for index, call in enumerate(calls):
+        arguments = call["function"]["arguments"]
+        named = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
+        found.append({"delta": {"tool_calls": [{"index": index, **named}]}})
+        for piece in pieces_of(arguments):
+            said = {"index": index, "function": {"arguments": piece}}
+            found.append({"delta": {"tool_calls": [said]}})
+    return [*found, {"delta": {}}]
+
+
+def _tool_calls(tools: Sequence[tuple[str, str]], name: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{name}-{number}",
+            "type": "function",
+            "function": {"name": function, "arguments": arguments},
+        }
+        for number, (function, arguments) in enumerate(tools)
+    ]
+
+
+def pieces_of(text: str) -> list[str]:
+    """The tokens of a simulated text; joined they are the text."""
+    found: list[str] = PIECE.findall(text)
+    return found
+
+
+def logprobs_of(pieces: Sequence[str], alternatives: int) -> list[dict[str, Any]]:
+    """Log probabilities as OpenAI's chat gives them: drawn from the token, the chosen one first.
+
+    The probabilities of a token and of its alternatives are less than 1 together.
+
+    >>> [one["token"] for one in logprobs_of(["Hello"], 2)[0]["top_logprobs"]]
+    ['Hello', 'Hello~1']
+    """
+    found = []
+    for piece in pieces:
+        drawn = hashlib.blake2b(piece.encode("utf-8", "surrogatepass"), digest_size=2).digest()
+        share = 0.5 + int.from_bytes(drawn) / 2**17
+        shares = [share, *((1 - share) * 0.5**n for n in range(1, alternatives))]
+        tokens = [piece, *(f"{piece}~{n}" for n in range(1, alternatives))]
+        top = [_token(*pair) for pair in zip(tokens, shares, strict=True)]
+        found.append({**top[0], "top_logprobs": top[:alternatives]})
+    return found
+
+
+def _token(piece: str, share: float) -> dict[str, Any]:
+    data = list(piece.encode("utf-8", "surrogatepass"))
+    return {"token": piece, "logprob": log(share), "bytes": data}
+
+
+def _logprobs(parsed: ParsedRequest, pieces: Sequence[str], offset: int) -> dict[str, Any] | None:
+    """Log probabilities in the shape of the request's kind; `offset` is where the pieces begin."""
+    if parsed.logprobs is None:
+        return None
+    tokens = logprobs_of(pieces, parsed.logprobs)
+    if parsed.kind == "chat":
+        return {"content": tokens, "refusal": None}
+    starts = [offset]
+    for piece in pieces:
+        starts.append(starts[-1] + len(piece))
+    return {
+        "tokens": list(pieces),
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [
+            {one["token"]: one["logprob"] for one in token["top_logprobs"]} for token in tokens
+        ],
+        "text_offset": starts[:-1],
+    }
 
 
 def error(path: str, refusal: Refusal) -> dict[str, Any]:
@@ -308,10 +447,21 @@ def _usage(reply: Reply, *, embed: bool) -> dict[str, int]:
     return usage if embed else {**usage, "completion_tokens": reply.completion_tokens}
 
 
-def _ollama_piece(parsed: ParsedRequest, text: str) -> dict[str, Any]:
-    head = {"model": parsed.model, "created_at": CREATED_TEXT}
+def _ollama_piece(
+    parsed: ParsedRequest, text: str, tools: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
+    head: dict[str, Any] = {"model": parsed.model, "created_at": CREATED_TEXT}
+    if parsed.logprobs is not None and text:
+        head["logprobs"] = logprobs_of(pieces_of(text), parsed.logprobs)
     if parsed.kind == "chat":
-        return {**head, "message": {"role": "assistant", "content": text}, "done": False}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if tools:
+            # Ollama gives the arguments as an object, not as JSON in a string.
+            message["tool_calls"] = [
+                {"function": {"index": number, "name": name, "arguments": json.loads(arguments)}}
+                for number, (name, arguments) in enumerate(tools)
+            ]
+        return {**head, "message": message, "done": False}
     return {**head, "response": text, "done": False}
 
 
@@ -320,7 +470,7 @@ def _ollama_end(parsed: ParsedRequest, reply: Reply, finish: str, seconds: float
     idle = parsed.kind == "complete" and not parsed.prompt
     return {
         "done": True,
-        "done_reason": "load" if idle else finish,
+        "done_reason": "load" if idle else "stop" if reply.tools else finish,
         "total_duration": nanoseconds,
         "load_duration": 0,
         "prompt_eval_count": reply.prompt_tokens,
@@ -339,14 +489,21 @@ def _vector(vector: "NDArray[np.float32]", packed: bool) -> str | list[float]:
 
 def _wrong_type(given: Mapping[str, Any]) -> str | None:
     """The first parameter of the wrong type or out of range."""
-    for name in ("options", "stream_options", "response_format"):
+    for name in ("options", "stream_options", "response_format", "text"):
         if not isinstance(given.get(name) or {}, dict):
             return name
+    tools = given.get("tools") or []
+    if not isinstance(tools, list) or not all(_function(tool).get("name") for tool in tools):
+        return "tools"
     every: dict[str, Any] = {**given, **(given.get("options") or {})}
     for name, value in every.items():
         if name in WHOLE_NUMBERS and not (value is None or isinstance(value, int)):
             return name
         if name == "stop" and not (value is None or isinstance(value, str | list)):
+            return name
+        if name == "top_logprobs" and value is not None and not 0 <= value <= MOST_LOGPROBS:
+            return name
+        if name == "logprobs" and not isinstance(value, int | None):
             return name
         if name == "dimensions" and value is not None and not 2 <= value <= 65_536:
             return name
@@ -357,7 +514,57 @@ def _are_messages(given: Any) -> bool:
     return isinstance(given, list) and all(isinstance(message, dict) for message in given)
 
 
-def _text(content: Any) -> str:
+def _said(message: Mapping[str, Any]) -> Any:
+    """What stands in a message, or in an item of the Responses API."""
+    return (
+        message.get("output") if message.get("type") == FUNCTION_OUTPUT else message.get("content")
+    )
+
+
+def _function(tool: Any) -> Mapping[str, Any]:
+    """A function's name and parameters: flat in the Responses API, inside `function` elsewhere."""
+    if not isinstance(tool, dict) or tool.get("type", "function") != "function":
+        return {}
+    found = tool.get("function", tool)
+    return found if isinstance(found, dict) else {}
+
+
+def _called(
+    given: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], prompt: str
+) -> tuple[tuple[str, Any], ...]:
+    """The functions that the model calls: those that the prompt names, else the first one.
+
+    None by `tool_choice: none`, and after the result of a call unless one is required.
+    """
+    functions = [_function(tool) for tool in given["tools"]]
+    choice = given.get("tool_choice") or "auto"
+    if isinstance(choice, dict):
+        wanted = _function(choice).get("name")
+        functions = [one for one in functions if one["name"] == wanted]
+    else:
+        last = messages[-1] if messages else {}
+        done = last.get("role") == "tool" or last.get("type") == FUNCTION_OUTPUT
+        if choice == "none" or (choice == "auto" and done):
+            return ()
+        functions = [one for one in functions if str(one["name"]) in prompt] or functions[:1]
+    if given.get("parallel_tool_calls") is False:
+        functions = functions[:1]
+    return tuple((str(one["name"]), one.get("parameters") or {}) for one in functions)
+
+
+def _wanted_logprobs(protocol: Protocol, kind: str, given: Mapping[str, Any]) -> int | None:
+    wanted = given.get("logprobs")
+    if protocol == "responses":
+        wanted = "message.output_text.logprobs" in (given.get("include") or ())
+    elif protocol == "openai" and kind == "complete":
+        # The older API takes the number of alternatives itself.
+        if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0:
+            return None
+        return min(wanted, MOST_LOGPROBS)
+    return int(given.get("top_logprobs") or 0) if wanted else None
+
+
+def text_of(content: Any) -> str:
     """The text of a message: a string, or OpenAI's list of parts."""
     if isinstance(content, list):
         parts = (part.get("text", "") if isinstance(part, dict) else part for part in content)
