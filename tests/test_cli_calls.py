@@ -87,6 +87,32 @@ def test_a_dry_run_predicts_calls_hits_and_cost_and_calls_nobody(call, tmp_path)
     assert (after.data["calls"], after.data["cache_hits"]) == (0, 10)
 
 
+def test_the_responses_api_is_called_where_it_is_asked_for(call, tmp_path):
+    write_prompts(tmp_path, 4)
+    rows = [json.loads(row) for row in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    rows[1]["parameters"] = {"max_output_tokens": 2}
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    same = "--temperature 0 --max-tokens 3"
+
+    with Simulator(latency_s=0, models=["m"]).running(in_thread=True) as url:
+        said = line(f"{url}/v1", f"--api responses {same} --cache calls.db")
+        assert "seed" in call(said + " --seed 3", tmp_path).err
+        first = call(said, tmp_path)
+        found = answers(tmp_path)
+        (tmp_path / "answers.jsonl").unlink()
+        again = call(said + " --format json", tmp_path)
+        assert url.stats()["started"] == 4
+
+    assert first.code == 0, first.err
+    assert [row["text"] for row in found] == ["question 0 ->", "question 1"] + [
+        f"question {n} ->" for n in (2, 3)
+    ]
+    assert {row["finish"] for row in found} == {"length"}
+    assert [row["usage"]["completion"] for row in found] == [3, 2, 3, 3]
+    assert answers(tmp_path) == found
+    assert again.data["calls"]["hits"] == 4
+
+
 def test_failed_calls_are_marked_and_made_again_when_asked(call, tmp_path):
     write_prompts(tmp_path, 10)
     healthy = False

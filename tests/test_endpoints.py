@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.calls import Done, Endpoint, Failed, Kind, chat, complete, embed, parse_model
+from batchwright.calls import (
+    Done,
+    Endpoint,
+    Failed,
+    Kind,
+    Usage,
+    chat,
+    complete,
+    embed,
+    parse_model,
+    respond,
+)
 from batchwright.calls.wire import ollama as ollama_wire
 from batchwright.calls.wire import openai as openai_wire
 from batchwright.calls.wire.openai import retry_after_s, scrub
@@ -163,7 +174,7 @@ def test_ollama_says_the_same_in_its_own_words():
     assert json.loads(ollama_wire.encode(embed("m", ["a", "b"]))[1])["input"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("word", ["logit_bias", "logprobs", "n", "user"])
+@pytest.mark.parametrize("word", ["logit_bias", "service_tier", "n", "user"])
 def test_what_ollama_cannot_say_is_refused_and_not_left_out(word):
     with pytest.raises(ConfigError, match=word):
         ollama_wire.encode(chat("m", "x", **{word: 2}))
@@ -540,3 +551,94 @@ def test_no_long_piece_of_the_prompt_is_repeated(prompt, start, size):
 def test_a_key_is_never_repeated():
     key = "sk-" + base64.b64encode(b"0123456789").decode()
     assert key not in scrub(f"key {key} is wrong: {key}", chat("m", "q"), key)
+
+
+RESPONSE = {
+    "id": "resp_1",
+    "object": "response",
+    "status": "completed",
+    "error": None,
+    "incomplete_details": None,
+    "output": [
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [
+                {"type": "output_text", "text": "fo", "annotations": []},
+                {"type": "output_text", "text": "ur", "annotations": []},
+            ],
+        },
+    ],
+    "usage": {"input_tokens": 7, "output_tokens": 3, "total_tokens": 10},
+}
+
+
+def decoded(body):
+    return openai_wire.decode(respond("m", "2+2?"), 200, {}, json.dumps(body).encode())
+
+
+def test_a_body_of_the_responses_api_has_its_text_finish_and_usage():
+    done = decoded(RESPONSE)
+
+    assert (done.text, done.finish, done.usage) == ("four", "stop", Usage(7, 3))
+    details = {"reason": "max_output_tokens"}
+    cut = decoded({**RESPONSE, "status": "incomplete", "incomplete_details": details})
+    assert (cut.finish, cut.cut_off) == ("length", True)
+    filtered = {**RESPONSE, "status": "incomplete"}
+    filtered["incomplete_details"] = {"reason": "content_filter"}
+    assert decoded(filtered).cut_off
+    call = {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}
+    called = decoded({**RESPONSE, "output": [call]})
+    assert (called.text, called.finish, bool(called)) == ("", "tool_calls", True)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"output": []}, Kind.EMPTY),
+        ({"status": "in_progress"}, Kind.BAD_BODY),
+        ({"status": "failed", "error": {"code": "server_error", "message": "x"}}, Kind.HTTP_5XX),
+        (
+            {"status": "failed", "error": {"code": "rate_limit_exceeded", "message": "x"}},
+            Kind.RATE_LIMITED,
+        ),
+        ({"status": "failed", "error": None}, Kind.HTTP_5XX),
+        ({"output": None}, Kind.BAD_BODY),
+        ({"output": [4]}, Kind.BAD_BODY),
+        ({"status": None}, Kind.HTTP_5XX),
+    ],
+)
+def test_a_body_of_the_responses_api_without_a_response_is_a_failure_with_its_kind(change, kind):
+    failed = decoded({**RESPONSE, **change})
+
+    assert isinstance(failed, Failed)
+    assert failed.kind is kind
+
+
+def test_ollama_tools_and_log_probabilities_are_those_of_openai():
+    arguments = {"city": "Rome", "days": 2}
+    made = {"id": "c1", "type": "function"}
+    made["function"] = {"name": "get_weather", "arguments": json.dumps(arguments)}
+    said = [
+        {"role": "user", "content": "weather?"},
+        {"role": "assistant", "content": "", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    request = chat("m", said, logprobs=True, top_logprobs=2)
+    sent = json.loads(ollama_wire.encode(request)[1])
+    assert sent["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
+    assert (sent["logprobs"], sent["top_logprobs"]) == (True, 2)
+
+    message = {"role": "assistant", "content": ""}
+    message["tool_calls"] = [{"function": {"name": "get_weather", "arguments": arguments}}]
+    body = {"model": "m", "message": message, "done": True, "done_reason": "stop"}
+    body["logprobs"] = [{"token": "x", "logprob": -0.5}]
+    done = ollama_wire.decode(request, 200, {}, json.dumps(body).encode())
+    choice = done.body["choices"][0]
+    call = choice["message"]["tool_calls"][0]
+    assert json.loads(call["function"]["arguments"]) == arguments
+    assert (call["type"], choice["finish_reason"]) == ("function", "tool_calls")
+    assert choice["logprobs"]["content"][0]["logprob"] == -0.5
+    with pytest.raises(ConfigError, match="OpenAI address"):
+        ollama_wire.encode(respond("m", "2+2?"))

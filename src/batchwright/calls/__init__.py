@@ -18,7 +18,7 @@ from batchwright.calls.queries import (
     batch_mutate_queries,
     batch_query_target_model,
 )
-from batchwright.calls.request import Request, chat, complete, embed
+from batchwright.calls.request import Request, chat, complete, embed, respond
 
 __all__ = [
     "AutoLimit",
@@ -45,4 +45,5 @@ __all__ = [
     "complete",
     "embed",
     "parse_model",
+    "respond",
 ]

@@ -48,7 +48,8 @@ class Done:
     text: str
     """The first choice's text; "" for embeddings."""
     body: Mapping[str, Any]
-    """The whole response in the OpenAI format, whatever protocol it came by."""
+    """The whole response in the OpenAI format, whatever protocol it came by; of a `respond` request
+    in the format of the Responses API."""
     finish: str | None = None
     """`stop`, `length`, ... as the server reported; `length` means that the text was cut off."""
     usage: Usage | None = None
@@ -108,6 +109,8 @@ def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
     ('4', 'stop', None)
     """
     text, finish, usage = "", None, None
+    if isinstance(output := body.get("output"), list):
+        text, finish = _read_output(body, output)
     choices = body.get("choices")
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         message, reason = choices[0].get("message"), choices[0].get("finish_reason")
@@ -116,7 +119,29 @@ def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
         finish = reason if isinstance(reason, str) else None
     counts = body.get("usage")
     if counts and isinstance(counts, dict):
-        prompt, completion = counts.get("prompt_tokens") or 0, counts.get("completion_tokens") or 0
+        prompt = counts.get("prompt_tokens") or counts.get("input_tokens") or 0
+        completion = counts.get("completion_tokens") or counts.get("output_tokens") or 0
         if type(prompt) is type(completion) is int:
             usage = Usage(prompt, completion)
     return text, finish, usage
+
+
+def _read_output(body: Mapping[str, Any], output: list[Any]) -> tuple[str, str | None]:
+    """Text and finish reason of a body of the Responses API, in the words of chat completions."""
+    items = [item for item in output if isinstance(item, dict)]
+    texts = [
+        part["text"]
+        for item in items
+        if item.get("type") == "message" and isinstance(item.get("content"), list)
+        for part in item["content"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+    ]
+    details = body.get("incomplete_details")
+    reason = details.get("reason") if isinstance(details, dict) else None
+    finish: str | None = None
+    if body.get("status") == "incomplete":
+        finish = "length" if reason == "max_output_tokens" else str(reason)
+    elif body.get("status") == "completed":
+        called = any(item.get("type") == "function_call" for item in items)
+        finish = "tool_calls" if called else "stop"
+    return "".join(texts), finish

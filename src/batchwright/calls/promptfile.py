@@ -10,15 +10,19 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from batchwright.calls.engine.stats import BYTES_PER_TOKEN, Prices, Stats, estimate_usage
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
-from batchwright.calls.request import Request, chat
+from batchwright.calls.request import Request, chat, respond
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
 from batchwright.files import existing, fsync_folder
 
-__all__ = ["Answers", "Prompt", "Spent", "read_answers", "read_prompts"]
+__all__ = ["Answers", "Api", "Prompt", "Spent", "read_answers", "read_prompts"]
+
+
+Api = Literal["chat", "responses"]
+RENAMED = {"max_tokens": "max_output_tokens"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,20 @@ class Prompt:
         return self.request.key.hex()[:16]
 
 
-def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[Prompt]:
+def read_prompts(
+    path: Path, model: str, parameters: Mapping[str, Any], api: Api = "chat"
+) -> list[Prompt]:
     """Rows with `prompt` or `messages`, optional `id`, and `parameters`, which override ours.
+
+    `api` is where they are sent: chat completions, or OpenAI's Responses API, for which
+    `max_tokens` is called `max_output_tokens` and `messages` are input items.
 
     A random request becomes an exact one by its row's number: a second run finds its response.
     """
+    make = chat
+    if api == "responses":
+        make = respond
+        parameters = {RENAMED.get(name, name): value for name, value in parameters.items()}
     prompts: list[Prompt] = []
     seen: set[str | int] = set()
     if path.is_dir():
@@ -62,9 +75,9 @@ def read_prompts(path: Path, model: str, parameters: Mapping[str, Any]) -> list[
                     f"and `parameters` must be an object; this one has {sorted(row)}"
                 )
             given = {**parameters, **own}
-            request = chat(given.pop("model", model), what, **given)
+            request = make(given.pop("model", model), what, **given)
             if not request.exact:
-                request = chat(request.model, what, draw=number - 1, **given)
+                request = make(request.model, what, draw=number - 1, **given)
             prompts.append(Prompt(name, request))
     return prompts
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from batchwright.errors import ConfigError
 
-__all__ = ["Request", "chat", "complete", "embed"]
+__all__ = ["Request", "chat", "complete", "embed", "respond"]
 
 VERSION = 1
 """Part of every key: a change of the key's meaning must not find old responses."""
@@ -22,7 +22,7 @@ class Request:
     embedding, or a given `draw`. The same random request made twice is two draws.
     """
 
-    kind: Literal["chat", "complete", "embed"]
+    kind: Literal["chat", "complete", "embed", "respond"]
     body: Mapping[str, Any]
     draw: int | None = None
     """Which draw of a random request this is; makes it exact, so that it can be cached."""
@@ -121,6 +121,24 @@ def complete(
 ) -> Request:
     """A request for a completion of plain text."""
     return Request("complete", {"model": model, "prompt": prompt, **parameters}, draw, salt)
+
+
+def respond(
+    model: str,
+    prompt: str | Sequence[Mapping[str, Any]],
+    /,
+    *,
+    draw: int | None = None,
+    salt: str = "",
+    **parameters: Any,
+) -> Request:
+    """A request to OpenAI's Responses API; a list holds its input items, such as messages.
+
+    >>> respond("m", "2+2?", max_output_tokens=9).data.decode()
+    '{"input":"2+2?","max_output_tokens":9,"model":"m"}'
+    """
+    given = prompt if isinstance(prompt, str) else list(prompt)
+    return Request("respond", {"model": model, "input": given, **parameters}, draw, salt)
 
 
 def embed(

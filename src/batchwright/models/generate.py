@@ -124,6 +124,8 @@ class Generator:
         body = request.body
         if request.kind == "embed":
             raise ConfigError(f"{self.name} has no embeddings; use local:minilm")
+        if request.kind == "respond":
+            raise ConfigError(f"{self.name} has no Responses API; send a chat request")
         # `stream=False` and the like ask for the default.
         given = {name: v for name, v in body.items() if v is not None and v is not False}
         known = {"model", "messages", "prompt", "user", "n", *SETTINGS}

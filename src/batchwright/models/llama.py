@@ -94,6 +94,8 @@ class Llama:
     def _answer(self, request: ModelRequest) -> Mapping[str, Any] | Exception:
         if request.kind == "embed":
             return ConfigError(f"{self.name} has no embeddings; use local:minilm")
+        if request.kind == "respond":
+            return ConfigError(f"{self.name} has no Responses API; send a chat request")
         if request.body.get("stream"):
             return ConfigError(f"{self.name} does not stream in-process; leave out stream")
         body = dict(request.body)

@@ -164,6 +164,9 @@ def _is_empty(request: Request, done: Done) -> bool:
         return False
     if request.kind == "embed":
         return not done.body.get("data")
+    if request.kind == "respond":
+        items = [item for item in done.body.get("output") or () if isinstance(item, dict)]
+        return not any(item.get("type") == "function_call" for item in items)
     return not any(
         isinstance(choice.get("message"), dict) and choice["message"].get("tool_calls")
         for choice in _choices(done.body)

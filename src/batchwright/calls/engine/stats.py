@@ -19,6 +19,8 @@ Prices = Mapping[str, tuple[float, float]]
 BYTES_PER_TOKEN = 4
 TEMPLATE_TOKENS = 100
 """What the chat template of a server may add to a prompt, at most."""
+TEXT = ("text", "input_text", "output_text")
+"""Parts of a message whose tokens can be bounded."""
 LATENCIES = 512
 """Quantiles are of the last so many responses."""
 
@@ -44,7 +46,7 @@ def most_completion(request: Request) -> int | None:
     if request.kind == "embed":
         return 0
     body = request.body
-    names = ("max_tokens", "max_completion_tokens", "num_predict")
+    names = ("max_tokens", "max_completion_tokens", "num_predict", "max_output_tokens")
     limits = [body[name] for name in names if body.get(name) is not None]
     choices = [body.get(name) or 1 for name in ("n", "best_of")]
     if not limits or not all(isinstance(one, int) and one > 0 for one in limits + choices):
@@ -55,13 +57,21 @@ def most_completion(request: Request) -> int | None:
 def most_usage(request: Request) -> Usage | None:
     """An upper bound of the tokens of one try; None if the request does not give one.
 
-    A token of text takes a byte at least. What an image or a sound takes is not known.
+    A token of text takes a byte at least. What an image, a sound, a stored conversation or a tool
+    of the server takes is not known.
     """
     completion = most_completion(request)
-    messages = request.body.get("messages") or ()
+    body = request.body
+    messages = body.get("messages") or ()
+    if request.kind == "respond":
+        stored = any(body.get(name) for name in ("previous_response_id", "conversation", "prompt"))
+        tools = [tool for tool in body.get("tools") or () if isinstance(tool, Mapping)]
+        if stored or any(tool.get("type") != "function" for tool in tools):
+            return None
+        messages = body["input"] if isinstance(body["input"], list) else ()
     contents = [one.get("content") for one in messages if isinstance(one, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    plain = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+    plain = all(isinstance(part, Mapping) and part.get("type") in TEXT for part in parts)
     if completion is None or not plain:
         return None
     return Usage(len(request.data) + TEMPLATE_TOKENS, completion)

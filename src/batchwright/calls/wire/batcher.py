@@ -237,6 +237,10 @@ def _outcome(request: Request, response: object, seconds: float, name: str) -> O
 
 def _body(request: Request, text: str) -> dict[str, Any]:
     """A text as the whole response; its finish reason and token counts are unknown."""
+    if request.kind == "respond":
+        part = {"type": "output_text", "text": text, "annotations": []}
+        message = {"type": "message", "role": "assistant", "content": [part]}
+        return {"model": request.model, "status": "completed", "output": [message]}
     choice: dict[str, Any] = {"index": 0, "finish_reason": None}
     if request.kind == "complete":
         choice["text"] = text

@@ -23,7 +23,8 @@ OPTIONS = {
     "max_completion_tokens": "num_predict",
 }
 PASSED_THROUGH = {
-    "chat": {"model", "keep_alive", "think", "tools", "format", "options"},
+    "chat": {"model", "keep_alive", "think", "tools", "format", "options"}
+    | {"logprobs", "top_logprobs"},
     "complete": {"model", "prompt", "suffix", "keep_alive", "think", "format", "options", "system"},
     "embed": {"model", "input", "keep_alive", "truncate", "dimensions", "options"},
 }
@@ -37,6 +38,11 @@ def encode(request: Request) -> tuple[str, bytes]:
     '{"messages":[{"content":"2+2?","role":"user"}],"model":"m","options":{"num_predict":4},\
 "stream":false}'
     """
+    if request.kind == "respond":
+        raise ConfigError(
+            "Ollama's own protocol has no Responses API; "
+            "use the server's OpenAI address (http://host:11434/v1)"
+        )
     sent: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for name, value in request.body.items():
@@ -99,10 +105,14 @@ def _translated(request: Request, response: dict[str, Any]) -> dict[str, Any]:
             message = response["message"]
             choice["message"] = {"role": "assistant", "content": message["content"]}
             if message.get("tool_calls"):
-                choice["message"]["tool_calls"] = message["tool_calls"]
+                made = [_tool_call(n, one) for n, one in enumerate(message["tool_calls"])]
+                choice["message"]["tool_calls"] = made
+                choice["finish_reason"] = "tool_calls"
         else:
             body["object"] = "text_completion"
             choice["text"] = response["response"]
+        if response.get("logprobs"):
+            choice["logprobs"] = {"content": response["logprobs"]}
         body["choices"] = [choice]
     if "prompt_eval_count" in response or "eval_count" in response:
         # Ollama leaves the prompt's count out when it has the prompt in its own cache.
@@ -117,6 +127,9 @@ def _translated(request: Request, response: dict[str, Any]) -> dict[str, Any]:
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with its text parts joined; images go into a field of their own."""
+    if message.get("tool_calls"):
+        made = [_parsed_call(one) for one in message["tool_calls"]]
+        message = {**message, "tool_calls": made}
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -135,6 +148,32 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         images.append(data)
     joined = {**message, "content": "\n".join(texts)}
     return {**joined, "images": images} if images else joined
+
+
+def _tool_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI writes it: with an id, its arguments as JSON in a string."""
+    function = call["function"]
+    arguments = json.dumps(function.get("arguments") or {}, ensure_ascii=False)
+    return {
+        "id": call.get("id") or f"call_{number}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as Ollama writes it, its arguments as an object."""
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise ConfigError(
+                f"the arguments of the call of {function.get('name')!r} are not JSON, "
+                f"which Ollama takes only as an object; correct the message"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _format(wanted: Any) -> Any:

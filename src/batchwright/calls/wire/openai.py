@@ -16,6 +16,7 @@ from batchwright.calls.request import Request
 __all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
 
 PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
+PATHS["respond"] = "/responses"
 LONGEST_ERROR = 200
 QUOTE = 12
 """So many consecutive characters of the prompt are a quotation."""
@@ -75,6 +76,8 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
     try:
         if request.kind == "embed":
             return _embedded(request, body, raw)
+        if request.kind == "respond":
+            return _responded(request, body, raw)
         choice = body["choices"][0]
         if request.kind == "chat":
             message = choice["message"]
@@ -249,6 +252,24 @@ def _wrong_shape(request: Request, body: Any) -> Failed:
 def _empty(choice: Mapping[str, Any]) -> Failed:
     why = choice.get("finish_reason")
     return Failed(Kind.EMPTY, f"the response has no text (finish_reason={why!r})", 200)
+
+
+def _responded(request: Request, body: Any, raw: bytes | None) -> Outcome:
+    """The outcome of a body of the Responses API, which reports failures with status 200."""
+    status = body["status"]
+    if status in ("queued", "in_progress"):
+        return Failed(Kind.BAD_BODY, f"the response is {status}; leave out `background`", 200)
+    if status not in ("completed", "incomplete"):
+        error = body.get("error") or {}
+        limited = error.get("code") == "rate_limit_exceeded"
+        kind = Kind.RATE_LIMITED if limited else Kind.HTTP_5XX
+        message = scrub(_message(error), request)
+        return Failed(kind, f"the response is {status}: {message or 'no reason is given'}", 200)
+    done = _done(read_body(body)[0], body, raw)
+    called = any(item.get("type") == "function_call" for item in body["output"])
+    if called or not (not done.text or done.text.isspace()):
+        return done
+    return Failed(Kind.EMPTY, f"the response has no text (finish_reason={done.finish!r})", 200)
 
 
 def _embedded(request: Request, body: Any, raw: bytes | None) -> Outcome:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -71,6 +71,10 @@ def run(
         float | None,
         Parameter(help="Stop when more than this fraction of the last 1000 calls fail."),
     ] = None,
+    api: Annotated[
+        Literal["chat", "responses"],
+        Parameter(help="Send to /chat/completions, or to OpenAI's /responses."),
+    ] = "chat",
     key_env: KeyEnv = None,
     retry_failed: Annotated[
         bool, Parameter(negative="", help="Retry the calls that failed in an earlier run.")
@@ -91,7 +95,9 @@ def run(
         check_apart(cache, [input, output])
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
-    prompts = read_prompts(input, model, parameters)
+    if api == "responses" and seed is not None:
+        raise ConfigError("the Responses API has no seed; leave out --seed, or use --api chat")
+    prompts = read_prompts(input, model, parameters, api)
     prices = _prices(prompts, price_in, price_out, max_cost)
     known = _known(output, prompts, force)
     endpoints = [endpoint_at(target, key_env) for target in endpoint]
