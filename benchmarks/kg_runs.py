@@ -118,7 +118,8 @@ def measured(graph: Graph, scorer: Scorer, spent: dict[str, float]) -> dict[str,
 
 def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int) -> dict[str, Any]:
     """Rules, embedding and both, on one graph with one seed."""
-    graph = load_graph(folder / name)
+    whole = load_graph(folder / name)
+    graph = whole.without_test()
     clock = Clock()
     mined = mine(
         graph.facts,
@@ -150,9 +151,9 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     together = {k: for_rules[k] + for_kge[k] + choosing[k] for k in for_kge}
     hybrid = Hybrid(kge, rules, choice.table)
     return {
-        "rules": measured(graph, rules, for_rules),
-        "kge": measured(graph, kge, for_kge),
-        "hybrid": measured(graph, hybrid, together),
+        "rules": measured(whole, rules, for_rules),
+        "kge": measured(whole, kge, for_kge),
+        "hybrid": measured(whole, hybrid, together),
         "mined": {"rules": len(mined.rules), "bodies": mined.bodies, **mining},
         "rules_tried_on_valid": tried,
         "beta": choice.beta,

@@ -275,3 +275,64 @@ def test_mined_rules_rank_umls_well(batchwright: Batchwright) -> None:
     assert found["both"]["queries"] == 1322
     assert found["both"]["mrr"] > 0.93
     assert not found["tied"]
+
+
+def test_another_test_file_changes_no_weight_no_choice_and_no_figure_of_valid(
+    batchwright: Batchwright, folder: Path, tmp_path: Path
+) -> None:
+    """Names that sort first, unknown relations, and triples that would filter valid's rivals."""
+    own = "aaa\tadores\tzzz\nold0\tgrandparent\tmid3\nold0\tgrandparent\tbabe1\naaa\tchild\told1\n"
+    found = []
+    for number, test in enumerate(((folder / "test.txt").read_text(), own, "")):
+        data = tmp_path / f"{number}" / "families"
+        data.mkdir(parents=True)
+        for part in ("train", "valid"):
+            (data / f"{part}.txt").write_text((folder / f"{part}.txt").read_text())
+        (data / "test.txt").write_text(test)
+        kge, prover = data.parent / "kge", data.parent / "prover"
+        batchwright(
+            *("train", "kge", "--data", data, "--run-dir", kge, "--rank", 6, "--epochs", 2),
+            *("--batch-size", 32, "--eval-every", 1, "--quiet"),
+        )
+        done = batchwright.json(
+            *("train", "prover", "--data", data, "--run-dir", prover, "--n-envs", 8),
+            *("--ppo-steps", 128, "--clone-updates", 2, "--passes", 2, "--quiet"),
+        )
+        tables = (kge / "model" / "tables.safetensors").read_bytes()
+        weights = [path.read_bytes() for path in sorted((prover / "model").rglob("*.safetensors"))]
+        assert weights
+        valid = []
+        for more in (
+            ("rules", "--learn", 1),
+            ("kge", "--kge", kge),
+            ("rl", "--prover", prover),
+            ("hybrid", "--kge", kge, "--prover", prover),
+        ):
+            words = ("evaluate", "prover", "--data", data, "--part", "valid", "--quiet")
+            figures = batchwright.json(*words, "--mode", *more)
+            valid.append({k: v for k, v in figures.items() if k != "prover"})
+        mrrs = [done[k] for k in ("first_mrr", "before_ppo_mrr", "after_ppo_mrr", "best_mrr")]
+        found.append((tables, weights, valid, mrrs, (prover / "rules.txt").read_text()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_names_that_only_test_has_are_ranked_and_steer_nothing(
+    batchwright: Batchwright, folder: Path, embedding: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "families"
+    data.mkdir()
+    for part in ("train", "valid"):
+        (data / f"{part}.txt").write_text((folder / f"{part}.txt").read_text())
+    (data / "test.txt").write_text(
+        "aaa\tparent\told1\nold1\tadores\tmid1\nold1\tgrandparent\tkid1\nmid1\tparent\tkid1\n"
+    )
+    words = ("evaluate", "prover", "--data", data, "--quiet", "--mode")
+    for more in (("rules",), ("kge", "--kge", embedding), ("hybrid", "--kge", embedding)):
+        found = batchwright.json(*words, *more)
+        assert found["both"]["queries"] == 8
+        # All 49 entities are alike for a relation that was never seen.
+        assert found["by_relation"]["adores"]["mean_rank"] == 25.0
+        assert found["by_relation"]["parent"]["mean_rank"] > 1
+        assert found["in_train"] == 1
+    said = batchwright(*words, "rules").out
+    assert "warning: 1 of the test triples are facts of train.txt" in said

@@ -293,3 +293,12 @@ def test_the_shipped_family_is_whole_and_its_rules_prove_it() -> None:
     assert seen == set(range(graph.vocab.num_entities))
     assert find_leaks(graph.facts, {"valid": graph.valid, "test": graph.test}) == []
     assert prove_all(graph.test, graph.facts, rules, 5).share > 0.9
+
+
+def test_names_that_begin_like_comments_are_data_between_tabs(tmp_path: Path) -> None:
+    text = "#1\tin\t%2\n# a comment\n%3\tin\t#1\n% another\twith a tab\n\nin(#1, b).\n"
+    (tmp_path / "train.txt").write_text(text + "b\tin\t%2\n")
+    graph = load_graph(tmp_path)
+    assert graph.vocab.entities == ("#1", "%2", "%3", "b")
+    named = [graph.vocab.atom(p, h, t) for h, p, t in graph.train.tolist()]
+    assert named == ["in(#1, %2)", "in(%3, #1)", "in(#1, b)", "in(b, %2)"]

@@ -180,6 +180,7 @@ class KgeScorer:
         self.kge = kge
         with torch.no_grad():
             self._aims = kge.aim(kge.entities).contiguous()
+        self.num_entities, self.num_predicates = kge.shape.num_entities, kge.shape.num_predicates
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
         kge = self.kge
@@ -258,10 +259,10 @@ def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
 
 
 def load_scorer(path: Path, graph: Graph) -> KgeScorer:
-    """The embedding of a run or model folder, if its rows are those of this graph."""
+    """The embedding of a run or model folder, if its rows are those of train and valid."""
     folder = path / "model" if (path / "config.toml").exists() else path
     kge, more = load_kge(folder)
-    if more.get("entities") != vocab_digest(graph):
+    if more.get("entities") != vocab_digest(graph.without_test()):
         raise Mismatch(
             f"the embedding {path} was trained on other names than those of {graph.name}; "
             f"evaluate it on the graph it was trained on"

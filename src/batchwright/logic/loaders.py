@@ -1,7 +1,7 @@
 """Load graphs from folders of triples and from PyKEEN datasets."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import as_file, files
@@ -68,6 +68,20 @@ class Graph:
         both = np.concatenate([parts, _inverses(parts, self.inverse)])
         return Facts.of(both, self.vocab)
 
+    def without_test(self) -> "Graph":
+        """The graph as it is before anyone looks at `test`: what is trained and chosen on.
+
+        Entities and predicates that only `test` names have the highest ids, so all others keep
+        theirs, and nothing of this graph depends on what `test` holds.
+        """
+        seen = np.concatenate([self.train, self.valid])
+        entities = int(seen[:, [0, 2]].max(initial=-1)) + 1
+        predicates = int(seen[:, 1].max(initial=-1)) + 1
+        vocab = self.vocab
+        if (entities, predicates) != (vocab.num_entities, vocab.num_predicates):
+            vocab = Vocab(vocab.entities[:entities], vocab.predicates[:predicates])
+        return replace(self, vocab=vocab, test=self.test[:0], inverse=self.inverse[:predicates])
+
     def with_inverses(self) -> "Graph":
         """The same graph with `p_inverse(t, h)` in `train` for each p(h, t) there.
 
@@ -108,9 +122,9 @@ def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
     """The graph in a folder with `train.txt`, and `valid.txt` and `test.txt` if there are any.
 
     `family` is the small graph that comes with the package, unless a folder is called so. A line
-    is `head<tab>relation<tab>tail` or `relation(head, tail).`; lines that begin with `%`
-    or `#` and empty lines are skipped. Ids go by sorted name over all three parts, so entities met
-    only in `test` have one as well.
+    is `head<tab>relation<tab>tail`, or `relation(head, tail).` where lines that begin with `%` or
+    `#` are comments. Empty lines are skipped. Ids go by sorted name: first the names of `train` and
+    `valid`, then those that only `test` has.
 
     A PyKEEN dataset is read directly, and a `TriplesFactory` as a graph of facts alone. PyKEEN's
     `PathDataset` drops the test triples of entities that train does not name: give the folder
@@ -132,9 +146,8 @@ def load_graph(source: str | Path | PykeenDataset | PykeenFactory) -> Graph:
     ]
     if not parts[0]:
         raise BadProgram(f"{folder / 'train.txt'} has no facts; give at least one")
-    every = [named for part in parts for named in part]
-    heads, relations, tails = zip(*every, strict=True)
-    return _graph(folder.name, Vocab.of({*heads, *tails}, relations), parts)
+    names = [({n for h, _, t in part for n in (h, t)}, {r for _, r, _ in part}) for part in parts]
+    return _graph(folder.name, _vocab(names), parts)
 
 
 def shipped_graph(name: str = "family") -> Path:
@@ -144,8 +157,13 @@ def shipped_graph(name: str = "family") -> Path:
 
 
 def read_triples(path: Path) -> Iterator[Named]:
-    """The triples of one file by name; the error for a bad line names file, line and reason."""
-    for number, line in read_lines(path):
+    """The triples of one file by name; the error for a bad line names file, line and reason.
+
+    A line with two tabs is a triple whatever it begins with: `#` and `%` begin names too.
+    """
+    for number, line in _numbered(path):
+        if not line.strip() or (line.count("\t") != 2 and line.lstrip()[0] in "%#"):
+            continue
         if "\t" in line:
             fields = line.rstrip("\r\n").split("\t")
             if len(fields) != 3 or not all(field.strip() for field in fields):
@@ -160,6 +178,12 @@ def read_triples(path: Path) -> Iterator[Named]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a text file that are neither empty nor comments, numbered from 1."""
+    for number, line in _numbered(path):
+        if line.strip() and line.lstrip()[0] not in "%#":
+            yield number, line
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, str]]:
     try:
         text = existing(path, "file").read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -167,9 +191,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             raise
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
         raise BadProgram(f"{path} cannot be read: {reason}; give a text file") from None
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip() and line.lstrip()[0] not in "%#":
-            yield number, line
+    yield from enumerate(text.split("\n"), 1)
 
 
 def _prolog_fact(line: str, where: str) -> Named:
@@ -191,6 +213,17 @@ def _unquoted(name: str) -> str:
     return name
 
 
+def _vocab(names: Sequence[tuple[Iterable[str], Iterable[str]]]) -> Vocab:
+    """Entities and predicates of train, valid and test; what only test names comes last."""
+    entities, predicates = (
+        [set().union(*(part[kind] for part in parts)) for parts in (names[:2], names[2:])]
+        for kind in (0, 1)
+    )
+    return Vocab(
+        *((*sorted(seen), *sorted(unseen - seen)) for seen, unseen in (entities, predicates))
+    )
+
+
 def _graph(name: str, vocab: Vocab, parts: list[list[Named]]) -> Graph:
     entity, predicate = vocab.entity_ids, vocab.predicate_ids
     arrays = [
@@ -210,12 +243,11 @@ def _from_pykeen(source: Any) -> Graph:
     parts = [_pykeen_triples(f) if f is not None or not i else [] for i, f in enumerate(factories)]
     if not parts[0]:
         raise BadProgram(f"the {type(source).__name__} has no facts; give at least one")
-    present = [factory for factory in factories if factory is not None]
-    vocab = Vocab.of(
-        (name for factory in present for name in factory.entity_to_id),
-        (name for factory in present for name in factory.relation_to_id),
-    )
-    return _graph(type(source).__name__.lower(), vocab, parts)
+    names = [
+        (() if f is None else f.entity_to_id, () if f is None else f.relation_to_id)
+        for f in factories
+    ]
+    return _graph(type(source).__name__.lower(), _vocab(names), parts)
 
 
 def _pykeen_triples(factory: Any) -> list[Named]:

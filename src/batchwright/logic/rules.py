@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadProgram
+from batchwright.errors import BadProgram, Mismatch
 from batchwright.logic.loaders import read_lines
 from batchwright.logic.vocab import Vocab
 
@@ -113,6 +113,33 @@ class Rules:
             tuple(f"r{r}" for r in range(len(listed))) if names is None else tuple(names),
             n,
             vocab.num_predicates,
+        )
+
+    def over(self, vocab: Vocab) -> "Rules":
+        """The same rules over another vocabulary in which all that they name has the same id."""
+        n = self.num_entities
+        if (n, self.num_predicates) == (vocab.num_entities, vocab.num_predicates):
+            return self
+        clauses = [self.clause(r) for r in range(len(self))]
+        atoms = [atom for head, body in clauses for atom in (head, *body)]
+        constants = [term for atom in atoms for term in atom[1:] if term < n]
+        if max((atom[0] for atom in atoms), default=-1) >= vocab.num_predicates or (
+            max(constants, default=-1) >= vocab.num_entities
+        ):
+            raise Mismatch(
+                "the rules name entities or predicates that only the test part has; leave those "
+                "rules out"
+            )
+        shift = vocab.num_entities - n
+        moved = [
+            [(p, *(t if t < n else t + shift for t in (x, y))) for p, x, y in (head, *body)]
+            for head, body in clauses
+        ]
+        return Rules.of(
+            [(atoms[0], atoms[1:]) for atoms in moved],
+            vocab,
+            self.weight,
+            self.names,  # type: ignore[misc]
         )
 
     def __len__(self) -> int:

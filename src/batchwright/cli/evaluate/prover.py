@@ -63,6 +63,7 @@ def evaluate_prover(
     format: Format = "text",
 ) -> None:
     """Rank the answers of p(h, ?) and p(?, t) among all entities, filtered: MRR and hits@k."""
+    from batchwright.logic.audit import find_leaks
     from batchwright.logic.loaders import load_graph
     from batchwright.logic.rank.ranking import average_precision, rank, summary
 
@@ -70,8 +71,11 @@ def evaluate_prover(
         raise ConfigError(
             f"--limit, --sampled and --learn must be at least 0, got {limit}, {sampled} and {learn}"
         )
-    graph = load_graph(data)
-    triples = graph.test if part == "test" else graph.valid
+    whole = load_graph(data)
+    # All that is read, learned and chosen is of train and valid: test is only ranked.
+    graph = whole.without_test()
+    asked = whole if part == "test" else graph
+    triples = asked.test if part == "test" else asked.valid
     if not len(triples):
         raise ConfigError(f"{data} has no {part} triples; there is nothing to evaluate")
     if limit and limit < len(triples):
@@ -106,15 +110,16 @@ def evaluate_prover(
 
     scorer, how = _scorer(graph, mode, proofs, kge, beta)
     with progress_bar("ranking", quiet) as progress:
-        ranks = rank(scorer, triples, graph.known, sampled=sampled, seed=seed, progress=progress)
+        ranks = rank(scorer, triples, asked.known, sampled=sampled, seed=seed, progress=progress)
     found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
-    found.update(summary(ranks, graph.vocab.predicates))
+    found["in_train"] = len(find_leaks(asked.facts, {part: triples}))
+    found.update(summary(ranks, asked.vocab.predicates))
     if trained is not None:
         found["proofs"] = trained.how()
     if candidates:
         import numpy as np
 
-        ids = np.array([graph.vocab.entity(name) for name in candidates.split(",")], np.int32)
+        ids = np.array([asked.vocab.entity(name) for name in candidates.split(",")], np.int32)
         found["average_precision"] = average_precision(scorer, triples, ids)
         found["average_precision_softmax"] = average_precision(scorer, triples, ids, softmax=True)
     show(found, _table(found, sampled), format)
@@ -231,6 +236,11 @@ def _table(found: dict[str, Any], sampled: int) -> str:
                 f"; per search {proofs['proofs_found']:.1f} found with probability "
                 f"{proofs['probability_found']:.3f}, {proofs['probability_pruned']:.3f} pruned"
             )
+    if leaked := found["in_train"]:
+        text += (
+            f"\nwarning: {leaked:,} of the {found['part']} triples are facts of train.txt, so "
+            f"these figures say little; see `batchwright data kg check`"
+        )
     if skipped := found.get("skipped_rules"):
         many = (
             "1 rule is not a chain" if len(skipped) == 1 else f"{len(skipped)} rules are not chains"

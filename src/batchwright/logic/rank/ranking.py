@@ -31,6 +31,7 @@ __all__ = [
     "Ranks",
     "Scorer",
     "Side",
+    "all_scores",
     "average_precision",
     "blocks",
     "count_ranks",
@@ -55,7 +56,11 @@ TIE_ALARM = 0.002
 
 
 class Scorer(Protocol):
-    """Anything that scores every entity as the missing end of a triple."""
+    """Anything that scores every entity as the missing end of a triple.
+
+    One that has `num_entities` and `num_predicates` knows only the first so many, as after
+    training without the test part: see `all_scores`.
+    """
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
         """Scores [Q, N]: of p(given, e) for every entity e if `side` is tail, else of p(e, given).
@@ -63,6 +68,25 @@ class Scorer(Protocol):
         The array is the caller's to change.
         """
         ...
+
+
+def all_scores(scorer: Scorer, given: Ints, predicates: Ints, side: Side, entities: int) -> Floats:
+    """The scores of all `entities`, [Q, entities], also where the scorer knows fewer.
+
+    Entities that it does not know score as the lowest that it does; of a query about an entity or
+    a predicate that it does not know, all entities score alike.
+    """
+    known = getattr(scorer, "num_entities", entities)
+    asked = np.asarray(given < known)
+    asked &= predicates < getattr(scorer, "num_predicates", np.iinfo(np.int32).max)
+    if known >= entities and asked.all():
+        return scorer.scores(given, predicates, side)
+    found = np.zeros((len(given), entities), np.float32)
+    if asked.any():
+        scores = scorer.scores(given[asked], predicates[asked], side)
+        found[asked, :known] = scores
+        found[asked, known:] = np.nanmin(scores, axis=1, keepdims=True)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +184,11 @@ class Block:
     answers: Ints
     known: Facts
 
+    def scores(self, scorer: Scorer) -> Floats:
+        """Of all entities, [Q, N]; see `all_scores`."""
+        entities = self.known.num_entities
+        return all_scores(scorer, self.given, self.predicates, self.side, entities)
+
     def count(self, scores: Floats, sampled: int = 0, seed: int = 0) -> tuple[Longs, ...]:
         """Candidates higher than and equal to each answer, among all and among a sample.
 
@@ -223,7 +252,7 @@ def rank(
     total = len(triples) * len(sides)
     counts = np.zeros((4, total), np.int64)
     for block in blocks(triples, known, sides):
-        scores = scorer.scores(block.given, block.predicates, block.side)
+        scores = block.scores(scorer)
         end = block.first + len(block.given)
         counts[:, block.first : end] = block.count(scores, sampled, seed)
         if progress:
@@ -269,7 +298,10 @@ def average_precision(
     if not len(heads) or not len(candidates):
         raise ConfigError("average precision needs at least one triple and one candidate")
     asked = np.ascontiguousarray(triples[first].T)
-    scores = scorer.scores(asked[0], asked[1], "tail")[:, candidates].astype(np.float64)
+    entities = max(int(triples[:, [0, 2]].max()), int(candidates.max())) + 1
+    entities = max(entities, getattr(scorer, "num_entities", 0))
+    found = all_scores(scorer, asked[0], asked[1], "tail", entities)
+    scores = found[:, candidates].astype(np.float64)
     scores[np.isnan(scores)] = -np.inf
     if softmax:
         top = np.maximum(scores.max(axis=1, keepdims=True), -1e300)
@@ -278,12 +310,12 @@ def average_precision(
     label = np.array([[(h, p, int(c)) in true for c in candidates] for h, p in heads.tolist()])
     levels, group = np.unique(-scores.ravel(), return_inverse=True)
     hits = np.bincount(group, weights=label.ravel(), minlength=len(levels))
-    found, seen = np.cumsum(hits), np.cumsum(np.bincount(group, minlength=len(levels)))
-    if not found[-1]:
+    right, seen = np.cumsum(hits), np.cumsum(np.bincount(group, minlength=len(levels)))
+    if not right[-1]:
         raise ConfigError(
             "none of the candidates is the tail of any triple; give candidates that are"
         )
-    return float((hits * found / seen).sum() / found[-1])
+    return float((hits * right / seen).sum() / right[-1])
 
 
 @kernel

@@ -89,6 +89,7 @@ class RuleScorer:
             )
         self.evidence: Doubles = -np.log1p(-np.minimum(weights, CERTAIN))
         self.learned_epochs = 0
+        self.num_entities, self.num_predicates = facts.num_entities, facts.num_predicates
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -152,6 +153,8 @@ class Hybrid:
         self.kge = kge
         self.proofs = proofs
         self.beta = np.asarray(beta, np.float64)
+        self.num_entities: int = getattr(kge, "num_entities", np.iinfo(np.int32).max)
+        self.num_predicates: int = getattr(kge, "num_predicates", np.iinfo(np.int32).max)
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
         scores = self.kge.scores(given, predicates, side)
@@ -189,7 +192,7 @@ def rank_each(
     counts: list[list[tuple[NDArray[np.int64], ...]]] = []
     preds, tails = [], []
     for block in blocks(triples, known):
-        scores = [scorer.scores(block.given, block.predicates, block.side) for scorer in scorers]
+        scores = [block.scores(scorer) for scorer in scorers]
         counts.append([block.count(joined)[:2] for joined in make(scores)])
         preds.append(block.predicates)
         tails.append(np.full(len(block.given), block.side == "tail"))

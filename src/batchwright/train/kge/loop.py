@@ -184,6 +184,7 @@ def _train(
     config: KgeConfig, graph: Graph, run: Run, progress: Progress | None
 ) -> tuple[Kge, KgeResult]:
     began = time.perf_counter()
+    graph = graph.without_test()
     vocab = graph.vocab
     trainer = KgeTrainer.of(config, graph.train, vocab.num_entities, vocab.num_predicates)
     facts = digest("kge", vocab_digest(graph), digest_array(graph.train))

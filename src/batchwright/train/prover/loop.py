@@ -131,7 +131,7 @@ def train_prover(
         config = replace(config, **autos)
     with Run(config, resume=resume) as run:
         config = replace(config, run_dir=run.folder)
-        graph = load_graph(Path(config.data))
+        graph = load_graph(Path(config.data)).without_test()
         file = run.folder / "rules.txt"
         if resume and file.exists():
             rules = parse_rules(file, graph.vocab)
@@ -144,9 +144,13 @@ def train_prover(
 def fit_prover(
     config: ProverConfig, graph: Graph, rules: Rules, progress: Progress | None = None
 ) -> tuple[Proofs, ProverResult]:
-    """Train in memory, with no run directory; the policy that ranks valid best, as a scorer."""
+    """Train in memory, with no run directory; the policy that ranks valid best, as a scorer.
+
+    The test part of the graph is left out; the rules may be over the whole graph's vocabulary.
+    """
     with Run(config, in_memory=True) as run:
-        return _train(config, graph, rules, run, progress)
+        seen = graph.without_test()
+        return _train(config, seen, rules.over(seen.vocab), run, progress)
 
 
 def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
@@ -155,6 +159,7 @@ def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
     It scores by beam search, or with a beam of 0 by the exact sum over all proofs, which a neural
     policy does not have; None: as the run was evaluated on valid.
     """
+    graph = graph.without_test()
     found = latest(run / "model")
     config = ProverConfig.of_run(run) if (run / "config.toml").exists() else None
     if found is None or config is None:

@@ -37,6 +37,8 @@ class PolicyScorer:
         if not isinstance(actor, RuleActor) or len(actor.rules) != len(asked.rules):
             raise Mismatch("the policy was trained with other rules; use those of its run")
         self.asked = asked
+        self.num_entities = asked.steps.num_entities
+        self.num_predicates = asked.steps.num_predicates
         rules = actor.rules.detach().cpu().numpy().astype(np.float64)
         end = actor.end.detach().cpu().numpy().astype(np.float64)
         self.probabilities = _softmax(rules, end, asked.chains.ptr)

@@ -63,6 +63,8 @@ class BeamScorer:
             raise ConfigError(f"the beam must hold at least 1 partial proof, got {beam}")
         self.asked, self.policy, self.beam = asked, policy, beam
         self.searched = Searched()
+        self.num_entities = asked.steps.num_entities
+        self.num_predicates = asked.steps.num_predicates
         self._ask = ask
         self._together = max(1, num_envs // beam)
         self._env: BatchedVecEnv | None = None
