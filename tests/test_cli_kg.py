@@ -203,7 +203,7 @@ def test_an_accepted_probability_is_refused_where_no_rule_uses_an_embedding(
     for words, said in (
         ((*prove, "--rules", rules, *kge, *least), "no rule of"),
         ((*prove, "--rules", rules, *least), "give one with --kge"),
-        ((*prove, "--mine", *kge), "mined rules do not use p_kge"),
+        ((*prove, "--mine", *kge, *least), "mined rules ask for no p_kge"),
         ((*evaluate, *kge, *least, "--quiet"), "--accept is for rules"),
         ((*evaluate, "--rules", rules, *least, "--quiet"), "--accept is for rules"),
         ((*evaluate, "--mode", "kge", *kge, *least, "--quiet"), "--accept is for rules"),
@@ -220,9 +220,9 @@ def test_rules_may_use_an_embedding(
     given = ("--data", folder, "--rules", rules)
     with_kge = (*given, "--kge", embedding, "--accept", 1e-12)
 
-    # At so low a probability everything is accepted, so everybody is an answer.
+    # At so low a probability everything is accepted, so everybody is an answer but old0 himself.
     found = batchwright.json("prove", "grandparent(old0,X)", *with_kge, "--depth", 3)
-    assert found["answers"] == 48
+    assert len(found["answers"]) == 47
     assert (
         "parent_kge(mid0, kid0)  [embedding]"
         in batchwright("prove", "grandparent(old0,kid0)", *with_kge, "--depth", 3).out

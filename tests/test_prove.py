@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
-from batchwright.logic.loaders import load_graph
+from batchwright.logic.loaders import load_graph, shipped_graph
 from batchwright.logic.prove.proofs import Node, prove, prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
+from batchwright.train.prover import load_prover
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -201,9 +202,11 @@ def test_the_command_prints_a_tree_with_rule_names(call: Any, tmp_path: Path) ->
     assert "└─ parent(bo, cy)  [fact]" in done.out
 
     found = call("prove grandparent(anna,X) --data . --format json", tmp_path).data
-    assert found["proofs"][0]["bindings"] == {"X": "cy"}
-    assert found["proofs"][0]["weight"] == 0.9
-    assert found["proofs"][0]["proof"]["rule"] == "gp"
+    (answer,) = found["answers"]
+    assert answer["bindings"] == {"X": "cy"}
+    assert answer["evidence"] == {"rules": pytest.approx(0.9)}
+    assert answer["proofs"][0]["weight"] == 0.9
+    assert answer["proofs"][0]["proof"]["rule"] == "gp"
     assert "no proof" in call("prove grandparent(bo,X) --data .", tmp_path).out
     hidden = call("prove grandparent(cy,cy) --data . --hide", tmp_path)
     assert "no proof" in hidden.out
@@ -226,3 +229,104 @@ def test_the_command_says_what_is_wrong(call: Any, tmp_path: Path, line: str, re
     assert done.code == 1
     assert reason in done.err
     assert done.err.count("\n") == 1
+
+
+PEOPLE = "ann knows bo\nann knows cy\nbo knows dee\ncy knows dee\nann likes dee\nann likes bo\n"
+PEOPLE_RULES = """
+friend:0.5:knows(x,z), knows(z,y) -> likes(x,y)
+met:0.2:knows(x,y) -> likes(x,y)
+also:0.6:likes(x,z), knows(z,y) -> likes(x,y)
+mutual:0.9:knows(x,z), knows(y,z) -> likes(x,y)
+"""
+
+
+@pytest.fixture
+def people(tmp_path: Path) -> Path:
+    (tmp_path / "train.txt").write_text(PEOPLE.replace(" ", "\t"))
+    (tmp_path / "rules.txt").write_text(PEOPLE_RULES)
+    return tmp_path
+
+
+def test_answers_are_ranked_by_all_rules_that_conclude_them(call: Any, people: Path) -> None:
+    """Checked by hand: each rule is one witness, as strong as its best proof."""
+    found = call("prove likes(ann,X) --data . --depth 3 --hide --format json", people).data
+    scores = {one["bindings"]["X"]: (one["score"], one["known"]) for one in found["answers"]}
+    # dee by `friend`, over bo or cy, and by `also`, over bo whom ann likes.
+    assert scores == {
+        "dee": (pytest.approx(1 - 0.5 * 0.4), True),
+        "bo": (pytest.approx(0.2), True),
+        "cy": (pytest.approx(0.2), False),
+    }
+    assert [one["bindings"]["X"] for one in found["answers"]] == ["dee", "bo", "cy"]
+    best = found["answers"][0]["proofs"]
+    assert [(proof["weight"], proof["proof"]["rule"]) for proof in best] == [(0.6, "also")]
+    assert found["answers"][0]["more"] == 1
+
+    every = call("prove likes(ann,X) --data . --depth 3 --hide --all --format json", people).data
+    assert len(every["answers"][0]["proofs"]) == 3
+    assert every["answers"][0]["score"] == found["answers"][0]["score"]
+    drawn = call("prove likes(ann,X) --data . --depth 3 --hide --all", people).out
+    assert drawn.count("[by friend]") == 2
+
+    plain = call("prove likes(ann,X) --data . --depth 3", people).out
+    assert "likes(ann, bo): 1, a known fact" in plain
+    new = call("prove likes(ann,X) --data . --depth 3 --new", people).out
+    assert "likes(ann, cy): 0.2" in new
+    assert "1 answer; 2 known facts left out" in new
+
+
+def test_nobody_is_proved_to_be_related_to_himself_unless_a_fact_shows_that(
+    call: Any, people: Path
+) -> None:
+    def found() -> set[str]:
+        line = "prove likes(ann,X) --data . --depth 3 --format json"
+        return {one["bindings"]["X"] for one in call(line, people).data["answers"]}
+
+    assert "ann" not in found()
+    with (people / "train.txt").open("a") as file:
+        file.write("cy\tlikes\tcy\n")
+    assert "ann" in found()
+
+
+def test_the_examples_of_the_help_work_on_the_shipped_graph(call: Any, tmp_path: Path) -> None:
+    shown = call("prove --help", tmp_path).out
+    for query in ("uncle(X, joren)", "uncle(anselm, joren)"):
+        assert query in " ".join(shown.split())
+        found = call(f"prove {query.replace(' ', '')} --format json", tmp_path).data
+        assert found["answers"][0]["known"]
+
+
+def test_the_shipped_rules_relate_nobody_to_himself() -> None:
+    graph = load_graph("family")
+    rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
+    everybody = range(graph.vocab.num_entities)
+    for p in range(graph.vocab.num_predicates):
+        assert not prove_all([(e, p, e) for e in everybody], graph.facts, rules, 5).share
+
+
+def test_a_policy_and_an_embedding_are_evidence(call: Any, people: Path) -> None:
+    made = (
+        "train kge --data . --rank 4 --epochs 2 --batch-size 8 --run-dir kge --quiet",
+        "train prover --data . --n-envs 4 --ppo-steps 64 --clone-updates 1 --passes 2 "
+        "--run-dir prover --rules rules.txt --quiet",
+    )
+    for line in made:
+        assert call(line, people).code == 0
+    query = "prove likes(ann,X) --data . --format json"
+    found = call(f"{query} --prover prover --kge kge", people).data
+    assert found["answers"]
+    scores = [one["score"] for one in found["answers"]]
+    assert scores == sorted(scores, reverse=True)
+    for one in found["answers"]:
+        policy, embedding = one["evidence"]["policy"], one["evidence"]["embedding"]
+        assert one["score"] == pytest.approx(1 - (1 - policy) * (1 - embedding))
+    graph = load_graph(people)
+    prover = load_prover(people / "prover", graph)
+    ann, likes = graph.vocab.entity("ann"), graph.vocab.predicate("likes")
+    mass = prover.mass(np.array([ann], np.int32), np.array([likes], np.int32), "tail")[0]
+    told = {one["bindings"]["X"]: one["evidence"]["policy"] for one in found["answers"]}
+    assert told == {name: pytest.approx(mass[graph.vocab.entity(name)]) for name in told}
+    mined = call(f"{query} --mine --kge kge", people)
+    assert mined.code == 0, mined.err
+    assert "exclude each other" in call(f"{query} --mine --prover prover", people).err
+    assert "no rules of a run" in call(f"{query} --prover nowhere", people).err

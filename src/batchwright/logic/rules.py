@@ -131,15 +131,16 @@ class Rules:
                 "rules out"
             )
         shift = vocab.num_entities - n
-        moved = [
-            [(p, *(t if t < n else t + shift for t in (x, y))) for p, x, y in (head, *body)]
-            for head, body in clauses
-        ]
+
+        def moved(atom: Atom) -> Atom:
+            p, x, y = atom
+            return p, x if x < n else x + shift, y if y < n else y + shift
+
         return Rules.of(
-            [(atoms[0], atoms[1:]) for atoms in moved],
+            [(moved(head), [moved(atom) for atom in body]) for head, body in clauses],
             vocab,
-            self.weight,
-            self.names,  # type: ignore[misc]
+            self.weight.tolist(),
+            self.names,
         )
 
     def __len__(self) -> int:
