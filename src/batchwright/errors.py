@@ -27,6 +27,7 @@ errors can be pickled from process to process.
 """
 
 import importlib
+import re
 from types import ModuleType
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "UnknownSample",
     "need",
     "one_line",
+    "printable",
 ]
 
 
@@ -161,3 +163,24 @@ def need(module: str, extra: str) -> ModuleType:
 def one_line(error: object) -> str:
     """The text of an error with every run of white space made one space."""
     return " ".join(str(error).split())
+
+
+# Control characters but for tabs and line breaks, and those that turn the order of characters
+# round or end a line in some terminals. Green and plain are ours, and harmless from anybody.
+_STEERING = re.compile(
+    r"\x1b(?!\[(?:32|0)m)|[\0-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
+
+
+def printable(text: str, *, line: bool = False) -> str:
+    """Text from anywhere as a terminal may have it: what would steer it is shown as an escape.
+
+    With `line` it stays on one line: tabs and line breaks are escapes too.
+
+    >>> printable("\x1b]0;title\x07 and\r over")
+    '\\\\x1b]0;title\\\\x07 and\\\\r over'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    text = _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return text.replace("\n", "\\n").replace("\t", "\\t") if line else text

@@ -1,15 +1,22 @@
 """The outcome of a call: the server's response, or the kind of failure."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "read_body"]
+__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "parse_json", "read_body"]
 
 Source = Literal["live", "cache", "shared", "hedge"]
 """Where a response came from: the server, the cache or the memory of the pool, an equal call in
 flight, a hedged retry."""
+
+MOST_TOKENS = 10**8
+"""A server that counts more tokens for one call, or fewer than none, has not counted."""
+MOST_VALUES = 2 * 10**6
+"""Lists and objects in one body: a megabyte of `[]` is twenty of memory."""
+_PARSE = json.JSONDecoder().decode
 
 CUT_OFF = ("length", "content_filter")
 """Finish reasons that leave a response incomplete."""
@@ -121,7 +128,7 @@ def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
     if counts and isinstance(counts, dict):
         prompt = counts.get("prompt_tokens") or counts.get("input_tokens") or 0
         completion = counts.get("completion_tokens") or counts.get("output_tokens") or 0
-        if type(prompt) is type(completion) is int:
+        if type(prompt) is type(completion) is int and _counted(prompt) and _counted(completion):
             usage = Usage(prompt, completion)
     return text, finish, usage
 
@@ -145,3 +152,21 @@ def _read_output(body: Mapping[str, Any], output: list[Any]) -> tuple[str, str |
         called = any(item.get("type") == "function_call" for item in items)
         finish = "tool_calls" if called else "stop"
     return "".join(texts), finish
+
+
+def parse_json(body: bytes) -> Any:
+    """The value of a body in UTF-8; ValueError if there is none, or one too large to hold.
+
+    >>> parse_json(b'{"a": [1]}')
+    {'a': [1]}
+    """
+    if len(body) > MOST_VALUES and body.count(b"[") + body.count(b"{") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} lists and objects")
+    try:
+        return _PARSE(body.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _counted(tokens: int) -> bool:
+    return 0 <= tokens <= MOST_TOKENS

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Parameter
 
 from batchwright import __version__
+from batchwright.cli.output import escape_messages, say
 from batchwright.errors import BatchwrightError
 
 __all__ = ["app", "main"]
@@ -101,6 +102,7 @@ def main() -> None:
     """The entry point of the installed command."""
     app.meta.help_format = "plaintext"
     app.meta.suppress_keyboard_interrupt = app.suppress_keyboard_interrupt = False
+    escape_messages()
     # Help and version are printed before any command begins, and may meet a closed pipe too.
     outcome = 0
 
@@ -132,7 +134,7 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
             return 0
         raise
     except KeyboardInterrupt as stop:
-        print(f"stopped: {stop}" if str(stop) else "stopped", file=sys.stderr)
+        say(f"stopped: {stop}" if str(stop) else "stopped", err=True)
         return 130
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
@@ -187,6 +189,6 @@ def _failed(sentence: str, debug: bool) -> int:
     if debug:
         import traceback
 
-        traceback.print_exc()
-    print(f"error: {' '.join(sentence.split())}", file=sys.stderr)
+        say(traceback.format_exc().rstrip(), err=True)
+    say(f"error: {' '.join(sentence.split())}", err=True)
     return 1

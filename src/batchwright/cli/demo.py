@@ -6,6 +6,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from batchwright.cli.output import say
+
 __all__ = ["demo"]
 
 _BUDGET = 8192
@@ -26,7 +28,7 @@ def demo(
     data = out / "demo.jsonl"
     write_atomic(data, files("batchwright.shipped").joinpath("demo.jsonl").read_bytes())
     lengths = out / "lengths.jsonl"
-    print(f"Everything below is written to {out}/; each line after $ is a command you can type.")
+    say(f"Everything below is written to {out}/; each line after $ is a command you can type.")
     _run(
         "Measure every row once, with the built-in byte tokenizer.",
         f"data lengths build -d {data} -t bytes -o {lengths} --quiet",
@@ -66,7 +68,7 @@ def demo(
     _run("The first batches of rank 0.", f"data batchplan info -p {out}/shards/rank_0 -n 4")
     _run("Where is one sample, in every epoch?", f"data batchplan explain demo-0007 -p {plan}")
     _train(out, data)
-    print(
+    say(
         f"\nPictures: {out}/packing.png, {out}/lengths.png\n"
         f"\nNext, with your own data:\n"
         f"  batchwright data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl\n"
@@ -82,7 +84,7 @@ def _train(out: Path, data: Path) -> None:
     from importlib.util import find_spec
 
     if not (find_spec("torch") and find_spec("transformers")):
-        print("\nTraining needs torch: pip install 'batchwright[train]'")
+        say("\nTraining needs torch: pip install 'batchwright[train]'")
         return
     limits = "--token-budget 2048 --overflow truncate --lr 3e-3 --warmup-steps 2 --max-steps 12"
     for name, words in (
@@ -102,7 +104,7 @@ def _run(why: str, words: str) -> None:
     from batchwright.cli.app import app
 
     words = " ".join(words.split())
-    print(f"\n{why}\n$ batchwright {words}", flush=True)
+    say(f"\n{why}\n$ batchwright {words}")
     app(shlex.split(words), exit_on_error=False)
 
 

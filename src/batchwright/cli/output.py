@@ -1,8 +1,10 @@
 """Output of commands: text or JSON on stdout, progress on stderr."""
 
 import json
+import logging
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
@@ -10,7 +12,9 @@ from typing import Annotated, Any, Literal, Protocol
 
 from cyclopts import Parameter
 
-__all__ = ["Force", "Format", "Progress", "Quiet", "progress_bar", "show"]
+from batchwright.errors import printable
+
+__all__ = ["Force", "Format", "Progress", "Quiet", "escape_messages", "progress_bar", "say", "show"]
 
 Format = Annotated[
     Literal["text", "json"],
@@ -36,10 +40,38 @@ PLAIN_EVERY_S = 30.0
 
 def show(data: dict[str, Any] | list[Any], text: str, format: str) -> None:
     """Print one of the two forms of the same result."""
-    if isinstance(sys.stdout, TextIOWrapper):
+    say(json.dumps(data, indent=2, default=_plain) if format == "json" else text)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print text on stdout or stderr, at once; every line of every command goes through here.
+
+    It may hold rows, names of files and what servers said, so control characters are escaped.
+    """
+    file = sys.stderr if err else sys.stdout
+    if isinstance(file, TextIOWrapper):
         # Sample ids may have characters that the encoding of this terminal lacks.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    print(json.dumps(data, indent=2, default=_plain) if format == "json" else text)
+        file.reconfigure(errors="backslashreplace")
+    print(printable(text), file=file, flush=True)
+
+
+def escape_messages() -> None:
+    """Escape what Python itself prints: log messages that nobody else handles, and warnings."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Escaped())
+    warnings.formatwarning = _escaped
+
+
+_written = warnings.formatwarning
+
+
+def _escaped(*details: Any, **more: Any) -> str:
+    return printable(_written(*details, **more))
+
+
+class _Escaped(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 @contextmanager
@@ -64,7 +96,7 @@ def progress_bar(
             task = bar.add_task(what, note="")
 
             def redraw(done: int, total: int, note: str = "") -> None:
-                bar.update(task, completed=done, total=total, note=note)
+                bar.update(task, completed=done, total=total, note=printable(note, line=True))
 
             yield redraw
     else:
@@ -79,7 +111,7 @@ def _plain_lines(what: str, first_s: float) -> Progress:
         if time.monotonic() - last >= PLAIN_EVERY_S:
             last = time.monotonic()
             extra = f", {note}" if note else ""
-            print(f"{what}: {done:,} of {total:,}{extra}", file=sys.stderr, flush=True)
+            say(f"{what}: {done:,} of {total:,}{extra}", err=True)
 
     return line
 

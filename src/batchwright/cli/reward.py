@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Format, Quiet, progress_bar, say, show
 from batchwright.errors import BadReward, ConfigError, UnknownSample
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def serve(
     from batchwright.rewards import RewardsConfig
 
     def started(url: str) -> None:
-        print(f"serving rewards at {url}; stop with Ctrl-C", flush=True)
+        say(f"serving rewards at {url}; stop with Ctrl-C")
 
     function = RewardFunction(RewardsConfig.load(config), missing=missing)
     asyncio.run(serve_function(function, port, started))

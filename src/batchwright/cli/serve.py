@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Quiet
+from batchwright.cli.output import Quiet, say
 
 __all__ = ["serve"]
 
@@ -30,7 +30,6 @@ def serve(
     """Serve a model with llama.cpp until Ctrl-C: chat, completions, /health, /metrics."""
     import os
     import signal
-    import sys
 
     from batchwright.models.llama import Llama
 
@@ -46,15 +45,14 @@ def serve(
             path, name, parallel=parallel, threads=threads, context=context, serve_at=(host, port)
         )
         room = _ready(server.url)
-        print(
+        say(
             f"{name} at {server.url}/v1 ({parallel} concurrent requests of {room:,} tokens); "
             f"Ctrl-C stops it",
-            flush=True,
         )
         signal.sigwait(stops)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    print("stopped", file=sys.stderr, flush=True)
+    say("stopped", err=True)
     # llama.cpp's own shutdown waits for ever for a request in flight, and there is nothing to
     # save: its clients see a closed connection.
     os._exit(0)

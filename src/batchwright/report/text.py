@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from batchwright.errors import ConfigError
+from batchwright.errors import ConfigError, printable
 
 __all__ = [
     "bytes_",
@@ -169,7 +169,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     packed    1,232   99.9%
     sorted       41       -
     """
-    cells = [[cell if isinstance(cell, str) else number(cell) for cell in row] for row in rows]
+    cells = [
+        # Escaped here as well: it makes them longer, and a line break would end the row.
+        [printable(cell, line=True) if isinstance(cell, str) else number(cell) for cell in row]
+        for row in rows
+    ]
     columns = list(zip(headers, *cells, strict=True))
     widths = [max(map(len, column)) for column in columns]
     right = [all(_numeric(cell) for cell in column[1:]) for column in columns]

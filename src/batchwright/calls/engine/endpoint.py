@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["Breaker", "SharedRateLimit", "Upstream", "limit_for"]
 
 SILENT = {Kind.TIMEOUT, Kind.UNREACHABLE}
+MOST_PAUSE_S = 60.0
+"""A server that asks for a longer pause is tried again after this: one absurd Retry-After must not
+end an endpoint for the rest of a run. The call that was told so fails if its deadline is sooner."""
+MOST_DEBT_S = 60.0
+"""What servers count over the estimates holds calls back for a minute, the window of their own
+limits, and not for as long as an absurd count would take."""
 UNHEALTHY = {*SILENT, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
 """What an unhealthy server sends, or does not; a refusal with a reason comes from a healthy one."""
 
@@ -99,7 +106,9 @@ class SharedRateLimit:
             with self._file.locked(self._name) as full_at:
                 self._rate.set_full_at(*full_at)
                 self._rate.settle(estimate, actual)
+                before = full_at[1]
                 self._save(full_at)
+                full_at[1] = min(full_at[1], max(before, time.monotonic() + MOST_DEBT_S))
 
     def close(self) -> None:
         self._file.close()
@@ -158,7 +167,9 @@ class Upstream:
             self.limit.on_done(now, seconds, self.in_flight, True)
             self.breaker.on_success()
         elif outcome.kind is Kind.RATE_LIMITED:
-            self.limit.on_reject(now, self.in_flight, outcome.retry_after_s)
+            after_s = outcome.retry_after_s
+            after_s = after_s if after_s is None else min(after_s, MOST_PAUSE_S)
+            self.limit.on_reject(now, self.in_flight, after_s)
             self.breaker.on_success()
         else:
             self.limit.on_done(now, seconds, self.in_flight, False)

@@ -3,29 +3,45 @@
 The only module that uses aiohttp. One session per endpoint, all on the pool's loop.
 """
 
+import asyncio
 import base64
 import os
 import ssl
 import urllib.request
+import zlib
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
+from multidict import CIMultiDict
 from yarl import URL
 
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.loop import in_thread, unforked
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
 from batchwright.calls.request import Request
 from batchwright.calls.wire import ollama, openai
 from batchwright.errors import ConfigError, NoServer
 
 __all__ = ["FunctionTransport", "HttpTransport", "Transport", "connect"]
 
+LONGEST_NAME = 200
+"""Characters of a model's name that are kept."""
 LIST_S = 10.0
 """How long a server may take to list its models."""
-MOST_BODY_BYTES = 256 * 2**20
-"""A longer response is not read to its end."""
+MOST_LIST_BYTES = 4 * 2**20
+"""Of the list of a server's models."""
+MOST_BODY_BYTES = 32 * 2**20
+"""The longest response of a chat or completion call, decompressed; a longer one is not read."""
+VECTOR_BYTES = 128 * 2**10
+"""So much longer it may be for each text of an embedding call: 5,000 numbers in full length."""
+MOST_ERROR_BYTES, MOST_ERROR_S = 16 * 2**10, 2.0
+"""So much is read of a response that is an error, and for so long: its status says the rest."""
+PIECE_BYTES = 2**20
+"""Decompressed at a time, so that neither the memory nor the loop belongs to a server."""
+KEY_CHARACTERS = 16
+"""A shorter API key may be an ordinary word (EMPTY), which a response is free to use."""
 
 
 class Transport(Protocol):
@@ -45,8 +61,16 @@ async def connect(endpoint: Endpoint) -> Transport:
     return await in_thread(lambda: FunctionTransport(endpoint))
 
 
+class _BadBody(Exception):
+    """A body that is not read: too long, or compressed in a way that was not asked for."""
+
+
 class HttpTransport:
-    """Calls to a server by aiohttp."""
+    """Calls to a server by aiohttp.
+
+    A response is read up to `MOST_BODY_BYTES`, an error up to `MOST_ERROR_BYTES`. No redirect is
+    followed: the API key goes to the address that was given and nowhere else.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         of_ollama = endpoint.protocol == "ollama"
@@ -57,7 +81,7 @@ class HttpTransport:
         self._key = endpoint.api_key()
         self._base = endpoint.base
         self._urls: dict[str, URL] = {}
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         connector: aiohttp.BaseConnector
         # aiohttp would look the proxy up in a thread for every single call.
         self._proxy: URL | None = None
@@ -84,6 +108,8 @@ class HttpTransport:
             # The engine limits concurrency and time; a second timeout would only cost.
             timeout=aiohttp.ClientTimeout(),
             cookie_jar=aiohttp.DummyCookieJar(),
+            # aiohttp would decompress a kilobyte to a megabyte before anybody could count.
+            auto_decompress=False,
         )
 
     async def send(self, request: Request) -> Outcome:
@@ -109,16 +135,30 @@ class HttpTransport:
             )
             responding = True
             try:
-                body_bytes = await _whole(response)
+                if response.status == 200:
+                    body_bytes = await _whole(response, _most(request))
+                else:
+                    body_bytes = await _beginning(response)
             finally:
                 response.release()
+        except _BadBody as error:
+            return Failed(Kind.BAD_BODY, str(error), response.status)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, TimeoutError):
                 # aiohttp has no timeout here, so this is the system's own for connecting.
                 return Failed(Kind.UNREACHABLE, f"timeout while connecting to {self._name}")
             kind, text = _fault(error, responding, self._name)
             return Failed(kind, openai.scrub(text, request, self._key))
-        outcome = self._decode(request, response.status, response.headers, body_bytes)
+        headers: Mapping[str, str] = response.headers
+        if self._key:
+            # Before it is cut to a line, which could leave half of the key.
+            if response.status != 200:
+                body_bytes = body_bytes.replace(self._key.encode(), b"...")
+                headers = CIMultiDict((n, v.replace(self._key, "...")) for n, v in headers.items())
+            elif len(self._key) >= KEY_CHARACTERS and self._key.encode() in body_bytes:
+                why = "the response repeats the API key, which would be stored with it"
+                return Failed(Kind.BAD_BODY, why, 200)
+        outcome = self._decode(request, response.status, headers, body_bytes)
         if self._key and isinstance(outcome, Failed) and self._key in outcome.error:
             return Failed(
                 outcome.kind,
@@ -142,12 +182,15 @@ class HttpTransport:
             async with self._session.get(
                 URL(path),
                 headers=self._headers,
+                allow_redirects=False,
                 proxy=self._proxy,
                 proxy_headers=self._proxy_headers,
                 timeout=aiohttp.ClientTimeout(total=LIST_S),
             ) as response:
-                body = await response.json(content_type=None) if response.status == 200 else None
-        except ValueError:
+                if response.status != 200:
+                    return None
+                body = parse_json(await _whole(response, MOST_LIST_BYTES))
+        except (ValueError, _BadBody):
             return None
         except (aiohttp.ClientError, OSError) as error:
             _, text = _fault(error, False, self._name)
@@ -156,7 +199,7 @@ class HttpTransport:
         if not isinstance(rows, list):
             return None
         names = (row.get("id") or row.get("name") for row in rows if isinstance(row, dict))
-        return [str(name) for name in names if name]
+        return [str(name)[:LONGEST_NAME] for name in names if name]
 
 
 class FunctionTransport:
@@ -180,17 +223,88 @@ class FunctionTransport:
         await in_thread(self._batcher.close)
 
 
-async def _whole(response: aiohttp.ClientResponse) -> bytes:
+def _most(request: Request) -> int:
+    """The longest response that a request may have."""
+    given = request.body.get("input")
+    texts = len(given) if isinstance(given, list) else 1
+    return MOST_BODY_BYTES + (VECTOR_BYTES * texts if request.kind == "embed" else 0)
+
+
+async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, decompressed.
+
+    Raises:
+        _BadBody: it has more than `most` bytes, or an encoding that was not asked for.
+    """
     size = response.content_length
-    if size is not None and size <= MOST_BODY_BYTES:
+    encoding = response.headers.get("Content-Encoding", "").strip().lower()
+    if size is not None and size > most:
+        raise _BadBody(_too_long(most))
+    plain = encoding in ("", "identity")
+    if plain and size is not None and "Transfer-Encoding" not in response.headers:
         return await response.read()
+    unpack = None if plain else _Unpacker(encoding)
     parts, total = [], 0
     async for part in response.content.iter_any():
-        total += len(part)
-        if total > MOST_BODY_BYTES:
-            raise aiohttp.ClientPayloadError(f"the response is longer than {total:,} bytes")
-        parts.append(part)
+        for piece in (part,) if unpack is None else unpack(part):
+            total += len(piece)
+            if total > most:
+                raise _BadBody(_too_long(most))
+            parts.append(piece)
+            if unpack is not None:
+                # A bomb is many pieces of one part: others get their turn, and the deadline too.
+                await asyncio.sleep(0)
+    if unpack is not None and not unpack.whole:
+        raise aiohttp.ClientPayloadError("the compressed response was cut off")
     return b"".join(parts)
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """What an error says first; a connection that fails or dawdles meanwhile does not matter."""
+    encoding = response.headers.get("Content-Encoding", "").strip().lower()
+    found = b""
+    try:
+        unpack = None if encoding in ("", "identity") else _Unpacker(encoding)
+        async with asyncio.timeout(MOST_ERROR_S):
+            async for part in response.content.iter_any():
+                for piece in (part,) if unpack is None else unpack(part):
+                    found += piece[:MOST_ERROR_BYTES]
+                    if len(found) >= MOST_ERROR_BYTES:
+                        return found[:MOST_ERROR_BYTES]
+    except (aiohttp.ClientError, OSError, ValueError, _BadBody):
+        pass
+    return found
+
+
+def _too_long(most: int) -> str:
+    return f"the response is longer than {most:,} bytes and was not read"
+
+
+class _Unpacker:
+    """Decompresses a stream, a piece of `PIECE_BYTES` at a time."""
+
+    def __init__(self, encoding: str) -> None:
+        if encoding not in ("gzip", "x-gzip", "deflate"):
+            raise _BadBody(f"the response is encoded as {encoding[:40]!r}, which was not asked for")
+        self.encoding = encoding
+        self.whole = False
+        self._stream: zlib._Decompress | None = None
+
+    def __call__(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            if self._stream is None:
+                # Some servers send deflate without the header of zlib.
+                bare = self.encoding == "deflate" and data[0] & 15 != 8
+                bits = -15 if bare else 15 if self.encoding == "deflate" else 31
+                self._stream, self.whole = zlib.decompressobj(bits), False
+            try:
+                yield self._stream.decompress(data, PIECE_BYTES)
+            except zlib.error:
+                raise _BadBody(f"the response is not {self.encoding}, as it says") from None
+            data = self._stream.unconsumed_tail
+            if self._stream.eof:
+                # Another member may follow.
+                data, self._stream, self.whole = self._stream.unused_data, None, True
 
 
 def _fault(error: Exception, responding: bool, name: str) -> tuple[Kind, str]:
@@ -239,7 +353,14 @@ def _proxy(base: str) -> tuple[URL | None, dict[str, str]]:
     text = found.get(parts.scheme) or found.get("all")
     if not text or urllib.request.proxy_bypass(parts.netloc):
         return None, {}
-    proxy = URL(text if "://" in text else f"http://{text}")
+    try:
+        proxy = URL(text if "://" in text else f"http://{text}")
+    except ValueError:
+        # Its message may repeat a password.
+        raise ConfigError(
+            f"the proxy that the environment gives for {parts.hostname} is not an address; "
+            f"write http://host:port, or unset {parts.scheme}_proxy"
+        ) from None
     if proxy.scheme not in ("http", "https"):
         raise ConfigError(
             f"a {proxy.scheme} proxy for {parts.hostname} is not supported; "

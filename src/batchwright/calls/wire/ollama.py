@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
 from batchwright.calls.request import Request
-from batchwright.calls.wire.openai import from_body, refused
+from batchwright.calls.wire.openai import fields_of, from_body, refused
 from batchwright.errors import ConfigError
 
 __all__ = ["decode", "encode"]
@@ -77,8 +77,8 @@ def decode(request: Request, status: int, headers: Mapping[str, str], body: byte
     if status != 200:
         return refused(request, status, headers, body)
     try:
-        parsed = json.loads(body)
-    except (ValueError, RecursionError):
+        parsed = parse_json(body)
+    except ValueError:
         what = "HTML" if body[:512].lstrip()[:1] == b"<" else f"{len(body):,} bytes"
         return Failed(Kind.BAD_BODY, f"the server responded with {what}, not JSON", status)
     if not isinstance(parsed, dict) or parsed.get("error"):
@@ -87,9 +87,9 @@ def decode(request: Request, status: int, headers: Mapping[str, str], body: byte
         return Failed(Kind.TRUNCATED, "the server sent only the beginning of a response", status)
     try:
         return from_body(request, _translated(request, parsed))
-    except (KeyError, TypeError, AttributeError, ValueError):
-        fields = sorted(map(str, parsed))[:6]
-        return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {fields}", status)
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        text = f"the response to a {request.kind} call has {fields_of(parsed)}"
+        return Failed(Kind.BAD_BODY, text, status)
 
 
 def _translated(request: Request, response: dict[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome, read_body
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_json, read_body
 from batchwright.calls.request import Request
 
-__all__ = ["decode", "encode", "from_body", "refused", "retry_after_s", "scrub"]
+__all__ = ["decode", "encode", "fields_of", "from_body", "refused", "retry_after_s", "scrub"]
 
 PATHS = {"chat": "/chat/completions", "complete": "/completions", "embed": "/embeddings"}
 PATHS["respond"] = "/responses"
@@ -35,7 +35,6 @@ Words like quota or billing say nothing: Gemini, Vertex and Azure use them for l
 """
 BUSY = ("busy", "overload", "pending", "capacity", "too many", "rate limit", "queue is full")
 """Words by which a 503 asks for fewer calls."""
-_DECODE = json.JSONDecoder().decode
 
 
 def encode(request: Request) -> tuple[str, bytes]:
@@ -60,13 +59,13 @@ status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
         return refused(request, status, headers, body)
     raw: bytes | None = body
     try:
-        parsed = _DECODE(body.decode())
-    except (ValueError, RecursionError):
+        parsed = parse_json(body)
+    except ValueError:
         # Not JSON, or JSON in another encoding or with a byte order mark, which costs more to find.
         raw = None
         try:
-            parsed = json.loads(body)
-        except (ValueError, RecursionError):
+            parsed = parse_json(body.decode(json.detect_encoding(body)).encode())
+        except ValueError:
             return _not_json(status, body)
     return from_body(request, parsed, raw)
 
@@ -121,7 +120,8 @@ def refused(request: Request, status: int, headers: Mapping[str, str], body: byt
     elif status == 408:
         kind = Kind.TIMEOUT
     elif status < 400:
-        where = headers.get("Location") or "elsewhere"
+        # Signed addresses have their secret in the query.
+        where = (headers.get("Location") or "elsewhere").partition("?")[0]
         text = f"the server redirects ({status}) to {where[:80]}; give that address instead"
     return Failed(kind, text, status, retry_after_s=after)
 
@@ -245,13 +245,18 @@ def _wrong_shape(request: Request, body: Any) -> Failed:
     if isinstance(body, dict) and body.get("error"):
         message = scrub(_message(body["error"]), request)
         return Failed(Kind.BAD_BODY, f"the server responded 200 with an error: {message}", 200)
-    seen = f"fields {sorted(map(str, body))[:6]}" if isinstance(body, dict) else type(body).__name__
+    seen = f"fields {fields_of(body)}" if isinstance(body, dict) else type(body).__name__
     return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {seen}", 200)
+
+
+def fields_of(body: Mapping[str, Any]) -> list[str]:
+    """A few names of fields, for a message."""
+    return sorted(str(name)[:40] for name in body)[:6]
 
 
 def _empty(choice: Mapping[str, Any]) -> Failed:
     why = choice.get("finish_reason")
-    return Failed(Kind.EMPTY, f"the response has no text (finish_reason={why!r})", 200)
+    return Failed(Kind.EMPTY, f"the response has no text (finish_reason={str(why)[:40]!r})", 200)
 
 
 def _responded(request: Request, body: Any, raw: bytes | None) -> Outcome:

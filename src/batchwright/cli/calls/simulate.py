@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Format, show
+from batchwright.cli.output import Format, say, show
 from batchwright.errors import ConfigError
 
 __all__ = ["simulate"]
@@ -75,7 +75,7 @@ def simulate(
     )
 
     def started(url: str) -> None:
-        print(json.dumps({"url": url}) if format == "json" else url, flush=True)
+        say(json.dumps({"url": url}) if format == "json" else url)
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
 

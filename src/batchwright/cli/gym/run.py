@@ -1,7 +1,6 @@
 """`batchwright gym run`: episodes in, a replay buffer out."""
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from batchwright.cli.flags import at_least
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Format, Quiet, progress_bar, say, show
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ def _fill(
     except KeyboardInterrupt:
         if stop.number != signal.SIGTERM:
             raise
-        print("stopped", file=sys.stderr)
+        say("stopped", err=True)
         # As of a command that SIGTERM ends by itself.
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:

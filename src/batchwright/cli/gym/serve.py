@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Format, show
+from batchwright.cli.output import Format, say, show
 
 __all__ = ["serve"]
 
@@ -31,7 +31,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         address = {"host": HOST, "port": server.port}
-        print(json.dumps(address) if format == "json" else f"{HOST}:{server.port}", flush=True)
+        say(json.dumps(address) if format == "json" else f"{HOST}:{server.port}")
         await stopped.wait()
         await server.stop()
 
