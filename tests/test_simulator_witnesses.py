@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -449,3 +450,118 @@ def test_ollama_tools_and_log_probabilities(local: ollama.Client) -> None:
         "sim", "Name three rivers", options={"temperature": 0}, logprobs=True, stream=True
     )
     assert [t.token for piece in pieces for t in piece.logprobs or []] == [t.token for t in tokens]
+
+
+def batch_file(bodies: list[dict[str, Any]], path: str = "/v1/chat/completions") -> bytes:
+    rows = [
+        {"custom_id": f"row-{n}", "method": "POST", "url": path, "body": body}
+        for n, body in enumerate(bodies)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def chats(*prompts: str) -> list[dict[str, Any]]:
+    return [
+        {"model": "sim", "messages": [{"role": "user", "content": text}], "temperature": 0}
+        for text in prompts
+    ]
+
+
+def ended(client: openai.OpenAI, batch: Any) -> Any:
+    while client.batches.retrieve(batch.id).status in ("validating", "in_progress", "cancelling"):
+        time.sleep(0.01)
+    return client.batches.retrieve(batch.id)
+
+
+def results(client: openai.OpenAI, file: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    rows = [json.loads(row) for row in client.files.content(file).text.splitlines()]
+    return {row["custom_id"]: row for row in rows}
+
+
+def test_openai_batches_answer_as_single_calls_do(client: openai.OpenAI) -> None:
+    content = batch_file([*chats("Name three rivers", "break", "Hello"), {"model": "sim"}])
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert (file.filename, file.bytes, file.purpose) == ("in.jsonl", len(content), "batch")
+    assert client.files.content(file.id).content == content
+    asked: Any = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    batch = client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **asked)
+    assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+    batch = ended(client, batch)
+
+    assert batch.status == "completed"
+    assert batch.request_counts.model_dump() == {"total": 4, "completed": 2, "failed": 2}
+    done, failed = results(client, batch.output_file_id), results(client, batch.error_file_id)
+    single = client.chat.completions.create(**chats("Name three rivers")[0])
+    body = done["row-0"]["response"]["body"]
+    assert openai.types.chat.ChatCompletion(**body).choices == single.choices
+    codes = {name: row["response"]["status_code"] for name, row in failed.items()}
+    assert codes == {"row-1": 500, "row-3": 400}
+    assert done.keys() == {"row-0", "row-2"}
+    page = client.batches.list(limit=1)
+    assert [one.id for one in page.data] == [batch.id]
+    names = [one.filename for one in client.files.list(purpose="batch")]
+    assert "in.jsonl" in names
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve("batch_none")
+    with pytest.raises(openai.BadRequestError, match="File"):
+        client.batches.create(input_file_id="file-none", **asked)
+    assert client.files.delete(file.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "empty_file"),
+        (b"no json\n", "invalid_json_line"),
+        (batch_file(chats("a")) * 2, "duplicate_custom_id"),
+        (batch_file(chats("a"), "/v1/responses"), "mismatched_endpoint"),
+        (batch_file([*chats("a"), {**chats("b")[0], "model": "sim-qa"}]), "mismatched_model"),
+        (batch_file([{**chats("b")[0], "model": "gpt-9"}]), "model_not_found"),
+    ],
+)
+def test_openai_batches_with_a_wrong_file_fail_as_a_whole(
+    client: openai.OpenAI, content: bytes, code: str
+) -> None:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    batch = ended(client, batch)
+
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert batch.errors.data[-1].code == code
+
+
+def test_openai_batches_expire_and_are_cancelled_with_what_was_done() -> None:
+    script = {"stuck": "hang"}
+    simulator = Simulator(latency_s=0, script=script, batch_s=0, batch_window_s=0.3)
+    slow = Simulator(latency_s=0, batch_s=60)
+    asked: Any = {"endpoint": "/v1/responses", "completion_window": "24h"}
+    bodies = [{"model": "sim", "input": text, "temperature": 0} for text in ("fine", "stuck")]
+    for running, status in ((simulator, "expired"), (slow, "cancelled")):
+        with (
+            running.running(in_thread=True) as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            content = batch_file(bodies, "/v1/responses")
+            file = client.files.create(file=("in.jsonl", content), purpose="batch")
+            batch = client.batches.create(input_file_id=file.id, **asked)
+            if status == "cancelled":
+                assert client.batches.cancel(batch.id).status == "cancelling"
+            batch = ended(client, batch)
+            done = results(client, batch.output_file_id)
+            failed = results(client, batch.error_file_id)
+
+        assert batch.status == status
+        assert failed["row-1"]["error"]["code"] == f"batch_{status}"
+        assert done.keys() == ({"row-0"} if status == "expired" else set())
+        for row in done.values():
+            assert openai.types.responses.Response(**row["response"]["body"]).output_text

@@ -79,6 +79,10 @@ class Behaviour:
     """What `sim-qa` knows, or the file that holds it."""
     rules: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(RULES))
     """The traits of a wording that `sim-qa` needs to understand it, by category."""
+    batch_s: float = 0.1
+    """How long a batch of the Batch API takes, however many lines it has."""
+    batch_window_s: float = 86_400.0
+    """When a batch that is not done expires."""
     api_key: str | None = field(default=None, repr=False)
     """If set, calls without it get 401."""
 
@@ -158,7 +162,7 @@ class Behaviour:
         for name, value in small.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
-        for name in ("latency_s", "sigma", "token_s", "drip_s", "slow_factor"):
+        for name in ("latency_s", "sigma", "token_s", "drip_s", "slow_factor", "batch_s"):
             value = getattr(self, name)
             if not 0.0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be finite and at least 0, got {value}")

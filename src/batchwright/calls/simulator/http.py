@@ -14,10 +14,15 @@ from batchwright.calls.simulator.wire import Refusal, error
 __all__ = ["Connection", "HttpRequest", "chunks", "response"]
 
 LARGEST_HEAD = 1 << 16
-LARGEST_BODY = 1 << 26
+LARGEST_BODY = 1 << 28
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?:\r|$)")
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
-REASONS |= {405: "Method Not Allowed", 411: "Length Required", 413: "Content Too Large"}
+REASONS |= {
+    405: "Method Not Allowed",
+    409: "Conflict",
+    411: "Length Required",
+    413: "Content Too Large",
+}
 REASONS |= {429: "Too Many Requests", 431: "Request Header Fields Too Large"}
 REASONS |= {500: "Internal Server Error", 503: "Service Unavailable"}
 

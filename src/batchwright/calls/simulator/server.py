@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.calls.simulator.answers import Models
+from batchwright.calls.simulator.batches import Batches
 from batchwright.calls.simulator.behaviour import Behaviour
 from batchwright.calls.simulator.http import Connection, HttpRequest, chunks, response
 from batchwright.calls.simulator.service import Bucket, Job, Service
@@ -36,6 +37,7 @@ PAGE = b"<!doctype html><html><title>502</title><body><h1>Bad gateway</h1></body
 COUNTS: tuple[str, ...]
 COUNTS = ("received", "refused", "rejected", "limited", "failed", "started", "finished")
 COUNTS += ("spoiled", "aborted", "prompt_tokens", "completion_tokens")
+COUNTS += ("uploads", "batches", "batch_requests")
 AT_ONCE = {"429": 429, "500": 500, "503": 503}
 SPOILING = frozenset({"reset", "cut", "html", "bad_json", "empty", "wrong_shape"})
 
@@ -60,6 +62,7 @@ class Server:
         self.jobs: dict[Connection, Job[Call]] = {}
         self.models = Models(behaviour)
         self.service: Service[Call] = Service(behaviour.kind, behaviour.schedule)
+        self.batches = Batches(behaviour, self.models, self.names, self._pay, self._tally)
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
@@ -88,7 +91,7 @@ class Server:
 
     def stats(self, calls: bool = False) -> dict[str, Any]:
         """The counts. Received is the sum of refused, rejected, limited, failed, finished,
-        spoiled, aborted and in flight."""
+        spoiled, aborted and in flight; the requests inside batches are counted by themselves."""
         found: dict[str, Any] = {name: self.counts[name] for name in COUNTS}
         found["in_flight"] = self.in_flight
         found["serving"] = self.service.serving
@@ -120,7 +123,7 @@ class Server:
             return self.take(connection, path, request.body)
         if path == "/" and request.method in ("GET", "HEAD"):
             return connection.send(200, b"Ollama is running", "text/plain")
-        found: dict[str, Any] | Refusal | None
+        found: dict[str, Any] | bytes | Refusal | None
         if path == "/health":
             found = {"status": "ok"}
         elif path == "/simulator/stats":
@@ -129,12 +132,16 @@ class Server:
         elif path == "/simulator/reset":
             self.reset(self.now())
             found = self.stats()
+        elif path.startswith(("/v1/files", "/v1/batches")):
+            found = self.batches.handle(request, self.now())
         else:
             found = about_models(path, request.body, self.names)
         if found is None:
             found = Refusal(404, f"there is nothing at {path}", "not_found")
         if isinstance(found, Refusal):
             return connection.refuse(path, found)
+        if isinstance(found, bytes):
+            return connection.send(200, found, "application/jsonl")
         return connection.send(200, json.dumps(found).encode())
 
     def take(self, connection: Connection, path: str, body: bytes) -> None:
@@ -181,6 +188,17 @@ class Server:
         else:
             self._set_timer()
         return None
+
+    def _tally(self, name: str) -> None:
+        self.counts[name] += 1
+
+    def _pay(self, parsed: ParsedRequest, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count a finished line of a batch."""
+        self.prompts.setdefault(parsed.key, parsed.prompt[:200])
+        self.finished[parsed.key] += 1
+        self.counts["batch_requests"] += 1
+        self.counts["prompt_tokens"] += prompt_tokens
+        self.counts["completion_tokens"] += completion_tokens
 
     def _busy(self, parsed: ParsedRequest) -> Refusal:
         """The rejection above the knee, in the words of the protocol."""

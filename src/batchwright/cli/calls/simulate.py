@@ -25,6 +25,9 @@ def simulate(
     token_seconds: Annotated[
         float, Parameter(help="Additional seconds per completion token.")
     ] = 0.0,
+    batch_seconds: Annotated[
+        float, Parameter(help="Seconds that a batch of the Batch API takes.")
+    ] = 0.1,
     retry_after: Annotated[
         float | None, Parameter(help="Retry-After of 429 and 503 in seconds.")
     ] = None,
@@ -64,6 +67,7 @@ def simulate(
             latency_s=latency,
             sigma=sigma,
             token_s=token_seconds,
+            batch_s=batch_seconds,
             retry_after_s=retry_after,
             rpm=rpm,
             tpm=tpm,
