@@ -223,6 +223,112 @@ def test_the_cost_of_a_dry_run_is_a_bound_or_there_is_none(call, tmp_path):
     assert 0 < real.data["cost"] <= bound.data["cost_most"]
 
 
+LIMITS = {
+    # What servers say of a model in their own words, and the most tokens of a response by it.
+    "vLLM": ({"/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}, 4096),
+    "SGLang": ({"/v1/models": {"data": [{"id": "m", "max_model_len": 2048}]}}, 2048),
+    "OpenRouter": (
+        {
+            "/v1/models": {
+                "data": [
+                    {"id": "other", "context_length": 1},
+                    {
+                        "id": "m",
+                        "context_length": 9000,
+                        "top_provider": {"context_length": 8000, "max_completion_tokens": 700},
+                    },
+                ]
+            }
+        },
+        700,
+    ),
+    "Groq": (
+        {
+            "/v1/models": {
+                "data": [{"id": "m", "context_window": 8192, "max_completion_tokens": 512}]
+            }
+        },
+        512,
+    ),
+    "Mistral": ({"/v1/models": {"data": [{"id": "m", "max_context_length": 32768}]}}, 32768),
+    "llama.cpp": (
+        {
+            "/v1/models": {"data": [{"id": "m", "meta": {"n_ctx_train": 131072}}]},
+            "/props": {"default_generation_settings": {"n_ctx": 1024}, "total_slots": 4},
+        },
+        1024,
+    ),
+    "Ollama": (
+        {"/api/show": {"parameters": "", "model_info": {"qwen2.context_length": 32768}}},
+        327_680,
+    ),
+    "Ollama, Modelfile": (
+        {
+            "/api/show": {
+                "parameters": "num_ctx                        4096\nnum_predict    99",
+                "model_info": {"qwen2.context_length": 32768},
+            }
+        },
+        99,
+    ),
+    "OpenAI": ({"/v1/models": {"data": [{"id": "m", "owned_by": "openai"}]}}, None),
+    "another model": ({"/v1/models": {"data": [{"id": "x", "max_model_len": 4096}]}}, None),
+    "nonsense": ({"/v1/models": {"data": [{"id": "m", "max_model_len": "much"}]}}, None),
+    "HTML": ({}, None),
+}
+
+
+@pytest.mark.parametrize("server_name", LIMITS)
+def test_without_max_tokens_the_bound_is_the_models_own_or_there_is_none(
+    call, tmp_path, server_name
+):
+    bodies, most = LIMITS[server_name]
+    write_prompts(tmp_path, 3)
+
+    async def serve(seen: Seen) -> None:
+        body = bodies.get(seen.path)
+        await (seen.reply(404, b"<html>") if body is None else seen.reply(body=body))
+
+    said = "--price-in 0 --price-out 1 --dry-run --format json"
+    with RawServer(serve) as server:
+        address = server.url
+        if server_name.startswith("Ollama"):
+            address = address.replace("http://", "ollama://").removesuffix("/v1")
+        dry = call(line(address, said), tmp_path)
+        paths = {seen.path for seen in server.seen}
+        given = call(line(address, f"{said} --model-max-tokens 50"), tmp_path)
+        asked = len(server.seen)
+        call(line(address, f"{said} --max-tokens 9"), tmp_path)
+        # Who says it himself asks nobody.
+        assert len(server.seen) == asked
+    plain = line(address, "--price-in 0 --price-out 1 --dry-run")
+    unreachable = call(plain, tmp_path)
+
+    assert not paths & {"/v1/chat/completions", "/api/chat"}
+    if most is None:
+        assert (dry.data["cost_most"], dry.data["unbounded_calls"]) == (None, 3)
+    else:
+        assert dry.data["completion_tokens_most"] == 3 * most
+        assert dry.data["cost_most"] == pytest.approx(3 * most / 1e6)
+        assert dry.data["model_max_tokens"]["m"]["tokens"] == most
+    assert given.data["cost_most"] == pytest.approx(150 / 1e6)
+    assert "without a bound" in unreachable.out
+    assert unreachable.code == 0
+
+
+def test_a_bound_by_the_models_maximum_holds(call, tmp_path):
+    write_prompts(tmp_path, 5)
+    prices = "--price-in 1 --price-out 100 --format json"
+
+    with Simulator(latency_s=0, words=500, context=20, models=["m"]).running(in_thread=True) as url:
+        dry = call(line(f"{url}/v1", f"{prices} --dry-run"), tmp_path)
+        done = call(line(f"{url}/v1", prices), tmp_path)
+
+    assert done.code == 0
+    assert dry.data["completion_tokens_most"] == done.data["calls"]["completion_tokens"] == 100
+    assert done.data["cost"] <= dry.data["cost_most"] < 2 * done.data["cost"]
+
+
 def test_prices_and_caps_that_make_no_sense_are_refused_by_the_names_of_their_flags(call, tmp_path):
     write_prompts(tmp_path, 2)
     for flags, words in (

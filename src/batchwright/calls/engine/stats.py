@@ -54,14 +54,21 @@ def most_completion(request: Request) -> int | None:
     return int(max(limits)) * int(max(choices))
 
 
-def most_usage(request: Request) -> Usage | None:
+def most_usage(request: Request, most: int | None = None) -> Usage | None:
     """An upper bound of the tokens of one try; None if the request does not give one.
+
+    `most` are the completion tokens of one choice that the model itself cannot exceed: they bound
+    a request that sets no limit.
 
     A token of text takes a byte at least. What an image, a sound, a stored conversation or a tool
     of the server takes is not known.
     """
     completion = most_completion(request)
     body = request.body
+    if completion is None and most is not None:
+        choices = [body.get(name) or 1 for name in ("n", "best_of")]
+        if all(isinstance(one, int) and one > 0 for one in choices):
+            completion = most * int(max(choices))
     messages = body.get("messages") or ()
     if request.kind == "respond":
         stored = any(body.get(name) for name in ("previous_response_id", "conversation", "prompt"))

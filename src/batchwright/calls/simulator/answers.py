@@ -108,8 +108,9 @@ class Models:
         for mark in parsed.stop:
             text = text.partition(mark)[0] if mark else text
         pieces = pieces_of(text)
-        if parsed.most_tokens is not None and len(pieces) > parsed.most_tokens:
-            return "".join(pieces[: parsed.most_tokens]), "length", parsed.most_tokens
+        limits = [one for one in (parsed.most_tokens, self.behaviour.context) if one is not None]
+        if limits and len(pieces) > min(limits):
+            return "".join(pieces[: min(limits)]), "length", min(limits)
         return text, "stop", len(pieces)
 
     @staticmethod

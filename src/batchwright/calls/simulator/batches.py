@@ -56,6 +56,8 @@ class _Line:
     custom_id: str
     parsed: ParsedRequest | Refusal
     fault: str | None = None
+    seen: int = 0
+    """How often the request had come before."""
 
 
 @dataclass(slots=True)
@@ -204,8 +206,9 @@ class Batches:
             if isinstance(line.parsed, ParsedRequest):
                 parsed = line.parsed
                 text = parsed.prompt or " ".join(parsed.inputs)
-                times = self._models.seen[parsed.key]
-                line.fault = self._behaviour.fault_of(text, parsed.key, times, number)
+                line.seen = self._models.seen[parsed.key]
+                line.fault = self._behaviour.fault_of(text, parsed.key, line.seen, number)
+                self._models.seen[parsed.key] += 1
         return lines, errors
 
     def _cancel(self, batch: _Batch, now: float) -> dict[str, Any] | Refusal:
@@ -276,8 +279,7 @@ class Batches:
             status = REFUSED[line.fault]
             return status, error(path, Refusal(status, f"simulated error {status}", "simulated"))
         plain = replace(parsed, stream=False)
-        reply = self._models.reply(plain, self._models.seen[parsed.key])
-        self._models.seen[parsed.key] += 1
+        reply = self._models.reply(plain, line.seen)
         self._paid(parsed, reply.prompt_tokens, reply.completion_tokens)
         if line.fault in ("html", "bad_json", "wrong_shape"):
             return 200, {"status": "accepted", "items": []}

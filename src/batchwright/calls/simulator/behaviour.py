@@ -79,6 +79,8 @@ class Behaviour:
     """What `sim-qa` knows, or the file that holds it."""
     rules: Mapping[str, Sequence[str]] = field(default_factory=lambda: dict(RULES))
     """The traits of a wording that `sim-qa` needs to understand it, by category."""
+    context: int | None = None
+    """Tokens of every model's context, which end a response and which its lists of models say."""
     batch_s: float = 0.1
     """How long a batch of the Batch API takes, however many lines it has."""
     batch_window_s: float = 86_400.0
@@ -158,7 +160,8 @@ class Behaviour:
             )
         if self.kind not in ("queue", "reject", "thrash", "batch"):
             raise ConfigError(f"kind must be queue, reject, thrash or batch, got {self.kind!r}")
-        small = {"knee": min(knee for _, knee in self.schedule), "rpm": self.rpm, "tpm": self.tpm}
+        small = {"knee": min(knee for _, knee in self.schedule), "rpm": self.rpm}
+        small |= {"tpm": self.tpm, "context": self.context}
         for name, value in small.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")

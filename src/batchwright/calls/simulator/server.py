@@ -135,7 +135,7 @@ class Server:
         elif path.startswith(("/v1/files", "/v1/batches")):
             found = self.batches.handle(request, self.now())
         else:
-            found = about_models(path, request.body, self.names)
+            found = about_models(path, request.body, self.names, self.behaviour.context)
         if found is None:
             found = Refusal(404, f"there is nothing at {path}", "not_found")
         if isinstance(found, Refusal):

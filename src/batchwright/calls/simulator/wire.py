@@ -394,14 +394,16 @@ def error(path: str, refusal: Refusal) -> dict[str, Any]:
     return {"error": {**about, "param": refusal.param, "code": refusal.code}}
 
 
-def about_models(path: str, body: bytes, models: Sequence[str]) -> dict[str, Any] | Refusal | None:
+def about_models(
+    path: str, body: bytes, models: Sequence[str], context: int | None = None
+) -> dict[str, Any] | Refusal | None:
     """Responses to requests about models; None for any other path."""
     if path == "/v1/models":
-        return {"object": "list", "data": [_card(name) for name in models]}
+        return {"object": "list", "data": [_card(name, context) for name in models]}
     if path.startswith("/v1/models/"):
         name = path.removeprefix("/v1/models/")
         if name in models:
-            return _card(name)
+            return _card(name, context)
         return Refusal(404, f"The model `{name}` does not exist", "model_not_found", "model")
     if path == "/api/version":
         return {"version": "0.12.0"}
@@ -415,7 +417,9 @@ def about_models(path: str, body: bytes, models: Sequence[str]) -> dict[str, Any
             return Refusal(400, "the body must be a JSON object with a model")
         if wanted.removesuffix(":latest") not in models:
             return Refusal(404, f"model '{wanted}' not found")
-        about = {"general.architecture": "simulated", "general.parameter_count": 0}
+        about: dict[str, Any] = {"general.architecture": "simulated", "general.parameter_count": 0}
+        if context is not None:
+            about["simulated.context_length"] = context
         card = _ollama_card(wanted)
         shown = {"modelfile": f"FROM {wanted}", "parameters": "", "template": "{{ .Prompt }}"}
         dated = {"details": card["details"], "modified_at": CREATED_TEXT}
@@ -423,8 +427,10 @@ def about_models(path: str, body: bytes, models: Sequence[str]) -> dict[str, Any
     return None
 
 
-def _card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": CREATED, "owned_by": "batchwright"}
+def _card(name: str, context: int | None) -> dict[str, Any]:
+    card = {"id": name, "object": "model", "created": CREATED, "owned_by": "batchwright"}
+    # As vLLM and SGLang say it.
+    return card if context is None else {**card, "max_model_len": context}
 
 
 def _ollama_card(name: str) -> dict[str, Any]:

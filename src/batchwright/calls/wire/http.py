@@ -10,7 +10,7 @@ import ssl
 import urllib.request
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -24,7 +24,7 @@ from batchwright.calls.request import Request
 from batchwright.calls.wire import ollama, openai
 from batchwright.errors import ConfigError, NoServer
 
-__all__ = ["FunctionTransport", "HttpTransport", "Transport", "connect"]
+__all__ = ["Exchange", "FunctionTransport", "HttpTransport", "Transport", "Unanswered", "connect"]
 
 LONGEST_NAME = 200
 """Characters of a model's name that are kept."""
@@ -42,6 +42,18 @@ PIECE_BYTES = 2**20
 """Decompressed at a time, so that neither the memory nor the loop belongs to a server."""
 KEY_CHARACTERS = 16
 """A shorter API key may be an ordinary word (EMPTY), which a response is free to use."""
+
+
+class Exchange(NamedTuple):
+    """What a server responded with."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Unanswered(Exception):
+    """No whole response came; the message says why."""
 
 
 class Transport(Protocol):
@@ -171,30 +183,69 @@ class HttpTransport:
     async def close(self) -> None:
         await self._session.close()
 
+    async def exchange(
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        content_type: str = "application/json",
+        *,
+        timeout_s: float,
+        most_bytes: int = MOST_LIST_BYTES,
+        root: bool = False,
+    ) -> Exchange:
+        """One request that is no call, such as for a list, below the base URL or, by `root`, the
+        server's root.
+
+        Raises:
+            Unanswered: no whole response came; the server may have acted on the request.
+            ValueError: the response is longer than `most_bytes`, or compressed in a way that was
+                not asked for.
+        """
+        base = str(URL(self._base).origin()) if root else self._base
+        given = {} if data is None else {"Content-Type": content_type}
+        responding = False
+        try:
+            async with self._session.request(
+                method,
+                URL(base + path),
+                data=data,
+                headers={**(self._headers or {}), **given},
+                allow_redirects=False,
+                proxy=self._proxy,
+                proxy_headers=self._proxy_headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s),
+            ) as response:
+                responding = True
+                if response.status < 300:
+                    body = await _whole(response, most_bytes)
+                else:
+                    body = await _beginning(response)
+                if self._key and response.status >= 300:
+                    body = body.replace(self._key.encode(), b"...")
+                return Exchange(response.status, response.headers, body)
+        except _BadBody as error:
+            raise ValueError(f"{self._name}: {error}") from None
+        except TimeoutError:
+            raise Unanswered(f"no response of {self._name} within {timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            _, text = _fault(error, responding, self._name)
+            raise Unanswered(text) from None
+
     async def models(self) -> list[str] | None:
         """The names of the server's models; None if it does not list them.
 
         Raises:
             NoServer: it cannot be reached.
         """
-        path = self._base + ("/api/tags" if self._decode is ollama.decode else "/models")
+        path = "/api/tags" if self._decode is ollama.decode else "/models"
         try:
-            async with self._session.get(
-                URL(path),
-                headers=self._headers,
-                allow_redirects=False,
-                proxy=self._proxy,
-                proxy_headers=self._proxy_headers,
-                timeout=aiohttp.ClientTimeout(total=LIST_S),
-            ) as response:
-                if response.status != 200:
-                    return None
-                body = parse_json(await _whole(response, MOST_LIST_BYTES))
-        except (ValueError, _BadBody):
+            response = await self.exchange("GET", path, timeout_s=LIST_S)
+            body = parse_json(response.body) if response.status == 200 else None
+        except ValueError:
             return None
-        except (aiohttp.ClientError, OSError) as error:
-            _, text = _fault(error, False, self._name)
-            raise NoServer(f"{text}; start the server, or check its address") from None
+        except Unanswered as error:
+            raise NoServer(f"{error}; start the server, or check its address") from None
         rows = body.get("data", body.get("models")) if isinstance(body, dict) else None
         if not isinstance(rows, list):
             return None

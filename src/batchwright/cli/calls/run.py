@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from batchwright.cli.calls.batches import check_flags, check_no_batches, discounted, run_batches
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.flags import at_least
 from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
@@ -19,6 +20,7 @@ from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 if TYPE_CHECKING:
     from batchwright.calls import Endpoint, Outcome, Pool
     from batchwright.calls.promptfile import Answers, Line, Prompt, Spent
+    from batchwright.calls.wire.discovery import ModelLimit
 
 __all__ = ["run"]
 
@@ -66,6 +68,12 @@ def run(
     max_tokens: Annotated[
         int | None, Parameter(help="Most completion tokens, for rows that set none.")
     ] = None,
+    model_max_tokens: Annotated[
+        int | None,
+        Parameter(
+            help="Most completion tokens of the model itself, for bounds (default: by its server)."
+        ),
+    ] = None,
     seed: Annotated[int | None, Parameter(help="Sampling seed of rows that set none.")] = None,
     error_budget: Annotated[
         float | None,
@@ -75,6 +83,14 @@ def run(
         Literal["chat", "responses"],
         Parameter(help="Send to /chat/completions, or to OpenAI's /responses."),
     ] = "chat",
+    batch_api: Annotated[
+        bool,
+        Parameter(negative="", help="Send in batches of OpenAI's Batch API, at half the price."),
+    ] = False,
+    cancel: Annotated[
+        bool,
+        Parameter(negative="", help="With --batch-api: cancel the open batches and collect."),
+    ] = False,
     key_env: KeyEnv = None,
     retry_failed: Annotated[
         bool, Parameter(negative="", help="Retry the calls that failed in an earlier run.")
@@ -102,8 +118,38 @@ def run(
     known = _known(output, prompts, force)
     endpoints = [endpoint_at(target, key_env) for target in endpoint]
     own = output.with_name(f".{output.name}.partial.db")
+    if model_max_tokens is not None:
+        at_least(1, model_max_tokens=model_max_tokens)
+    if batch_api:
+        unused = {"batch-size": batch_size != "auto", "rpm": rpm, "tpm": tpm}
+        check_flags(endpoints, {flag: bool(given) for flag, given in unused.items()})
+        prices = discounted(prices)
+    elif cancel:
+        raise ConfigError("--cancel goes with --batch-api; Ctrl-C stops any other run")
+    else:
+        check_no_batches(output, prompts, known)
     if dry_run:
-        _predict(prompts, known, cache or own, endpoints, prices, retry_failed, format)
+        limits = _limits(prompts, endpoints, model_max_tokens)
+        cached = cache or own
+        _predict(prompts, known, cached, endpoints, prices, retry_failed, format, limits, batch_api)
+        return
+    if batch_api:
+        run_batches(
+            endpoints[0],
+            prompts,
+            output,
+            Spent(output, prices, prompts, known) if prices is not None else None,
+            prices,
+            cancel=cancel,
+            max_cost=max_cost,
+            limits=_limits(prompts, endpoints, model_max_tokens) if max_cost is not None else {},
+            cache=cache,
+            error_budget=error_budget,
+            retry_failed=retry_failed,
+            force=force,
+            quiet=quiet,
+            format=format,
+        )
         return
     spent = Spent(output, prices, prompts, known) if prices is not None else None
     left = max_cost
@@ -315,6 +361,34 @@ def _spent(facts: dict[str, Any]) -> str:
     return f"{facts['cost']:.6g} spent" + (f" ({earlier:.6g} in earlier runs)" if earlier else "")
 
 
+def _limits(
+    prompts: "list[Prompt]", endpoints: "list[Endpoint]", given: int | None
+) -> "dict[str, ModelLimit]":
+    """How long responses get at most, by model, where requests do not say it.
+
+    Only a model about which every endpoint says something is among them.
+    """
+    import asyncio
+
+    from batchwright.calls.engine.stats import most_completion
+    from batchwright.calls.wire.discovery import ModelLimit, model_limit
+
+    models = {p.request.model for p in prompts if most_completion(p.request) is None}
+    if given is not None:
+        return {model: ModelLimit(given, "--model-max-tokens") for model in models}
+
+    async def ask() -> dict[str, ModelLimit]:
+        found = {}
+        for model in models:
+            said = [await model_limit(endpoint, model) for endpoint in endpoints]
+            known = [one for one in said if one is not None]
+            if len(known) == len(said):
+                found[model] = max(known)
+        return found
+
+    return asyncio.run(ask()) if models else {}
+
+
 def _predict(
     prompts: "list[Prompt]",
     known: "list[Line]",
@@ -323,6 +397,8 @@ def _predict(
     prices: dict[str, tuple[float, float]] | None,
     retry_failed: bool,
     format: str,
+    limits: "dict[str, ModelLimit]",
+    batch_api: bool,
 ) -> None:
     """What a run would do, without any call and with nothing opened for writing."""
     from batchwright.calls.cache import Cache
@@ -341,7 +417,8 @@ def _predict(
             hits = len(found)
             requests = {key: one for key, one in requests.items() if key not in found}
     about = sum(estimate_usage(one).prompt_tokens for one in requests.values())
-    found_bounds = [(one, most_usage(one)) for one in requests.values()]
+    known_most = {model: limit.tokens for model, limit in limits.items()}
+    found_bounds = [(one, most_usage(one, known_most.get(one.model))) for one in requests.values()]
     bounds = [(one, usage) for one, usage in found_bounds if usage is not None]
     unbounded = len(requests) - len(bounds)
     most = None if unbounded else sum(usage.completion_tokens for _, usage in bounds)
@@ -356,12 +433,18 @@ def _predict(
         "prompt_tokens": about,
         "completion_tokens_most": most,
         "unbounded_calls": unbounded,
+        "model_max_tokens": {model: limit._asdict() for model, limit in limits.items()},
         "cost_most": cost,
     }
     text = (
         f"{len(prompts):,} prompts, {data['answered']:,} done already, {hits:,} cached\n"
         f"{len(requests):,} calls to make, about {about:,} prompt tokens and "
         + _bound(most, unbounded, cost, prices is not None)
+        + (" (prices of the Batch API)" if batch_api and cost is not None else "")
+        + "".join(
+            f"\n{model}: at most {limit.tokens:,} completion tokens a response, by {limit.source}"
+            for model, limit in sorted(limits.items())
+        )
         + "\nno calls were made (--dry-run)"
     )
     show(data, text, format)
@@ -370,7 +453,10 @@ def _predict(
 def _bound(most: int | None, unbounded: int, cost: float | None, priced: bool) -> str:
     """What a run may take at most, or that nothing bounds it."""
     if most is None:
-        why = f"{unbounded:,} have no max_tokens or hold images; set --max-tokens"
+        why = (
+            f"{unbounded:,} have no max_tokens, and the server says no maximum, or hold images; "
+            f"set --max-tokens, or --model-max-tokens"
+        )
         tokens = f"any number of completion tokens ({why})"
         return tokens + ("\ncost without a bound, for the same reason" if priced else "")
     tokens = f"at most {most:,} completion tokens"
