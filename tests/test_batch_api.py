@@ -241,6 +241,7 @@ def test_more_prompts_than_a_file_takes_go_in_several(call, tmp_path):
     write_prompts(tmp_path, *(f"q{n}" for n in range(50_003)))
     with running(words=1) as url:
         done = call(line(url, "--batch-api --format json"), tmp_path)
+        assert done.code == 0, done.err
         assert url.stats()["batch_requests"] == 50_003
 
     assert [one["requests"] for one in done.data["batches"]] == [50_000, 3]

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.outcome import Failed, Kind, Outcome
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
 from batchwright.calls.request import Request
-from batchwright.calls.wire.http import Exchange, HttpTransport, Unanswered
+from batchwright.calls.wire.http import KEY_CHARACTERS, Exchange, HttpTransport, Unanswered
 from batchwright.calls.wire.openai import PATHS, from_body, refused, retry_after_s, scrub
 from batchwright.errors import ConfigError, NoServer
 
@@ -26,6 +26,9 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 0.25, 30.0
 CONTROL_S, TRANSFER_S = 60.0, 3600.0
 """How long the server may take for a small response, and for a file."""
 PAGE = 100
+MOST_FILE_BYTES = 2**30
+"""Of an output or error file."""
+REPEATS_KEY = "the response repeats the API key, which would be stored with it"
 
 
 def path_of(request: Request) -> str:
@@ -57,6 +60,7 @@ def outcome_of_line(request: Request, line: Mapping[str, Any]) -> Outcome:
         code = str(error.get("code"))
         text = f"{code}: {scrub(str(error.get('message') or ''), request)}"
         kinds = {"batch_expired": Kind.TIMEOUT, "batch_cancelled": Kind.CANCELLED}
+        kinds[REPEATS_KEY] = Kind.BAD_BODY
         return Failed(kinds.get(code, Kind.HTTP_5XX), text.removesuffix(": "))
     return Failed(Kind.BAD_BODY, f"a line of the batch has {sorted(map(str, line))[:6]}")
 
@@ -136,12 +140,20 @@ class BatchServer:
 
     async def lines(self, file: str) -> list[dict[str, Any]]:
         """The lines of an output or error file."""
-        response = await self._again("GET", f"/files/{file}/content", timeout_s=TRANSFER_S)
-        try:
-            rows = [json.loads(row) for row in response.body.splitlines() if row.strip()]
-        except ValueError:
-            raise NoServer(f"{self._name}: the file {file} of a batch is not JSON lines") from None
-        return [row for row in rows if isinstance(row, dict)]
+        path = f"/files/{file}/content"
+        response = await self._again("GET", path, timeout_s=TRANSFER_S, most_bytes=MOST_FILE_BYTES)
+        secret = self._key.encode() if self._key and len(self._key) >= KEY_CHARACTERS else None
+        found = []
+        for row in response.body.splitlines():
+            try:
+                line = parse_json(row) if row.strip() else None
+            except ValueError:
+                raise NoServer(f"{self._name}: the file {file} is not JSON lines") from None
+            if isinstance(line, dict):
+                if secret is not None and secret in row:
+                    line |= {"response": None, "error": {"code": REPEATS_KEY}}
+                found.append(line)
+        return found
 
     async def find_file(self, name: str) -> dict[str, Any] | None:
         """The uploaded file with this name, if there is one."""
@@ -178,7 +190,7 @@ class BatchServer:
             wait = None
             try:
                 response = await send()
-            except Unanswered as error:
+            except (Unanswered, ValueError) as error:
                 why = str(error)
             else:
                 if response.status < 300:
@@ -200,6 +212,7 @@ class BatchServer:
         data: bytes | None = None,
         *,
         timeout_s: float = CONTROL_S,
+        most_bytes: int = 4 * 2**20,
         refused: bool = False,
     ) -> Exchange:
         """A request that may be sent several times; `refused` returns errors as they are."""
@@ -207,9 +220,13 @@ class BatchServer:
         for number in range(TRIES):
             wait = None
             try:
-                response = await self._http.exchange(method, path, data, timeout_s=timeout_s)
+                response = await self._http.exchange(
+                    method, path, data, timeout_s=timeout_s, most_bytes=most_bytes
+                )
             except Unanswered as error:
                 why = str(error)
+            except ValueError as error:
+                raise NoServer(str(error)) from None
             else:
                 if response.status < 300 or (refused and not _passing(response.status)):
                     return response
@@ -223,7 +240,7 @@ class BatchServer:
 
     def _parsed(self, response: Exchange, field: str = "id") -> dict[str, Any]:
         try:
-            found = json.loads(response.body)
+            found = parse_json(response.body)
         except ValueError:
             found = None
         if not isinstance(found, dict) or found.get(field) in (None, ""):
@@ -234,8 +251,6 @@ class BatchServer:
         # A request of nobody: there is no prompt to be hidden in what the server says.
         nobody = Request("chat", {"model": "-", "messages": []})
         said = refused(nobody, response.status, response.headers, response.body).error
-        if self._key:
-            said = said.replace(self._key, "...")
         raise ConfigError(f"the Batch API of {self._name}: {said}")
 
 

@@ -5,6 +5,7 @@ The only module that uses aiohttp. One session per endpoint, all on the pool's l
 
 import asyncio
 import base64
+import io
 import os
 import ssl
 import urllib.request
@@ -209,7 +210,8 @@ class HttpTransport:
             async with self._session.request(
                 method,
                 URL(base + path),
-                data=data,
+                # From a stream, so that a large file does not block the loop.
+                data=None if data is None else io.BytesIO(data),
                 headers={**(self._headers or {}), **given},
                 allow_redirects=False,
                 proxy=self._proxy,
