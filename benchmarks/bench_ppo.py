@@ -240,7 +240,7 @@ def torchrl_ours(given: Given) -> Callable[[], Result]:
 
 
 def prover_env(given: Given) -> Any:
-    from batchwright.envs import BatchedVecEnv
+    from batchwright.envs import ProverEnv
     from batchwright.logic import Facts, load_graph, parse_rules
 
     graph = load_graph(DATA / "kg" / "wn18rr")
@@ -248,7 +248,7 @@ def prover_env(given: Given) -> Any:
     names = graph.vocab.predicates
     text = "\n".join(f"{p}(X, Y) :- {p}(Y, X).\n{p}(X, Y) :- {p}(X, Z), {p}(Z, Y)." for p in names)
     rules = parse_rules(text, graph.vocab)
-    return BatchedVecEnv(
+    return ProverEnv(
         facts, rules, graph.train, given.num_envs, seed=given.seed, negatives=1, depth=6
     )
 

@@ -60,12 +60,12 @@ SERIAL, PARALLEL = "TorchRL SerialEnv", "TorchRL ParallelEnv"
 
 
 def ours_env(given: Given, num_envs: int | None = None, seed: int = 0) -> Any:
-    from batchwright.envs import BatchedVecEnv
+    from batchwright.envs import ProverEnv
 
     graph = given.graph
     settings = {"depth": DEPTH, "goals": GOALS, "max_candidates": K, "end_action": False}
     count = num_envs or given.num_envs
-    return BatchedVecEnv(graph.facts, given.rules, graph.train, count, seed=seed, **settings)
+    return ProverEnv(graph.facts, given.rules, graph.train, count, seed=seed, **settings)
 
 
 def core(given: Given) -> Run:

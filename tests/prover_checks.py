@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from batchwright.checkpoint import latest
-from batchwright.envs.prover.env import FACT, BatchedVecEnv
+from batchwright.envs.prover.env import FACT, ProverEnv
 from batchwright.events import read_events
 from batchwright.rl.policy import Policy
 from batchwright.train.prover.policy import rule_policy
@@ -32,7 +32,7 @@ def enumerated(
 
     Proofs that use one fact twice in a row do not count.
     """
-    env = BatchedVecEnv(
+    env = ProverEnv(
         asked.facts,
         asked.rules,
         [question],

@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_equal
 from numpy.typing import NDArray
 
-from batchwright.envs import BatchedVecEnv, CartPole, Env, Obs, Step, check_env
+from batchwright.envs import CartPole, Env, Obs, ProverEnv, Step, check_env
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic import Facts, Vocab, parse_rules
 
@@ -197,11 +197,11 @@ def test_the_error_for_an_object_that_is_not_an_environment_names_what_it_lacks(
         check_env(object())  # type: ignore[arg-type]
 
 
-def ladder() -> BatchedVecEnv:
+def ladder() -> ProverEnv:
     vocab = Vocab.of(["a", "b", "c"], ["up", "above"])
     facts = Facts.of([(0, 0, 1), (1, 0, 2)], vocab)
     rules = parse_rules("above(X, Y) :- up(X, Y).", vocab)
-    return BatchedVecEnv(facts, rules, [(0, 1, 1), (1, 1, 2)], 3, max_candidates=4)
+    return ProverEnv(facts, rules, [(0, 1, 1), (1, 1, 2)], 3, max_candidates=4)
 
 
 ENVS: list[Callable[[], Env]] = [lambda: CartPole(3), ladder]
@@ -248,11 +248,11 @@ def test_a_state_without_one_of_its_parts_is_refused_by_name(make: Callable[[], 
 def test_a_batch_size_is_a_whole_number(size: Any) -> None:
     env = ladder()
     with pytest.raises(ConfigError, match="batch_size must be an integer of at least 1"):
-        BatchedVecEnv(env.facts, env.rules, env.queries, size)
+        ProverEnv(env.facts, env.rules, env.queries, size)
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.5, float("nan")])
 def test_a_discount_is_from_0_to_1(gamma: float) -> None:
     env = ladder()
     with pytest.raises(ConfigError, match="gamma must be from 0 to 1"):
-        BatchedVecEnv(env.facts, env.rules, env.queries, 2, gamma=gamma)
+        ProverEnv(env.facts, env.rules, env.queries, 2, gamma=gamma)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from batchwright.envs import BatchedVecEnv, CartPole, Env
+from batchwright.envs import BatchedVecEnv, CartPole, Env, ProverEnv
 from batchwright.envs.gymnasium import GymnasiumVectorEnv
 from batchwright.envs.torchrl import TorchRLEnv
 from batchwright.errors import ConfigError, Mismatch
@@ -30,7 +30,7 @@ def poles(seed: int = 3, num_envs: int = 5) -> CartPole:
     return CartPole(num_envs, seed=seed, max_steps=12)
 
 
-def prover(seed: int = 3, num_envs: int = 5) -> BatchedVecEnv:
+def prover(seed: int = 3, num_envs: int = 5) -> ProverEnv:
     """A chain of ten cities; which can be reached from which."""
     vocab = Vocab.of([f"c{i}" for i in range(10)], ["road", "reach"])
     road, reach = vocab.predicate("road"), vocab.predicate("reach")
@@ -39,7 +39,7 @@ def prover(seed: int = 3, num_envs: int = 5) -> BatchedVecEnv:
         "reach(X, Y) :- road(X, Y).\nreach(X, Y) :- road(X, Z), reach(Z, Y).", vocab
     )
     queries = [(i, reach, j) for i in range(9) for j in range(i + 1, min(10, i + 4))]
-    return BatchedVecEnv(
+    return ProverEnv(
         facts, rules, queries, num_envs, seed=seed, max_candidates=8, depth=6, negatives=1
     )
 
@@ -58,7 +58,7 @@ def test_torchrl_finds_the_specs_kept(make: Callable[..., Env]) -> None:
     from torchrl.envs.utils import check_env_specs
 
     check_env_specs(TorchRLEnv(make()), break_when_any_done="both")
-    check_env_specs(TorchRLEnv(make(), remake=make), seed=1)
+    check_env_specs(TorchRLEnv(make()), seed=1)
 
 
 @both
@@ -236,14 +236,148 @@ def test_a_collector_with_gae_and_clip_ppo_loss_of_torchrl_trains_on_it(
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_seed_needs_a_way_to_make_the_environment_of_it() -> None:
-    with pytest.raises(ConfigError, match="remake"):
-        TorchRLEnv(poles()).set_seed(1)
-    with pytest.raises(ConfigError, match="remake"):
-        GymnasiumVectorEnv(poles()).reset(seed=1)
-    env = TorchRLEnv(poles(), remake=poles)
-    env.set_seed(9)
-    assert np.array_equal(env.reset()["features"].numpy(), poles(9).reset()["features"])
+@both
+def test_an_environment_with_another_seed_is_that_of_the_seed(make: Callable[..., Env]) -> None:
+    """Set through TorchRL and through Gymnasium, and after steps with the seed it had."""
+    by_torchrl, by_gymnasium, by_itself = TorchRLEnv(make()), GymnasiumVectorEnv(make()), make(9)
+    by_torchrl.rollout(7, break_when_any_done=False)
+    by_gymnasium.reset()
+    by_gymnasium.step(np.zeros(5, np.int64))
+    by_torchrl.set_seed(9)
+    shown = [by_torchrl.reset(), by_gymnasium.reset(seed=9)[0]]
+    expected = by_itself.reset()
+    for t in range(20):
+        for name in by_itself.spec:
+            assert np.array_equal(shown[0][name].numpy(), expected[name]), (name, t)
+            assert np.array_equal(shown[1][name], expected[name]), (name, t)
+        actions = allowed(expected["mask"], t)
+        expected = by_itself.step(actions).obs
+        _, shown[0] = by_torchrl.step_and_maybe_reset(
+            shown[0].set("action", torch.from_numpy(actions))
+        )
+        shown[1] = by_gymnasium.step(actions)[0]
+
+
+def test_an_environment_without_seeds_says_so() -> None:
+    class Fixed:
+        """All of CartPole but its seed."""
+
+        def __init__(self) -> None:
+            own = poles()
+            for name in ("num_envs", "num_actions", "spec", "reset", "step"):
+                setattr(self, name, getattr(own, name))
+
+    for reset in (
+        lambda: TorchRLEnv(Fixed()).set_seed(1),  # type: ignore[arg-type]
+        lambda: GymnasiumVectorEnv(Fixed()).reset(seed=1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=r"a Fixed got its seed .* set_seed\(seed\)"):
+            reset()
+
+
+def test_batched_vec_env_is_a_torchrl_environment_over_the_same_arrays() -> None:
+    """What the document does with it: batch_size[0], a step on a TensorDict, a rollout."""
+    from torchrl.envs import EnvBase
+    from torchrl.envs.utils import check_env_specs
+
+    core = prover()
+    settings = {"seed": 3, "max_candidates": 8, "depth": 6, "negatives": 1}
+    env = BatchedVecEnv(core.facts, core.rules, core.queries, batch_size=5, **settings)
+    assert isinstance(env, EnvBase)
+    assert int(env.batch_size[0]) == 5
+    td, expected = env.reset(), core.reset()
+    for t in range(12):
+        actions = allowed(expected["mask"], t)
+        assert np.array_equal(td["goals"].numpy(), expected["goals"])
+        step = core.step(actions)
+        stepped, td = env.step_and_maybe_reset(td.set("action", torch.from_numpy(actions)))
+        assert stepped["next", "reward"].shape == (5, 1)
+        assert np.array_equal(stepped["next", "reward"][:, 0].numpy(), step.reward)
+        expected = step.obs
+    rollout = env.rollout(16, break_when_any_done=False)
+    assert rollout.batch_size == (5, 16)
+    check_env_specs(env)
+
+
+def test_our_ppo_takes_a_wrapped_environment_and_steps_its_arrays() -> None:
+    from batchwright.rl import PPO, PPOConfig, policy_for
+
+    config = PPOConfig(total_steps=80, num_steps=8, epochs=1, minibatches=2)
+    weights = []
+    for env in (prover(), TorchRLEnv(prover()), GymnasiumVectorEnv(prover())):
+        ppo = PPO(env, policy_for(env, width=8), config)
+        ppo.learn()
+        weights.append(torch.cat([p.detach().flatten() for p in ppo.policy.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_an_environment_that_wraps_another_keeps_its_policy() -> None:
+    from batchwright.rl import policy_for
+
+    class Twice:
+        """Double rewards; everything else is the wrapped environment's."""
+
+        def __init__(self, env: Env) -> None:
+            self.env = env
+            self.num_envs, self.num_actions, self.spec = env.num_envs, env.num_actions, env.spec
+            self.reset, self.state_dict = env.reset, env.state_dict
+            self.load_state_dict = env.load_state_dict
+
+        def step(self, actions: NDArray[Any]) -> Any:
+            step = self.env.step(actions)
+            step.reward *= 2
+            return step
+
+    for make in MAKERS:
+        plain = policy_for(make()).state_dict()
+        wrapped = policy_for(Twice(make())).state_dict()  # type: ignore[arg-type]
+        assert {n: t.shape for n, t in wrapped.items()} == {n: t.shape for n, t in plain.items()}
+
+
+def test_torchrls_actor_and_critic_are_our_policy() -> None:
+    from batchwright.integrations.torchrl import actor_critic
+    from batchwright.rl import policy_for
+
+    for make in MAKERS:
+        env = TorchRLEnv(make())
+        policy = policy_for(env, width=8)
+        actor, critic = actor_critic(env, policy)
+        td = env.reset()
+        obs = {name: td[name] for name in env.env.spec}
+        assert torch.equal(critic(td.clone())["state_value"][:, 0], policy.value(obs))
+        found = actor(td.clone())
+        assert torch.equal(found["logits"], policy.logits(obs))
+        both_ids = {id(p) for module in (actor, critic) for p in module.parameters()}
+        assert both_ids == {id(p) for p in policy.parameters()}
+
+
+@pytest.mark.slow
+def test_parallel_environments_of_torchrl_give_the_same_steps() -> None:
+    from torchrl.envs import ParallelEnv
+
+    parallel = ParallelEnv(2, [poles_of_torchrl, other_poles_of_torchrl], mp_start_method="fork")
+    try:
+        found = parallel.rollout(12, always_right, break_when_any_done=False)
+        assert found.batch_size == (2, 5, 12)
+        for i, make in enumerate((poles_of_torchrl, other_poles_of_torchrl)):
+            alone = make().rollout(12, always_right, break_when_any_done=False)
+            assert torch.equal(found[i]["next", "reward"], alone["next", "reward"])
+            assert torch.equal(found[i]["features"], alone["features"])
+    finally:
+        parallel.close()
+
+
+def poles_of_torchrl() -> TorchRLEnv:
+    return TorchRLEnv(poles(3))
+
+
+def other_poles_of_torchrl() -> TorchRLEnv:
+    return TorchRLEnv(poles(4))
+
+
+def always_right(td: Any) -> Any:
+    return td.set("action", torch.ones(td.batch_size, dtype=torch.int64))
 
 
 def test_a_tensordict_of_another_size_is_refused() -> None:
@@ -255,7 +389,7 @@ def test_a_tensordict_of_another_size_is_refused() -> None:
 def test_gymnasiums_own_checks_pass(make: Callable[..., Env]) -> None:
     from gymnasium.utils import env_checker
 
-    env = GymnasiumVectorEnv(make(), remake=make)
+    env = GymnasiumVectorEnv(make())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         env_checker.check_reset_return_type(env)
@@ -307,7 +441,7 @@ def test_gymnasiums_own_wrapper_counts_the_episodes() -> None:
     from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
     env = RecordEpisodeStatistics(GymnasiumVectorEnv(poles()))
-    env.reset()
+    env.reset(seed=11)
     lengths = []
     for _ in range(30):
         infos = env.step(np.ones(5, np.int64))[4]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchwright.envs.prover.env import BatchedVecEnv
+from batchwright.envs.prover.env import ProverEnv
 from batchwright.envs.prover.settings import auto_batch
 from batchwright.errors import ConfigError
 from batchwright.events import read_events
@@ -274,7 +274,7 @@ def test_auto_is_a_number_in_the_run_and_leaves_room_for_rollouts(
         for row in Path("/proc/meminfo").read_text().splitlines()
         if row.startswith("MemAvailable")
     )
-    env = BatchedVecEnv(family.facts, parse_rules(FAMILY / "rules.txt", family.vocab), family.train)
+    env = ProverEnv(family.facts, parse_rules(FAMILY / "rules.txt", family.vocab), family.train)
     arrays = Rollout.allocate(env, 128).obs.values()
     assert sum(array.nbytes for array in arrays) < free / 8
     assert auto_batch(6, 64, 8, 128) < auto_batch(6, 64, 8, 0)

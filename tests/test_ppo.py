@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from batchwright import rng
 from batchwright.checkpoint import latest
-from batchwright.envs import ArraySpec, BatchedVecEnv, CartPole, Obs, Step, check_env
+from batchwright.envs import ArraySpec, CartPole, Obs, ProverEnv, Step, check_env
 from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch, MissingFile
 from batchwright.logic import Facts, Vocab, parse_rules
 from batchwright.rl import (
@@ -86,7 +86,7 @@ class Doors:
         self._steps[:], self._count = state["steps"], state["count"]
 
 
-def prover(num_envs: int = 16, *, goals: int = 6) -> BatchedVecEnv:
+def prover(num_envs: int = 16, *, goals: int = 6) -> ProverEnv:
     """A chain of ten cities; which can be reached from which."""
     vocab = Vocab.of([f"c{i}" for i in range(10)], ["road", "reach"])
     road, reach = vocab.predicate("road"), vocab.predicate("reach")
@@ -95,7 +95,7 @@ def prover(num_envs: int = 16, *, goals: int = 6) -> BatchedVecEnv:
         "reach(X, Y) :- road(X, Y).\nreach(X, Y) :- road(X, Z), reach(Z, Y).", vocab
     )
     queries = [(i, reach, j) for i in range(9) for j in range(i + 1, min(10, i + 4))]
-    return BatchedVecEnv(
+    return ProverEnv(
         facts, rules, queries, num_envs, max_candidates=8, depth=8, goals=goals, negatives=1
     )
 

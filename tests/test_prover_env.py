@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from batchwright.envs import BatchedVecEnv, Env, Step, check_env
+from batchwright.envs import Env, ProverEnv, Step, check_env
 from batchwright.envs.prover.env import END, NEXT, REWARDS
 from batchwright.envs.prover.kernels.episodes import permute_row
 from batchwright.envs.prover.layout import C_END, CHUNK, INDEX
+from batchwright.envs.prover.settings import Ended
 from batchwright.errors import BadProgram, ConfigError, Mismatch
 from batchwright.logic.facts import Facts
-from batchwright.logic.loaders import load_graph
+from batchwright.logic.loaders import load_graph, shipped_graph
 from batchwright.logic.prove.proofs import prove_all
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
@@ -33,7 +35,7 @@ OBS = ("goals", "candidates", "mask", "n_valid", "query")
 class PlainEpisode:
     """One episode, written for reading: lists, tuples and the textbook's unification."""
 
-    def __init__(self, env: BatchedVecEnv, triples: set[Atom], b: int, label: bool) -> None:
+    def __init__(self, env: ProverEnv, triples: set[Atom], b: int, label: bool) -> None:
         self.env, self.triples, self.label = env, triples, label
         self.end_action = bool(env._config[C_END])
         self.n = env.facts.num_entities
@@ -144,7 +146,7 @@ def test_the_kernels_do_what_plain_python_does(program: Program, data: st.DataOb
         ),
         "inverse",
     )
-    env = BatchedVecEnv(
+    env = ProverEnv(
         Facts.of(triples, vocab),
         rules,
         queries,
@@ -199,8 +201,8 @@ RULES = parse_rules("p(X,Y) :- q(X,Y).\np(X,Y) :- q(X,Z), p(Z,Y).\np(X,X).", VOC
 QUERIES = [(0, 0, 2), (1, 0, 3), (2, 0, 4), (5, 0, 5), (3, 0, 1)]
 
 
-def small(batch_size: int = 4, **settings: Any) -> BatchedVecEnv:
-    return BatchedVecEnv(FACTS, RULES, QUERIES, batch_size, **settings)
+def small(batch_size: int = 4, **settings: Any) -> ProverEnv:
+    return ProverEnv(FACTS, RULES, QUERIES, batch_size, **settings)
 
 
 def copied(step: Step) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def copied(step: Step) -> dict[str, Any]:
     return {name: array.copy() for name, array in arrays.items()}
 
 
-def episodes(env: BatchedVecEnv, number: int) -> dict[int, list[Any]]:
+def episodes(env: ProverEnv, number: int) -> dict[int, list[Any]]:
     """What happens in the first episodes when actions depend on episode and step only."""
     lives: dict[int, list[Any]] = {}
     while (env.episode < number).any():
@@ -232,7 +234,7 @@ def test_it_is_an_env() -> None:
 class Wrapped:
     """An environment of somebody else, with the same observations."""
 
-    def __init__(self, env: BatchedVecEnv) -> None:
+    def __init__(self, env: ProverEnv) -> None:
         self.num_envs, self.num_actions, self.spec = env.num_envs, env.num_actions, env.spec
         self.reset, self.step = env.reset, env.step
         self.state_dict, self.load_state_dict = env.state_dict, env.load_state_dict
@@ -255,7 +257,7 @@ def test_a_policy_is_built_from_what_an_environment_says_of_itself() -> None:
 
 @pytest.mark.parametrize("settings", [{"negatives": 1}, {"ask": "both"}, {"max_candidates": 4}])
 def test_it_passes_the_check_for_environments(settings: dict[str, Any]) -> None:
-    def make(num_envs: int) -> BatchedVecEnv:
+    def make(num_envs: int) -> ProverEnv:
         return small(num_envs, depth=4, **settings)
 
     check_env(make(6), make=make)
@@ -292,7 +294,7 @@ def test_a_row_of_places_is_a_part_of_the_permutation(
 
 
 def test_it_resumes_to_the_same_bits(tmp_path: Path) -> None:
-    def make() -> BatchedVecEnv:
+    def make() -> ProverEnv:
         teacher = prove_all(QUERIES, FACTS, RULES, 4)
         settings = {"negatives": 1, "depth": 4, "max_candidates": 4, "teacher": teacher}
         return small(5, potential=lambda triples: triples[:, 2] * 0.1, **settings)
@@ -352,7 +354,7 @@ def test_corruptions_are_never_known_and_change_one_side_in_turn() -> None:
 def test_where_nothing_can_be_corrupted_the_query_stays_true() -> None:
     vocab = Vocab.of("ab", ["p"])
     full = Facts.of([(h, 0, t) for h in range(2) for t in range(2)], vocab)
-    env = BatchedVecEnv(full, Rules.of([], vocab), [(0, 0, 1)], 1, negatives=1)
+    env = ProverEnv(full, Rules.of([], vocab), [(0, 0, 1)], 1, negatives=1)
     labels = [bool(env.step(np.array([0])).info["label"][0]) for _ in range(6)]
     assert labels == [True] * 6
 
@@ -372,7 +374,7 @@ def test_rewards_go_by_number_or_name(scheme: str | int, expected: tuple[float, 
     # p(f, f) is proved by the third rule at once; p(f, a) has only dead ends.
     asked = [(5, 0, 5), (5, 0, 5), (5, 0, 5), (5, 0, 5), (5, 0, 0)]
     labels = [True, True, False, False, False]
-    env = BatchedVecEnv(FACTS, RULES, asked, 5, once=True, labels=labels, reward=scheme)
+    env = ProverEnv(FACTS, RULES, asked, 5, once=True, labels=labels, reward=scheme)
     rule = env._obs["candidates"][0, :, 1].tolist().index(2)
     step = env.step(np.array([rule, 0, rule, 0, 0]))
     assert step.reward.tolist() == pytest.approx(expected)
@@ -471,7 +473,7 @@ def test_an_episode_off_the_teachers_path_has_no_expert_action_until_the_next() 
     rules = parse_rules("p(X,Y) :- q(X,Z), q(Z,Y).\np(X,Y) :- q(X,Z), q(Z,Y).", VOCAB)
     asked = [(0, 0, 2)]
     teacher = prove_all(asked, FACTS, rules, 6)
-    env = BatchedVecEnv(FACTS, rules, asked, 1, teacher=teacher)
+    env = ProverEnv(FACTS, rules, asked, 1, teacher=teacher)
     expert = int(env.expert_actions()[0])
     assert expert in (2, 3)
 
@@ -485,7 +487,7 @@ def test_pages_show_every_successor_once() -> None:
     vocab = Vocab.of([f"e{i:03}" for i in range(100)], ["p", "q"])
     facts = Facts.of([(0, 1, i) for i in range(1, 100)], vocab)
     rules = parse_rules("p(X,Y) :- q(X,Z), q(Z,Y).", vocab)
-    env = BatchedVecEnv(facts, rules, [(0, 0, 1)], 1, max_candidates=12, depth=2)
+    env = ProverEnv(facts, rules, [(0, 0, 1)], 1, max_candidates=12, depth=2)
     env.step(np.array([2]))
     seen: list[int] = []
     while True:
@@ -500,7 +502,7 @@ def test_pages_show_every_successor_once() -> None:
 
 
 def test_rules_that_have_no_room_are_counted_not_hidden() -> None:
-    env = BatchedVecEnv(FACTS, RULES, [(1, 0, 0)], 1, goals=1)
+    env = ProverEnv(FACTS, RULES, [(1, 0, 0)], 1, goals=1)
     # The rule with two atoms in its body does not fit.
     step = env.step(np.array([2]))
     assert env.counters["cut"] >= 1
@@ -508,7 +510,7 @@ def test_rules_that_have_no_room_are_counted_not_hidden() -> None:
 
 
 def test_the_batch_size_can_follow_the_memory() -> None:
-    env = BatchedVecEnv(FACTS, RULES, QUERIES, "auto")
+    env = ProverEnv(FACTS, RULES, QUERIES, "auto")
     assert env.num_envs & (env.num_envs - 1) == 0
     assert 1 <= env.num_envs <= 16_384
 
@@ -533,11 +535,11 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], reaso
 
 def test_queries_that_make_no_sense_are_refused() -> None:
     with pytest.raises(BadProgram, match="no queries"):
-        BatchedVecEnv(FACTS, RULES, [], 1)
+        ProverEnv(FACTS, RULES, [], 1)
     with pytest.raises(BadProgram, match=r"query 1 is \[0, 2, 0\]"):
-        BatchedVecEnv(FACTS, RULES, [(0, 0, 0), (0, 2, 0)], 1)
+        ProverEnv(FACTS, RULES, [(0, 0, 0), (0, 2, 0)], 1)
     with pytest.raises(Mismatch, match="vocabular"):
-        BatchedVecEnv(FACTS, Rules.of([], Vocab.of("ab", ["p"])), QUERIES, 1)
+        ProverEnv(FACTS, Rules.of([], Vocab.of("ab", ["p"])), QUERIES, 1)
     with pytest.raises(Mismatch, match="labels"):
         small(labels=[True])
     with pytest.raises(Mismatch, match="known and facts"):
@@ -546,7 +548,7 @@ def test_queries_that_make_no_sense_are_refused() -> None:
         small(inverse=np.full(3, -1, np.int32))
 
 
-def provable_by_env(env: BatchedVecEnv) -> set[int]:
+def provable_by_env(env: ProverEnv) -> set[int]:
     """The queries that are proved when everybody follows the teacher."""
     proved: set[int] = set()
     while env.active.any():
@@ -560,7 +562,7 @@ def family(every: int, depth: int) -> None:
     rules = parse_rules(FAMILY_RULES, graph.vocab)
     queries = graph.train[::every]
     teacher = prove_all(queries, graph.facts, rules, depth)
-    env = BatchedVecEnv(
+    env = ProverEnv(
         graph.facts, rules, queries, 256, once=True, depth=depth, goals=depth, teacher=teacher
     )
 
@@ -568,7 +570,7 @@ def family(every: int, depth: int) -> None:
     assert env.counters["invalid"] == env.counters["truncated"] == 0
 
     # What random play proves is provable by the prover, at most as deep as it was played.
-    env = BatchedVecEnv(graph.facts, rules, queries, 256, depth=depth, goals=depth)
+    env = ProverEnv(graph.facts, rules, queries, 256, depth=depth, goals=depth)
     lengths = teacher.lengths
     for number in range(300):
         step = env.step(env.random_actions(number))
@@ -587,3 +589,54 @@ def test_a_sample_of_the_family_is_as_provable_here_as_by_the_prover() -> None:
 @pytest.mark.skipif(not FAMILY.is_dir(), reason="no family data set; set BATCHWRIGHT_DATA")
 def test_the_family_is_as_provable_here_as_by_the_prover() -> None:
     family(every=1, depth=7)
+
+
+@pytest.mark.parametrize("ask", ["truth", "tail"])
+def test_a_reward_function_sees_what_the_presets_reward(ask: str) -> None:
+    """A preset written as a function gives the same rewards, episode by episode."""
+    graph = load_graph("family")
+    rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
+    settings = {"ask": ask, "depth": 3, "negatives": 1 if ask == "truth" else 0, "seed": 4}
+
+    def cautious(ended: Ended) -> NDArray[Any]:
+        worth = np.where(
+            ended.label, np.where(ended.proved, 1, -0.5), np.where(ended.proved, -1.5, 1)
+        )
+        return np.where(ended.truncated, 0, worth)
+
+    def make(reward: Any) -> ProverEnv:
+        return ProverEnv(graph.facts, rules, graph.train, 32, reward=reward, **settings)
+
+    preset, own = make("cautious"), make(cautious)
+    total = set()
+    for _ in range(40):
+        actions = preset.random_actions()
+        expected = preset.step(actions)
+        found = own.step(actions)
+        assert np.array_equal(found.reward, expected.reward)
+        total |= set(found.reward.tolist())
+    assert total >= {0.0, 1.0, -0.5}
+    state = own.state_dict()
+    with pytest.raises(Mismatch, match="other facts, rules, queries or settings"):
+        preset.load_state_dict(state)
+    make(cautious).load_state_dict(state)
+
+
+def test_a_reward_function_gets_depths_and_must_give_numbers() -> None:
+    graph = load_graph("family")
+    rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
+    seen = []
+
+    def longer(ended: Ended) -> NDArray[Any]:
+        seen.append(ended)
+        return -1.0 * ended.depth
+
+    env = ProverEnv(graph.facts, rules, graph.train, 16, depth=3, reward=longer)
+    for _ in range(20):
+        step = env.step(env.random_actions())
+        assert np.array_equal(step.reward[step.done], -1.0 * step.info["depth"][step.done])
+    assert sum(len(ended.proved) for ended in seen) == env.counters["finished"] > 0
+    bad = ProverEnv(graph.facts, rules, graph.train, 16, depth=3, reward=lambda ended: 1.0)
+    give_up = np.zeros(16, np.int64)
+    with pytest.raises(ConfigError, match="one for each episode that ended"):
+        bad.step(give_up)

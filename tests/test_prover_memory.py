@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from batchwright.envs import BatchedVecEnv
+from batchwright.envs import ProverEnv
 from batchwright.envs.prover.blocks import LINE, ROW, allocate, fields, pack, stamp, view
 from batchwright.envs.prover.kernels import step as kernels
 from batchwright.envs.prover.layout import Memory, Task
@@ -65,18 +65,18 @@ def falling(triples: NDArray[np.int32]) -> NDArray[np.float64]:
     return triples[:, 2] * 0.1
 
 
-def family(batch_size: int = 5, **settings: Any) -> BatchedVecEnv:
+def family(batch_size: int = 5, **settings: Any) -> ProverEnv:
     graph = load_graph(shipped_graph())
     rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
-    return BatchedVecEnv(graph.facts, rules, graph.train, batch_size, **settings)
+    return ProverEnv(graph.facts, rules, graph.train, batch_size, **settings)
 
 
-def taught() -> BatchedVecEnv:
+def taught() -> ProverEnv:
     """An environment with everything that one may have."""
     graph = load_graph(shipped_graph())
     rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
     queries = graph.train[:30]
-    return BatchedVecEnv(
+    return ProverEnv(
         graph.facts,
         rules,
         queries,
@@ -89,7 +89,7 @@ def taught() -> BatchedVecEnv:
     )
 
 
-def played(env: BatchedVecEnv, steps: int = STEPS) -> str:
+def played(env: ProverEnv, steps: int = STEPS) -> str:
     """A digest of all that is seen in random play, teacher and state included."""
     seen = hashlib.sha256()
     for number in range(steps):
@@ -107,15 +107,15 @@ def played(env: BatchedVecEnv, steps: int = STEPS) -> str:
     return seen.hexdigest()
 
 
-def moved(make: Callable[[], BatchedVecEnv]) -> BatchedVecEnv:
+def moved(make: Callable[[], ProverEnv]) -> ProverEnv:
     """In the middle of episodes."""
     env = make()
     played(env, 7)
     return env
 
 
-def pickled(env: BatchedVecEnv) -> BatchedVecEnv:
-    again: BatchedVecEnv = pickle.loads(pickle.dumps(env))
+def pickled(env: ProverEnv) -> ProverEnv:
+    again: ProverEnv = pickle.loads(pickle.dumps(env))
     return again
 
 
@@ -145,7 +145,7 @@ def original_gone() -> None:
         assert len(junk) == 60
 
 
-def _child(env: BatchedVecEnv, answers: Any) -> None:
+def _child(env: ProverEnv, answers: Any) -> None:
     answers.put(played(env))
 
 
@@ -164,7 +164,7 @@ def other_processes() -> None:
         assert found == played(env), method
 
 
-def graphs() -> list[BatchedVecEnv]:
+def graphs() -> list[ProverEnv]:
     """Environments that reach every branch of the kernels, pages and cuts included."""
     envs = [
         family(ask=ask, depth=5, max_candidates=width, goals=goals)
@@ -185,7 +185,7 @@ def graphs() -> list[BatchedVecEnv]:
         n = vocab.num_entities
         triples = np.stack([draws.integers(0, m, 6 * n) for m in (n, 2, n)], 1)
         envs += [
-            BatchedVecEnv(
+            ProverEnv(
                 Facts.of(triples, vocab),
                 parse_rules(odd, vocab),
                 triples,

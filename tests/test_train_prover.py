@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchwright.envs.prover import REWARDS
 from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph, shipped_graph
@@ -27,7 +28,7 @@ from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
-from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.config import REWARD_NAMES, ProverConfig
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.learners import Practice, kge_potential
 from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
@@ -324,7 +325,7 @@ def test_corrupted_triples_and_an_embedding_that_shapes_rewards_can_be_trained_w
     save_kge(tmp_path / "kge", kge, entities=vocab_digest(family))
     h, p, t = family.train[0].tolist()
     preds = family.vocab.num_predicates
-    potential = kge_potential(kge)
+    potential = kge_potential(kge, kge.shape.num_predicates)
     goals = [[h, p, t], [t, preds + p, h], [h, 2 * preds + p, t], [t, 3 * preds + p, h], [h, p, -1]]
     values = potential(np.array(goals, np.int32))
     score = float((kge.entities[h] * kge.steps[p] * kge.entities[t]).sum())
@@ -393,3 +394,48 @@ def test_a_run_is_not_resumed_on_facts_that_changed(tmp_path: Path) -> None:
     (graph / "train.txt").write_text("\n".join(lines[1:]) + "\n")
     with pytest.raises(Mismatch, match="other facts"):
         train_prover(config, resume=True)
+
+
+def test_rules_that_ask_an_embedding_are_trained_and_read_back(
+    call: Callable[[str, Path], Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rules.txt").write_text(
+        "by_facts:1.0:father(x,z), father(z,y) -> grandfather(x,y)\n"
+        "by_belief:1.0:father(x,z), father_kge(z,y) -> grandfather(x,y)\n"
+    )
+    (tmp_path / "reward.py").write_text("def mine(ended):\n    return ended.proved & ended.label\n")
+    for line in (
+        "train kge --data family --rank 8 --epochs 3 --run-dir kge --quiet",
+        "train prover --data family --rules rules.txt --kge kge --accept 0.05 --n-envs 16 "
+        "--reward reward.py:mine --ppo-steps 256 --clone-updates 2 --passes 2 --run-dir run -q",
+    ):
+        done = call(line, tmp_path)
+        assert done.code == 0, done.err
+    graph = load_graph("family")
+    here = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        prover = load_prover(Path("run"), graph)
+    finally:
+        os.chdir(here)
+    assert prover.asked.steps.num_predicates == 2 * graph.vocab.num_predicates
+    rule = {name: i for i, name in enumerate(prover.asked.rules.names)}
+    believed = prover.probabilities[rule["by_belief tail"]]
+    assert 0 < believed < 1
+    evaluated = call("evaluate prover --data family --mode rl --prover run --quiet", tmp_path)
+    assert evaluated.code == 0, evaluated.err
+    proved = call("prove grandfather(X,joren) --prover run --kge kge --accept 0.05", tmp_path)
+    assert proved.code == 0, proved.err
+    for more, said in (
+        ("--kge kge", "give --rules or --negatives"),
+        ("--accept 0.5", "--accept is for rules that use p_kge"),
+        ("--reward nice", "or FILE.py:function, got 'nice'"),
+        ("--reward none.py:mine --clone-updates 0", "no reward file at none.py"),
+        ("--reward reward.py:yours --clone-updates 0", "has no function 'yours'"),
+    ):
+        done = call(f"train prover --data family {more} --ppo-steps 64 --n-envs 8 -q", tmp_path)
+        assert (done.code, said in done.err) == (1, True), done.err
+
+
+def test_the_names_of_rewards_are_those_of_the_environment() -> None:
+    assert tuple(REWARDS) == REWARD_NAMES

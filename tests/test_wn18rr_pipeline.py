@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchwright.envs.prover.env import BatchedVecEnv
+from batchwright.envs.prover.env import ProverEnv
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.mine.mining import mine
 from batchwright.logic.rank.ranking import rank
@@ -34,7 +34,7 @@ def test_wn18rr_is_loaded_whole(graph: Graph) -> None:
 def test_wn18rr_from_rules_to_ranks(graph: Graph) -> None:
     rules = mine(graph.facts, graph.vocab, length=1).rules
     asked = Asked.of(graph, rules)
-    env = BatchedVecEnv(
+    env = ProverEnv(
         asked.facts,
         asked.rules,
         asked.questions(graph.train),
@@ -69,7 +69,7 @@ def test_wn18rr_from_rules_to_ranks(graph: Graph) -> None:
 def test_the_plain_prover_environment_trains_on_wn18rr_as_well(graph: Graph) -> None:
     """Truths and corruptions of the graph as it stands, with the policy that reads goals."""
     rules = mine(graph.facts, graph.vocab, length=1).rules
-    env = BatchedVecEnv(graph.facts, rules, graph.train, 4, negatives=1, depth=4)
+    env = ProverEnv(graph.facts, rules, graph.train, 4, negatives=1, depth=4)
     policy = policy_for(env, width=16)
     ppo = PPO(env, policy, PPOConfig(num_steps=16, total_steps=64))
     metrics = ppo.step()

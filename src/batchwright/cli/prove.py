@@ -134,7 +134,7 @@ def _rules(
     if mine:
         from batchwright.logic.mine.mining import mine as mined
 
-        path, horn = None, mined(graph.facts, graph.vocab).rules
+        path, horn = None, mined(graph.train, graph.vocab).rules
     elif prover is not None:
         path = existing(prover / "rules.txt", "rules of a run of `batchwright train prover`")
     else:

@@ -14,7 +14,19 @@ from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import ConfigError, Mismatch
 
-__all__ = ["ArraySpec", "Env", "Obs", "Step", "Symbolic", "as_actions", "require_state"]
+__all__ = [
+    "ArraySpec",
+    "Env",
+    "Obs",
+    "Seeded",
+    "Step",
+    "Symbolic",
+    "Wrapper",
+    "array_env",
+    "as_actions",
+    "require_state",
+    "symbolic",
+]
 
 Obs = dict[str, NDArray[Any]]
 """Arrays whose first axis is the environment; `mask` [B, K] is always among them."""
@@ -106,6 +118,48 @@ class Symbolic(Protocol):
 
     @property
     def num_rules(self) -> int: ...
+
+
+@runtime_checkable
+class Seeded(Protocol):
+    """An environment whose seed can be changed after it was made."""
+
+    def set_seed(self, seed: int) -> None:
+        """What the next `reset` begins is that of a new environment of this seed."""
+        ...
+
+
+class Wrapper(Protocol):
+    """A wrapper of an environment, such as those for TorchRL and Gymnasium."""
+
+    @property
+    def env(self) -> Any: ...
+
+
+def array_env(env: "Env | Wrapper") -> Env:
+    """The environment on arrays inside wrappers for TorchRL or Gymnasium, or the given one."""
+    inner: Any = env
+    while not isinstance(inner, Env) and hasattr(inner, "env"):
+        inner = inner.env
+    if not isinstance(inner, Env):
+        raise ConfigError(
+            f"a {type(env).__name__} is not a batched environment; it must have the methods of "
+            f"batchwright.envs.Env"
+        )
+    return inner
+
+
+def symbolic(env: Env) -> "Symbolic | None":
+    """The environment, or the one that it wraps as `env`, whose ids are rows of tables.
+
+    None if its observations are not those of ids.
+    """
+    if not {"goals", "query", "candidates"} <= set(env.spec):
+        return None
+    inner: Any = env
+    while not isinstance(inner, Symbolic) and hasattr(inner, "env"):
+        inner = inner.env
+    return inner if isinstance(inner, Symbolic) else None
 
 
 def as_actions(actions: ArrayLike, num_envs: int) -> NDArray[np.int64]:

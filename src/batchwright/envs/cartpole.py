@@ -63,6 +63,11 @@ class CartPole:
             "mask": ArraySpec((2,), np.dtype(np.bool_)),
         }
 
+    def set_seed(self, seed: int) -> None:
+        self._key = np.uint64(rng.key(seed, "cartpole"))
+        for array in (self._state, self._steps, self._episodes, self._invalid_actions):
+            array[:] = 0
+
     def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
         if where is None:
             where = np.ones(self.num_envs, np.bool_)

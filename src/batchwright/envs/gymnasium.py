@@ -1,12 +1,11 @@
 """Any batched environment as a Gymnasium `VectorEnv` with same-step autoreset."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.envs.api import ArraySpec, Env, Obs
+from batchwright.envs.api import ArraySpec, Env, Obs, Seeded
 from batchwright.errors import ConfigError, Mismatch, need
 
 need("gymnasium", extra="rl")
@@ -25,12 +24,11 @@ class GymnasiumVectorEnv(VectorEnv):  # type: ignore[misc, unused-ignore]
     episode ended, `infos["final_obs"]` holds its last observation and `infos["_final_obs"]` is
     true; `infos["valid"]` is false after a step that must not enter the loss. A `reset` with
     `options={"reset_mask": ...}` resets those environments only, as Gymnasium's own do. It takes
-    a seed only with `remake(seed)`, which returns an environment of that seed.
+    a seed if the environment has `set_seed`.
     """
 
-    def __init__(self, env: Env, *, remake: Callable[[int], Env] | None = None) -> None:
+    def __init__(self, env: Env) -> None:
         self.env = env
-        self._remake = remake
         self.num_envs = env.num_envs
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         shown = {name: _space(spec) for name, spec in env.spec.items()}
@@ -50,13 +48,12 @@ class GymnasiumVectorEnv(VectorEnv):  # type: ignore[misc, unused-ignore]
                 f"it must be bool of shape ({self.num_envs},)"
             )
         if seed is not None:
-            if self._remake is None:
+            if not isinstance(self.env, Seeded):
                 raise ConfigError(
-                    "the environment got its seed when it was made; to reset with another, wrap "
-                    "it as GymnasiumVectorEnv(env, remake=...) with a function from a seed to an "
-                    "environment"
+                    f"a {type(self.env).__name__} got its seed when it was made; to reset it with "
+                    f"another, give it a method set_seed(seed)"
                 )
-            self.env = self._remake(seed)
+            self.env.set_seed(seed)
             where = None
         return _copied(self.env.reset(where)), {}
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchwright.envs.api import ArraySpec, Env, Obs, Step
+from batchwright.envs.api import ArraySpec, Env, Obs, Seeded, Step
 from batchwright.errors import ConfigError, Mismatch, need
 
 _start_method = multiprocessing.get_start_method(allow_none=True)
@@ -41,16 +41,14 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
     Observations keep their names; `mask` is what `ActionMask(mask_key="mask")` and
     `MaskedCategorical` take, and random actions keep to it. `valid` [B, 1] is false after a step
-    that must not enter the loss. TorchRL can set a seed only with `remake(seed)`, which returns an
-    environment of that seed.
+    that must not enter the loss. TorchRL can set a seed if the environment has `set_seed`.
     """
 
     batch_locked = True
 
-    def __init__(self, env: Env, *, remake: Callable[[int], Env] | None = None) -> None:
+    def __init__(self, env: Env) -> None:
         super().__init__(device="cpu", batch_size=torch.Size([env.num_envs]))
         self.env = env
-        self._remake = remake
         self._now: Obs | None = None
         self._fresh = np.zeros(env.num_envs, np.bool_)
         """Which environments have begun an episode for which reset was not called yet."""
@@ -104,12 +102,12 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     def _set_seed(self, seed: int | None) -> None:
         if seed is None:
             return
-        if self._remake is None:
+        if not isinstance(self.env, Seeded):
             raise ConfigError(
-                "the environment got its seed when it was made; to set another, wrap it as "
-                "TorchRLEnv(env, remake=...) with a function from a seed to an environment"
+                f"a {type(self.env).__name__} got its seed when it was made; to set another, give "
+                f"it a method set_seed(seed)"
             )
-        self.env = self._remake(seed)
+        self.env.set_seed(seed)
         self._now = None
         self._fresh[:] = False
 

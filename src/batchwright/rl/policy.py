@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from batchwright import rng
-from batchwright.envs.api import Env, Symbolic
+from batchwright.envs.api import Env, Wrapper, array_env, symbolic
 from batchwright.errors import BadLoss, ConfigError
 from batchwright.logic.prove.search import FACT, RULE
 from batchwright.rl import kernels
@@ -191,11 +191,17 @@ class GoalEncoder(Encoder):
         return F.relu(joined)
 
 
-def policy_for(env: Env, *, width: int = 64, temperature: float = 1.0, seed: int = 0) -> Policy:
-    """A policy for the environment's observations, with the same weights for the same seed."""
+def policy_for(
+    env: Env | Wrapper, *, width: int = 64, temperature: float = 1.0, seed: int = 0
+) -> Policy:
+    """A policy for the environment's observations, with the same weights for the same seed.
+
+    An environment that wraps another one as `env` and keeps its observations gets the same policy.
+    """
+    inner = array_env(env)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(rng.key(seed, "policy"))
-        actor, critic = (_encoder_for(env, width) for _ in range(2))
+        actor, critic = (_encoder_for(inner, width) for _ in range(2))
         return Policy(actor, critic, temperature=temperature)
 
 
@@ -227,8 +233,8 @@ def choose(
 
 
 def _encoder_for(env: Env, width: int) -> Encoder:
-    if isinstance(env, Symbolic):
-        return GoalEncoder(env.num_predicates, env.num_terms, env.num_rules, width=width)
+    if (inner := symbolic(env)) is not None:
+        return GoalEncoder(inner.num_predicates, inner.num_terms, inner.num_rules, width=width)
     if "features" in env.spec:
         (num_features,) = env.spec["features"].shape
         return FeatureEncoder(num_features, env.num_actions, width=width)

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from batchwright import rng
 from batchwright.checkpoint import Checkpoint, latest, save_checkpoint
-from batchwright.envs.api import Env
+from batchwright.envs.api import Env, Wrapper, array_env
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile
 from batchwright.permutation import permutation
 from batchwright.rl.gae import gae
@@ -93,22 +93,23 @@ class PPOConfig:
 class PPO:
     """A policy in training, and all that its next update depends on.
 
+    The environment may be wrapped for TorchRL or Gymnasium; it is stepped on its arrays.
     `runner` collects the rollouts; another `Collector` than the default can step environments
     in another way.
     """
 
     def __init__(
         self,
-        env: Env,
+        env: Env | Wrapper,
         policy: Policy,
         config: PPOConfig,
         *,
         runner: Callable[..., Collector] = Runner,
     ) -> None:
         self.config = config
-        self.env = env
+        self.env: Env = array_env(env)
         self.policy = policy
-        self.runner = runner(env, config.num_steps, seed=config.seed)
+        self.runner = runner(self.env, config.num_steps, seed=config.seed)
         actor = [p for p in policy.actor.parameters() if p.requires_grad]
         critic = [
             p for n in (policy.critic, policy.head) for p in n.parameters() if p.requires_grad

@@ -57,10 +57,12 @@ def mine(
     /,
     *,
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="Where to write the rules.")],
-    length: Annotated[int, Parameter(help="Longest rule body in edges, 1 to 3.")] = 2,
+    length: Annotated[int, Parameter(help="Longest rule body in edges, 1 to 3.")] = 3,
     min_support: Annotated[int, Parameter(help="Minimum support: facts it must predict.")] = 2,
-    min_confidence: Annotated[float, Parameter(help="Minimum confidence of a rule.")] = 0.02,
+    min_confidence: Annotated[float, Parameter(help="Minimum confidence of a rule.")] = 0.01,
     most: Annotated[int, Parameter(help="Top rules to keep for each relation.")] = 300,
+    seconds: Annotated[float, Parameter(help="Time to count in; what is left is reported.")] = 300,
+    seed: Annotated[int, Parameter(help="Random seed of what is sampled on large graphs.")] = 0,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -72,13 +74,16 @@ def mine(
 
     graph = load_graph(folder)
     with progress_bar("counting bodies", quiet) as progress:
+        # The triples: an index would not fit for many entities and relations.
         mined = mine_rules(
-            graph.facts,
+            graph.train,
             graph.vocab,
             length=length,
             min_support=min_support,
             min_confidence=min_confidence,
             most=most,
+            seconds=seconds,
+            seed=seed,
             progress=progress,
         )
     rules = mined.rules
@@ -97,11 +102,22 @@ def mine(
     text += f"{number(len(rules))} rules from {number(mined.bodies)} bodies: {out}"
     if mined.dropped:
         text += f"\n{number(mined.dropped)} more pass the thresholds; raise --most to keep them"
+    if mined.sampled:
+        text += (
+            f"\n{number(mined.sampled)} bodies begin at too many entities: their confidence is "
+            f"that of a sample"
+        )
+    if mined.left:
+        why = "rarer than those" if mined.in_time else "for which no time was left; raise --seconds"
+        text += f"\n{number(mined.left)} more bodies were found and not counted: {why}"
     facts = {
         "out": str(out),
         "rules": len(rules),
         "bodies": mined.bodies,
         "dropped": mined.dropped,
+        "sampled": mined.sampled,
+        "left": mined.left,
+        "in_time": mined.in_time,
         "by_relation": {
             name: int(rules.head_ptr[p + 1] - rules.head_ptr[p])
             for p, name in enumerate(graph.vocab.predicates)

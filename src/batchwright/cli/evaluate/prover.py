@@ -28,7 +28,7 @@ def evaluate_prover(
     rules: Annotated[
         Path | None, Parameter(help="Rule file; default: mined from train.txt.")
     ] = None,
-    length: Annotated[int, Parameter(help="Longest mined rule body in edges, 1 to 3.")] = 2,
+    length: Annotated[int, Parameter(help="Longest mined rule body in edges, 1 to 3.")] = 3,
     min_confidence: Annotated[float, Parameter(help="Minimum confidence of a mined rule.")] = 0.01,
     most: Annotated[int, Parameter(help="Top mined rules to keep for each relation.")] = 300,
     learn: Annotated[int, Parameter(help="Maximum epochs over train to learn rule weights.")] = 4,
@@ -171,7 +171,7 @@ def _rules(
     accepted = None
     if path is None:
         with progress_bar("mining", quiet) as progress:
-            rules = mine(graph.facts, graph.vocab, progress=progress, **mined).rules
+            rules = mine(graph.train, graph.vocab, progress=progress, **mined).rules
     elif kge is None:
         rules = parse_rules(path, graph.vocab)
     else:

@@ -31,8 +31,10 @@ from batchwright.envs.prover.kernels.plans import plan
 from batchwright.envs.prover.layout import Memory, Task
 from batchwright.envs.prover.settings import (
     ASKS,
+    CODES,
     REWARDS,
     Ask,
+    Ended,
     auto_batch,
     check_settings,
     checked,
@@ -49,7 +51,7 @@ from batchwright.logic.prove.unify import program, scratch_size
 from batchwright.logic.rules import Rules
 from batchwright.rng import key
 
-__all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "BatchedVecEnv"]
+__all__ = ["END", "FACT", "NEXT", "REWARDS", "RULE", "ProverEnv"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -81,7 +83,7 @@ def _alone(method: F) -> F:
     """Refuse a second thread: kernels run without the interpreter's lock, on the same arrays."""
 
     @functools.wraps(method)
-    def guarded(self: "BatchedVecEnv", *args: Any, **kwargs: Any) -> Any:
+    def guarded(self: "ProverEnv", *args: Any, **kwargs: Any) -> Any:
         if not self._busy.acquire(blocking=False):
             raise ConfigError(
                 "this environment is in use by another thread; give each thread a copy of its own"
@@ -94,7 +96,7 @@ def _alone(method: F) -> F:
     return cast(F, guarded)
 
 
-class BatchedVecEnv:
+class ProverEnv:
     """`batch_size` proofs in one process, with masks, same-step reset and exact resume.
 
     Episode number n is a function of (seed, n) alone: which query, whether it is corrupted and
@@ -110,6 +112,9 @@ class BatchedVecEnv:
     The query's own fact is hidden for the whole proof, and so is its inverse where `inverse`
     declares one. An action outside the mask ends the episode as unproved and is counted. Copies
     and pickles are environments of their own, at the same place in the same episodes.
+
+    `reward` is a name of `REWARDS`, or a function from the episodes that ended in a step, as
+    `Ended`, to their rewards.
 
     `batch_size="auto"` leaves room in memory for PPO with rollouts of `rollout` steps; 0: for the
     environment alone.
@@ -127,7 +132,7 @@ class BatchedVecEnv:
         max_candidates: int = 64,
         goals: int = 6,
         negatives: int = 0,
-        reward: str | int = "balanced",
+        reward: str | int | Callable[[Ended], ArrayLike] = "balanced",
         end_action: bool = True,
         ask: Ask = "truth",
         once: bool = False,
@@ -153,7 +158,8 @@ class BatchedVecEnv:
                 f"the teacher has proofs for {len(teacher.lengths):,} queries, not for the "
                 f"{len(self.queries):,} of this environment; call prove_all on the same ones"
             )
-        self._rewards = scheme(reward, negatives)
+        self._rewards = CODES if callable(reward) else scheme(reward, negatives)
+        self._reward = reward if callable(reward) else None
         self._truths = truths(facts, self.queries[self.labels], negatives, known)
         self.inverse = inverses(facts, inverse)
         self._config = np.zeros(layout.CONFIG, np.int64)
@@ -251,6 +257,12 @@ class BatchedVecEnv:
         return self._obs
 
     @_alone
+    def set_seed(self, seed: int) -> None:
+        """What the next `reset` begins is the stream of episodes of this seed."""
+        self._config[layout.C_KEY] = np.uint64(key(seed, "prover")).astype(np.int64)
+        view(Task, self._task).config[...] = self._config
+
+    @_alone
     def step(self, actions: NDArray[np.integer[Any]]) -> Step:
         """Resolve the first goal of every slot as its action says."""
         own = self._own
@@ -261,6 +273,8 @@ class BatchedVecEnv:
         prover_kernels.advance(self._task, self._memory, given, False)
         if self._teacher is not None:
             own.lost[own.terminated | own.truncated] = False
+        if self._reward is not None:
+            self._call_reward()
         if self._potential is not None:
             self._shape_rewards()
         info = {**self._ended, **{name: self._ended[name] != 0 for name in FLAGS}}
@@ -375,7 +389,7 @@ class BatchedVecEnv:
     def __repr__(self) -> str:
         goals, width, depth = self._shape
         sizes = f"K={width}, goals={goals}, depth={depth}"
-        return f"BatchedVecEnv({self._num_envs:,} of {len(self.queries):,} queries, {sizes})"
+        return f"ProverEnv({self._num_envs:,} of {len(self.queries):,} queries, {sizes})"
 
     def _check_state(self, saved: Mapping[str, NDArray[Any]]) -> None:
         """Refuse a state by which the kernels would read or write beyond their arrays."""
@@ -447,6 +461,33 @@ class BatchedVecEnv:
         """Do what RESET, LOOK and IDLE say."""
         prover_kernels.advance(self._task, self._memory, actions, True)
 
+    def _call_reward(self) -> None:
+        """Put what the function says of the episodes that ended in place of their codes."""
+        assert self._reward is not None
+        own = self._own
+        rows = np.flatnonzero((own.terminated | own.truncated) & own.valid)
+        if not len(rows):
+            return
+        code, ended = own.reward[rows].astype(np.int64), own.ended[rows]
+        proved, cut = ended[:, layout.E_PROVEN] != 0, own.truncated[rows]
+        given = Ended(
+            proved=proved,
+            label=np.where(cut, ended[:, layout.E_LABEL] != 0, (code == 1) | (code == 2)),
+            depth=ended[:, layout.E_DEPTH].copy(),
+            steps=ended[:, layout.E_STEPS].copy(),
+            truncated=cut.copy(),
+            invalid=ended[:, layout.E_INVALID] != 0,
+            answer=ended[:, layout.E_ANSWER].copy(),
+            query_index=ended[:, layout.E_INDEX].copy(),
+        )
+        found = np.asarray(self._reward(given), np.float32)
+        if found.shape != rows.shape or not np.isfinite(found).all():
+            raise ConfigError(
+                f"the reward function must return {len(rows)} finite numbers, one for each episode "
+                f"that ended, got {found.dtype} of shape {list(found.shape)}"
+            )
+        own.reward[rows] = found
+
     def _shape_rewards(self) -> None:
         """Add gamma * phi(next) - phi(now), phi of an end being 0: no best policy changes."""
         own = self._own
@@ -470,7 +511,9 @@ class BatchedVecEnv:
     def _fingerprint(self) -> str:
         parts = [self.queries, self.labels, self._config, self._rewards, self.inverse]
         parts += [*program(self.facts, self.rules), self._truths.ps_ptr, self._truths.ps_obj]
-        return digest(list(self._shape), [digest_array(part) for part in parts])
+        by = self._reward
+        named = [] if by is None else [f"{by.__module__}.{getattr(by, '__qualname__', by)}"]
+        return digest(list(self._shape), [digest_array(part) for part in parts], *named)
 
 
 @functools.lru_cache(maxsize=64)

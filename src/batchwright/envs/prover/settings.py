@@ -1,7 +1,7 @@
 """Settings of the prover environment: reward schemes, kinds of queries, sizes."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,8 +13,10 @@ from batchwright.logic.rules import Rules
 
 __all__ = [
     "ASKS",
+    "CODES",
     "REWARDS",
     "Ask",
+    "Ended",
     "auto_batch",
     "check_settings",
     "checked",
@@ -39,6 +41,29 @@ REWARDS = {
 false one proved, a false one given up, and a bonus on the last if it was given up by END. In the
 last two schemes giving up a false query is worth 1 / negatives, so that a cycle of episodes is
 balanced."""
+
+CODES = np.array([1.0, 2.0, 3.0, 4.0, 0.0], np.float32)
+"""What kernels write where a function is to say the reward, in the order of `REWARDS`."""
+
+
+class Ended(NamedTuple):
+    """The episodes that ended in one step, [n] each: what a reward function is given."""
+
+    proved: Bools
+    label: Bools
+    """Whether the query is true; of an open query that was proved, whether the answer is."""
+    depth: NDArray[np.int64]
+    """Goals resolved."""
+    steps: NDArray[np.int64]
+    """Actions, turned pages included."""
+    truncated: Bools
+    """Cut off at the depth."""
+    invalid: Bools
+    """Ended by an action outside the mask."""
+    answer: NDArray[np.int64]
+    """The entity found for an open argument, -1 for none."""
+    query_index: NDArray[np.int64]
+
 
 ASKS: dict[str, int] = {
     "truth": layout.TRUTH,
@@ -101,7 +126,10 @@ def scheme(reward: str | int, negatives: int) -> NDArray[np.float32]:
     if isinstance(reward, int) and 0 <= reward < len(names):
         reward = names[reward]
     if not isinstance(reward, str) or reward not in REWARDS:
-        raise ConfigError(f"reward must be 0 to 5 or one of {', '.join(names)}, got {reward!r}")
+        raise ConfigError(
+            f"reward must be 0 to 5 or one of {', '.join(names)}, or a function of the episodes "
+            f"that ended, got {reward!r}"
+        )
     scheme = np.array(REWARDS[reward], np.float32)
     if reward.startswith("balanced"):
         scheme[3] /= max(negatives, 1)

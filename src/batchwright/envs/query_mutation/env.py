@@ -187,6 +187,11 @@ class MutationPipelines:
             info["valid"] = valid
         return step.obs["features"], step.reward, step.done, infos
 
+    def set_seed(self, seed: int) -> None:
+        """Draw other questions, from the first episode on; responses are those of the models."""
+        self._seed = seed
+        self._states = [_State() for _ in range(self.num_envs)]
+
     def reset(self, where: NDArray[np.bool_] | None = None) -> Obs:
         chosen = range(self.num_envs) if where is None else np.flatnonzero(where).tolist()
 

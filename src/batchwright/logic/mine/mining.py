@@ -9,23 +9,39 @@ and
 so that a rule that held twice out of twice is not taken as certain. A chain never goes back over
 the edge it came by, and a pair that is joined only through the head's own fact is not counted: such
 a chain would not be there for a fact that is still unknown.
+
+Bodies are found as paths between the two ends of facts, and those found most often are counted
+first. On small graphs everything is counted. On large ones facts, paths and the entities that a
+body begins at are drawn at random, so that neither time nor memory depends on hubs.
 """
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from batchwright import rng
 from batchwright.errors import ConfigError
 from batchwright.files import write_atomic
-from batchwright.logic.facts import Facts
-from batchwright.logic.mine.kernels import count_chains
+from batchwright.logic.facts import Facts, as_triples
+from batchwright.logic.mine.paths import Adjacency, adjacency, count_bodies, find_paths
 from batchwright.logic.rules import Clause, Rules
 from batchwright.logic.vocab import Vocab
+from batchwright.permutation import permutation
 
-__all__ = ["LONGEST", "Chains", "Mined", "Steps", "chains_of", "mine", "write_rules"]
+__all__ = [
+    "LONGEST",
+    "MIN_CONFIDENCE",
+    "Chains",
+    "Mined",
+    "Steps",
+    "chains_of",
+    "mine",
+    "write_rules",
+]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -33,8 +49,23 @@ Longs = NDArray[np.int64]
 LONGEST = 3
 """Edges of the longest chain that is mined or scored."""
 
-PART = 2048
-"""Bodies counted between two reports of progress."""
+MIN_CONFIDENCE = 0.01
+"""The lowest confidence of a mined rule, unless told otherwise."""
+
+FACTS = 1000
+"""Facts of each relation between whose ends paths are looked for."""
+SOME = 256
+"""Facts for which that is done at a time."""
+PATHS = 1024
+"""Paths of each length that are looked at for one fact."""
+KEYS = 2**22
+"""Paths that are kept in memory at a time, at least."""
+BODIES = 30_000
+"""Bodies of each length that are counted: those found most often."""
+EDGES = 200_000
+"""Edges looked at to count one body; an entity from which a tenth does not suffice is left out."""
+FEW = 64
+"""Bodies that are counted at a time, at first."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +98,13 @@ class Mined:
     """How many bodies were counted."""
     dropped: int
     """Rules above the thresholds but not among the best of their head."""
+    sampled: int
+    """Bodies for which some of the entities they begin at were left out."""
+    left: int
+    """Bodies that were found but not counted: too rare, or no time was left."""
+    seconds: float
+    in_time: bool
+    """False if the time was up before every body was counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,17 +125,22 @@ class Chains:
 
 
 def mine(
-    facts: Facts,
+    facts: Facts | ArrayLike,
     vocab: Vocab,
     *,
-    length: int = 2,
+    length: int = LONGEST,
     min_support: int = 2,
-    min_confidence: float = 0.02,
+    min_confidence: float = MIN_CONFIDENCE,
     most: int = 300,
     prior: float = 5.0,
+    seconds: float = 300.0,
+    seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Mined:
-    """Mine all chain rules of up to `length` edges; at most `most` are kept for each predicate.
+    """Mine chain rules of up to `length` edges; at most `most` are kept for each predicate.
+
+    `facts` may be triples, for graphs too large for an index. No more than `seconds` are spent on
+    counting; rules that were counted by then are kept. Ctrl-C is heard within a second.
 
     >>> vocab = Vocab.of(["a", "b", "c", "d"], ["child", "parent"])
     >>> facts = Facts.of([(0, 0, 1), (1, 1, 0), (2, 0, 3), (3, 1, 2)], vocab)
@@ -107,34 +150,52 @@ def mine(
     """
     if not 1 <= length <= LONGEST:
         raise ConfigError(f"length must be 1, 2 or {LONGEST}, got {length}")
-    if min_support < 1 or most < 1 or prior < 0 or not 0 <= min_confidence <= 1:
+    if min_support < 1 or most < 1 or prior < 0 or not 0 <= min_confidence <= 1 or seconds <= 0:
         raise ConfigError(
             f"min_support and most must be at least 1, got {min_support} and {most}; prior must be "
-            f"at least 0, got {prior}; min_confidence must be from 0 to 1, got {min_confidence}"
+            f"at least 0, got {prior}; min_confidence must be from 0 to 1, got {min_confidence}; "
+            f"seconds must be above 0, got {seconds}"
         )
-    steps = Steps.of(facts)
-    preds = steps.num_predicates
-    edges = _edges(facts)
-    parts: list[tuple[Ints, Ints, tuple[Longs, Longs, Longs, Longs]]] = []
-    totals: dict[tuple[int, ...], int] = {}
-    looked = 0
-    for size in range(1, length + 1):
-        bodies = np.array(list(_bodies(size, preds, totals)), np.int32).reshape(-1, size)
-        for start in range(0, len(bodies), PART):
-            part = np.full((len(bodies[start : start + PART]), LONGEST), -1, np.int32)
-            part[:, :size] = bodies[start : start + PART]
-            lengths = np.full(len(part), size, np.int32)
-            pairs = np.zeros(len(part), np.int64)
-            found = count_chains(
-                part, lengths, steps.ptr, steps.ends, steps.num_entities, preds, *edges, pairs,
-                min_support, min_confidence, prior,
-            )  # fmt: skip
-            parts.append((part, lengths, found))
-            totals.update(zip(map(tuple, part[:, :size].tolist()), pairs.tolist(), strict=True))
-            if progress:
-                progress(start + len(part), len(bodies))
-        looked += len(bodies)
-    return _kept(parts, vocab, preds, most, prior, looked)
+    began = time.monotonic()
+    triples = np.unique(as_triples(facts.triples if isinstance(facts, Facts) else facts), axis=0)
+    n, preds = vocab.num_entities, vocab.num_predicates
+    index = adjacency(triples, n, preds)
+    found, found_all = _candidates(triples, index, preds, length, min_support, seed, began, seconds)
+    bodies = found[:, :LONGEST]
+    lengths = (bodies >= 0).sum(1).astype(np.int32)
+    stamp, uses, out = np.full(n, -1, np.int64), np.zeros(n, np.uint8), np.empty(n, np.int32)
+    columns: list[tuple[Longs, ...]] = []
+    at = now = cut = 0
+    size = FEW
+    while at < len(bodies) and (at == 0 or time.monotonic() - began < seconds):
+        part = slice(at, at + size)
+        start = time.monotonic()
+        which, *counts, now, short = count_bodies(
+            bodies[part], lengths[part], index, n, preds, EDGES,
+            np.uint64(rng.key(seed, "mine/starts", at)), min_support, min_confidence, prior,
+            stamp, uses, out, now,
+        )  # fmt: skip
+        columns.append((which + at, *counts))
+        cut += short
+        at = min(at + size, len(bodies))
+        # About a fifth of a second a part, so that Ctrl-C and the end of the time are heard.
+        spent = time.monotonic() - start
+        size = max(FEW, min(2 * size, int(size * 0.2 / max(spent, 1e-3))))
+        if progress:
+            progress(at, len(bodies))
+    counted = [np.concatenate(each) for each in zip(*columns, strict=True)] if columns else []
+    rules, support, pairs, dropped = _kept(bodies, counted, vocab, most, prior)
+    return Mined(
+        rules,
+        support,
+        pairs,
+        at,
+        dropped,
+        cut,
+        found_all - at,
+        time.monotonic() - began,
+        at == len(bodies),
+    )
 
 
 def write_rules(path: Path, rules: Rules, vocab: Vocab, note: str = "") -> None:
@@ -174,80 +235,98 @@ def chains_of(rules: Rules) -> Chains:
     )
 
 
-def _edges(facts: Facts) -> tuple[Longs, Ints, Ints]:
-    """Every entity's edges as steps: where they begin, the step, the other end."""
-    h, p, t = facts.triples.T.astype(np.int64)
-    start = np.concatenate([h, t])
-    step = np.concatenate([p, p + facts.num_predicates])
-    end = np.concatenate([t, h])
-    order = np.argsort(start, kind="stable")
-    sizes = np.bincount(start, minlength=facts.num_entities)
-    ptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    return ptr, step[order].astype(np.int32), end[order].astype(np.int32)
+def _candidates(
+    triples: Ints,
+    index: Adjacency,
+    preds: int,
+    length: int,
+    least: int,
+    seed: int,
+    began: float,
+    seconds: float,
+) -> tuple[Ints, int]:
+    """Bodies that join the ends of facts, each once for itself and its mirror image.
 
-
-def _bodies(size: int, preds: int, totals: dict[tuple[int, ...], int]) -> Iterator[tuple[int, ...]]:
-    """Bodies worth counting, each once for itself and its mirror image.
-
-    A body with an empty part has no pairs, and those of a mirror are the same pairs reversed.
+    The one found most often first, of each length at most `BODIES`; and how many there are in all.
+    A third of the time is for this.
     """
-    steps = range(2 * preds)
-    if size == 1:
-        # A step and its reverse are mirrors of each other.
-        yield from ((step,) for step in range(preds))
-        return
-
-    def mirror(body: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(s - preds if s >= preds else s + preds for s in reversed(body))
-
-    def alive(body: tuple[int, ...]) -> bool:
-        return totals.get(min(body, mirror(body)), 0) > 0
-
-    shorter = [(step,) for step in steps] if size == 2 else [(a, b) for a in steps for b in steps]
-    for front in shorter:
-        if not alive(front):
-            continue
-        for step in steps:
-            body = (*front, step)
-            if body <= mirror(body) and alive(body[1:]):
-                yield body
+    order = permutation(len(triples), np.uint64(rng.key(seed, "mine/facts")))
+    place = np.empty(len(order), np.int64)
+    by_relation = np.argsort(triples[order, 1], kind="stable")
+    counts = np.bincount(triples[:, 1], minlength=preds)
+    place[by_relation] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    # The first facts of every relation, then the second ones: whenever it ends, all have had some.
+    drawn = triples[order[np.argsort(place, kind="stable")][: np.minimum(counts, FACTS).sum()]]
+    bound = 2 * (2 * preds + 1) * (PATHS + 2)
+    keys, hits = np.empty(0, np.int64), np.empty(0, np.int64)
+    at, number = 0, 0
+    whole = len(drawn) == len(triples)
+    while at < len(drawn) and (at == 0 or time.monotonic() - began < seconds / 3):
+        key = np.uint64(rng.key(seed, "mine/paths", number))
+        more, done, all_paths = find_paths(
+            drawn[at : at + SOME], index, preds, length, PATHS, key, max(KEYS, 2 * bound)
+        )
+        new, count = np.unique(more, return_counts=True)
+        joined = np.concatenate([keys, new])
+        keys, place_of = np.unique(joined, return_inverse=True)
+        hits = np.bincount(place_of, np.concatenate([hits, count]), len(keys)).astype(np.int64)
+        at, number = at + done, number + 1
+        whole = whole and all_paths
+    # A path that was drawn by chance may be the only one of its kind.
+    often = hits >= (least if whole else max(2, least))
+    keys, hits = keys[often], hits[often]
+    m = 2 * preds + 1
+    path = keys // preds
+    body = np.stack([path // (m * m), path // m % m, path % m], 1).astype(np.int64) - 1
+    size = (body >= 0).sum(1)
+    back = np.full_like(body, -1)
+    for i in range(LONGEST):
+        has = size > i
+        step = body[has, size[has] - 1 - i]
+        back[has, i] = np.where(step >= preds, step - preds, step + preds)
+    codes = [(each + 1) @ np.array([m * m, m, 1]) for each in (body, back)]
+    names, place_of = np.unique(np.minimum(*codes), return_inverse=True)
+    total = np.bincount(place_of, hits, len(names)).astype(np.int64)
+    found = np.stack([names // (m * m), names // m % m, names % m], 1).astype(np.int32) - 1
+    sizes = (found >= 0).sum(1)
+    ranked = np.lexsort((names, -total, sizes))
+    first = np.searchsorted(sizes[ranked], sizes[ranked])
+    kept = ranked[np.arange(len(ranked)) - first < BODIES]
+    best = kept[np.lexsort((names[kept], -total[kept], sizes[kept] > 2))]
+    return np.ascontiguousarray(found[best]), len(names)
 
 
 def _kept(
-    parts: list[tuple[Ints, Ints, tuple[Longs, Longs, Longs, Longs]]],
-    vocab: Vocab,
-    preds: int,
-    most: int,
-    prior: float,
-    looked: int,
-) -> Mined:
-    """The best rules of each head, as rules."""
-    rows: list[tuple[int, float, tuple[int, ...], int, int]] = []
-    for bodies, lengths, (which, heads, support, pairs) in parts:
-        for b, head, hits, of in zip(which, heads, support, pairs, strict=True):
-            path = tuple(bodies[b, : lengths[b]].tolist())
-            if head >= preds:
-                # What the body says of a reversed head, its mirror says of the head itself.
-                path = tuple(s - preds if s >= preds else s + preds for s in reversed(path))
-            confidence = hits / (of + prior)
-            rows.append((int(head) % preds, -float(confidence), path, int(hits), int(of)))
-    rows.sort(key=lambda row: (row[0], row[1], len(row[2]), row[2]))
-    place: dict[int, int] = {}
-    kept = []
-    for row in rows:
-        place[row[0]] = place.get(row[0], 0) + 1
-        if place[row[0]] <= most:
-            kept.append(row)
-    clauses = [_clause(head, path, preds, vocab.num_entities) for head, _, path, _, _ in kept]
-    weights = [-negative for _, negative, _, _, _ in kept]
-    names = [f"m{number}" for number in range(len(kept))]
-    return Mined(
-        Rules.of(clauses, vocab, weights, names),
-        np.array([row[3] for row in kept], np.int64),
-        np.array([row[4] for row in kept], np.int64),
-        looked,
-        len(rows) - len(kept),
+    bodies: Ints, counted: list[Longs], vocab: Vocab, most: int, prior: float
+) -> tuple[Rules, Longs, Longs, int]:
+    """The best rules of each head as rules, their support and pairs; how many were left out."""
+    preds = vocab.num_predicates
+    if not counted:
+        return Rules.of([], vocab), np.empty(0, np.int64), np.empty(0, np.int64), 0
+    which, heads, support, pairs = counted
+    body = bodies[which].astype(np.int64)
+    size = (body >= 0).sum(1)
+    # What the body says of a reversed head, its mirror says of the head itself.
+    turned = np.flatnonzero(heads >= preds)
+    mirrored = np.full((len(turned), LONGEST), -1, np.int64)
+    for i in range(LONGEST):
+        has = size[turned] > i
+        step = body[turned[has], size[turned[has]] - 1 - i]
+        mirrored[has, i] = np.where(step >= preds, step - preds, step + preds)
+    body[turned] = mirrored
+    head = heads % preds
+    confidence = support / (pairs + prior)
+    order = np.lexsort((body[:, 2], body[:, 1], body[:, 0], size, -confidence, head))
+    first = np.searchsorted(head[order], head[order])
+    kept = order[np.arange(len(order)) - first < most]
+    clauses = [
+        _clause(int(head[i]), tuple(body[i, : size[i]].tolist()), preds, vocab.num_entities)
+        for i in kept.tolist()
+    ]
+    rules = Rules.of(
+        clauses, vocab, confidence[kept].tolist(), [f"m{number}" for number in range(len(kept))]
     )
+    return rules, support[kept], pairs[kept], len(order) - len(kept)
 
 
 def _clause(head: int, path: tuple[int, ...], preds: int, n: int) -> Clause:

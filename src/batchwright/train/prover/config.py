@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from batchwright.errors import ConfigError
 from batchwright.train.run import RunConfig
 
-__all__ = ["ProverConfig", "Recipe"]
+__all__ = ["REWARD_NAMES", "ProverConfig", "Recipe"]
 
 Auto = Literal["auto"]
 
@@ -29,6 +29,10 @@ RECIPES = {
     "rules": Recipe(40, 100_000, True, 0.05, 4, 0.01, 8, 0),
     "neural": Recipe(0, 500_000, False, 0.02, 2, 0.05, 0, 256),
 }
+
+
+REWARD_NAMES = ("proved", "proved_signed", "correct", "cautious", "balanced", "balanced_end")
+"""The keys of `batchwright.envs.prover.REWARDS`, which would be slow to import here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +88,16 @@ class ProverConfig(RunConfig):
     negatives: int = 0
     """0: query p(h, ?) and penalise wrong answers; else classify triples as true or false, with
     this many corrupted ones after each."""
-    reward: Literal[
-        "proved", "proved_signed", "correct", "cautious", "balanced", "balanced_end"
-    ] = "proved_signed"
-    """Reward at the end of an episode; see the guide."""
+    reward: str = "proved_signed"
+    """Reward at the end of an episode: proved, proved_signed, correct, cautious, balanced or
+    balanced_end, or your own function as FILE.py:function; see the guide."""
     end_action: bool = True
     """Allow the policy to give up a query."""
     kge: Path | None = None
-    """A run of `train kge` as potential for reward shaping in PPO; needs --negatives."""
+    """A run of `train kge`: it answers p_kge(X,Y) in --rules, and with --negatives it is the
+    potential for reward shaping in PPO."""
+    accept: float | None = None
+    """Minimum probability of p_kge(X,Y) in --rules; default: chosen on valid.txt."""
     lr: float | Auto = "auto"
     """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.02 for neural."""
     ppo_epochs: int | Auto = "auto"
@@ -145,8 +151,18 @@ class ProverConfig(RunConfig):
         self.from_0_to_1("gamma", "min_confidence")
         if self.rules is not None and self.mine:
             raise ConfigError("--rules and --mine exclude each other; give one of them")
-        if self.kge is not None and not self.negatives:
-            raise ConfigError("--kge shapes rewards of true and false triples; give --negatives")
+        if self.kge is not None and not self.negatives and self.rules is None:
+            raise ConfigError(
+                "--kge answers p_kge in rules, or shapes the rewards of true and false triples; "
+                "give --rules or --negatives"
+            )
+        if self.accept is not None and (self.kge is None or self.rules is None):
+            raise ConfigError("--accept is for rules that use p_kge; give --rules and --kge")
+        if self.reward not in REWARD_NAMES and ".py:" not in self.reward:
+            raise ConfigError(
+                f"--reward must be one of {', '.join(REWARD_NAMES)}, or FILE.py:function, got "
+                f"{self.reward!r}"
+            )
         if self.policy == "neural" and (self.recipe.passes or not self.recipe.beam):
             raise ConfigError(
                 f"the exact sum over all proofs is for --policy rules: with neural, --passes must "

@@ -3,22 +3,27 @@
 Each does one round at a time, returns its metrics, and resumes from a saved state to the same bits.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from batchwright import rng
+from batchwright.envs.prover.settings import Ended
+from batchwright.errors import ConfigError
+from batchwright.files import existing
 from batchwright.logic.kge import Kge
 from batchwright.logic.prove.proofs import prove_all
 from batchwright.permutation import permutation
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.ppo import PPO, PPOConfig
-from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.config import REWARD_NAMES, ProverConfig
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
@@ -129,7 +134,7 @@ class Practice:
             ask=config.ask,
             depth=depth,
             negatives=config.negatives,
-            reward=config.reward,
+            reward=_reward(config.reward),
             end_action=config.end_action,
             potential=potential,
             gamma=config.gamma,
@@ -246,9 +251,13 @@ def ask_once(
     return Asking(proved / len(questions), right / len(questions))
 
 
-def kge_potential(kge: Kge) -> Potential:
-    """The sigmoid of an embedding's score of a goal; 0 for goals that are not ground."""
-    preds = kge.shape.num_predicates
+def kge_potential(kge: Kge, preds: int) -> Potential:
+    """The sigmoid of an embedding's score of a goal; 0 for goals that are not ground.
+
+    `preds` is how many predicates the asked graph has; if these are more than the embedding's, the
+    others are what it accepts of its own.
+    """
+    own = kge.shape.num_predicates
 
     def values(goals: Ints) -> NDArray[np.float32]:
         found = np.zeros(len(goals), np.float32)
@@ -258,12 +267,28 @@ def kge_potential(kge: Kge) -> Potential:
             inverse = (predicate // preds) % 2 == 1
             head, tail = torch.where(inverse, y, x), torch.where(inverse, x, y)
             with torch.no_grad():
-                query = kge.query(kge.entities[head], kge.steps[predicate % preds])
+                query = kge.query(kge.entities[head], kge.steps[predicate % preds % own])
                 scores = (query * kge.aim(kge.entities[tail])).sum(-1)
             found[ground] = torch.sigmoid(scores).numpy()
         return found
 
     return values
+
+
+def _reward(name: str) -> str | Callable[[Ended], ArrayLike]:
+    """A name of `REWARDS`, or the function that FILE.py:function names."""
+    if name in REWARD_NAMES:
+        return name
+    file, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("reward", existing(Path(file), "reward file"))
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise ConfigError(f"{file} has no function {function!r}; name one after the colon")
+    return cast(Callable[[Ended], ArrayLike], found)
 
 
 def _some(questions: Ints, most: int, seed: int, purpose: str, number: int) -> Ints:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from batchwright.checkpoint import latest, save_checkpoint
 from batchwright.envs.prover.settings import auto_batch
-from batchwright.errors import Mismatch, MissingFile
+from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.fingerprint import digest, digest_array
-from batchwright.logic.kge import load_scorer, vocab_digest
+from batchwright.logic.kge import load_scorer, read_rules, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.mine.mining import mine, write_rules
 from batchwright.logic.rank.ranking import evenly_spread, rank
@@ -133,12 +133,11 @@ def train_prover(
         config = replace(config, run_dir=run.folder)
         graph = load_graph(Path(config.data)).without_test()
         file = run.folder / "rules.txt"
-        if resume and file.exists():
-            rules = parse_rules(file, graph.vocab)
-        else:
-            rules = _rules(config, graph)
-            write_rules(file, rules, graph.vocab, f"rules of {graph.name}")
-        return _train(config, graph, rules, run, progress)[1]
+        begun = resume and file.exists()
+        wider, rules = _program(config, graph, file if begun else config.rules)
+        if not begun:
+            write_rules(file, rules, wider.vocab, f"rules of {graph.name}")
+        return _train(config, graph, wider, rules, run, progress)[1]
 
 
 def fit_prover(
@@ -150,7 +149,7 @@ def fit_prover(
     """
     with Run(config, in_memory=True) as run:
         seen = graph.without_test()
-        return _train(config, seen, rules.over(seen.vocab), run, progress)
+        return _train(config, seen, seen, rules.over(seen.vocab), run, progress)
 
 
 def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
@@ -173,23 +172,30 @@ def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
         )
     if beam is not None:
         config = replace(config, beam=beam)
-    asked = Asked.of(graph, parse_rules(run / "rules.txt", graph.vocab))
+    asked = Asked.of(*_program(config, graph, run / "rules.txt"))
     policy = _policy(config, asked)
     _load(policy, found.state["policy"], found.path)
     return _scorer(config, asked, policy)
 
 
 def _train(
-    config: ProverConfig, graph: Graph, rules: Rules, run: Run, progress: Progress | None
+    config: ProverConfig,
+    graph: Graph,
+    wider: Graph,
+    rules: Rules,
+    run: Run,
+    progress: Progress | None,
 ) -> tuple[Proofs, ProverResult]:
+    """Train on the queries of `graph`; `wider` also has what an embedding accepts as facts."""
     began = time.perf_counter()
-    asked, potential = Asked.of(graph, rules), _potential(config, graph)
+    asked = Asked.of(wider, rules)
+    potential = _potential(config, graph, asked)
     config = run.config = _sized(config, asked)
     policy = _policy(config, asked)
     questions = asked.questions(graph.train)
     valid = evenly_spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth)
-    facts = digest("prover", vocab_digest(graph), digest_array(graph.train))
+    facts = digest("prover", vocab_digest(graph), digest_array(wider.train))
     at, best, saved = _At(), _copied(policy), None
     if found := run.latest():
         before = found.state
@@ -350,23 +356,36 @@ def _learner(
     return Practice(asked, policy, questions, config, here.depth, here.of, potential)
 
 
-def _potential(config: ProverConfig, graph: Graph) -> Potential | None:
-    if config.kge is None:
+def _potential(config: ProverConfig, graph: Graph, asked: Asked) -> Potential | None:
+    if config.kge is None or not config.negatives:
         return None
-    return kge_potential(load_scorer(config.kge, graph).kge)
+    return kge_potential(load_scorer(config.kge, graph).kge, asked.steps.num_predicates)
 
 
-def _rules(config: ProverConfig, graph: Graph) -> Rules:
-    if config.rules is not None:
-        return parse_rules(config.rules, graph.vocab)
+def _program(config: ProverConfig, graph: Graph, file: Path | None) -> tuple[Graph, Rules]:
+    """The rules of a file, or mined ones; and the graph, with what an embedding accepts if asked.
+
+    What it accepts depends on the run of the embedding and on valid alone, so it is the same
+    whenever the prover is read.
+    """
+    if file is not None:
+        if config.rules is None or config.kge is None:
+            return graph, parse_rules(file, graph.vocab)
+        rules, accepted = read_rules(file, graph, config.kge, config.accept)
+        if accepted is None and not config.negatives:
+            raise ConfigError(
+                f"no rule of {file} asks for a p_kge, and without --negatives no reward is shaped; "
+                f"leave --kge out"
+            )
+        return (accepted.graph if accepted else graph), rules
     mined = mine(
-        graph.facts,
+        graph.train,
         graph.vocab,
         length=config.length,
         most=config.most,
         min_confidence=config.min_confidence,
     )
-    return mined.rules
+    return graph, mined.rules
 
 
 def _said(here: _Round, metrics: Mapping[str, float], at: _At) -> str:

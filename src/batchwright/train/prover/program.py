@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.envs.prover.env import BatchedVecEnv
+from batchwright.envs.prover.env import ProverEnv
 from batchwright.errors import ConfigError
 from batchwright.logic.facts import Facts
 from batchwright.logic.loaders import Graph
@@ -94,9 +94,9 @@ class Asked:
         """Actions that hold every choice there can be on one page."""
         return 2 + max(int(np.diff(self.chains.ptr).max()), int(np.diff(self.steps.ptr).max()))
 
-    def env(self, questions: Ints, num_envs: int, *, depth: int = 0, **more: Any) -> BatchedVecEnv:
+    def env(self, questions: Ints, num_envs: int, *, depth: int = 0, **more: Any) -> ProverEnv:
         """An environment that asks these, with room for every choice there is; 0: full depth."""
-        return BatchedVecEnv(
+        return ProverEnv(
             self.facts,
             self.rules,
             questions,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchwright.envs.prover.env import FACT, BatchedVecEnv
+from batchwright.envs.prover.env import FACT, ProverEnv
 from batchwright.envs.prover.layout import GIVE_UP
 from batchwright.errors import ConfigError
 from batchwright.logic.rank.ranking import Side
@@ -67,7 +67,7 @@ class BeamScorer:
         self.num_predicates = asked.steps.num_predicates
         self._ask = ask
         self._together = max(1, num_envs // beam)
-        self._env: BatchedVecEnv | None = None
+        self._env: ProverEnv | None = None
 
     def how(self) -> dict[str, Any]:
         """How proofs were found so far, ready for JSON; figures are means over the searches."""
@@ -143,7 +143,7 @@ class BeamScorer:
             logp[step.done] = -np.inf
 
     def _successors(
-        self, env: BatchedVecEnv, alive: Longs, logp: Doubles, used: Ints
+        self, env: ProverEnv, alive: Longs, logp: Doubles, used: Ints
     ) -> tuple[Longs, Longs, Doubles]:
         """Slot, action and log-probability of each way to go on, other than giving up."""
         obs = {name: torch.from_numpy(array[alive]) for name, array in env.observation.items()}
@@ -156,7 +156,7 @@ class BeamScorer:
         row, action = np.nonzero(mask)
         return alive[row], action, logp[row] + ways[row, action]
 
-    def _environment(self, questions: Ints) -> tuple[BatchedVecEnv, int, int]:
+    def _environment(self, questions: Ints) -> tuple[ProverEnv, int, int]:
         """An environment in which every question fills a beam; the last question fills the rest."""
         rest = np.repeat(questions[-1:], self._together - len(questions), axis=0)
         queries = np.repeat(np.concatenate([questions, rest]), self.beam, axis=0)
