@@ -4,6 +4,7 @@ TRL trains on assistant turns by exchanging a model's template for a variant wit
 variant renders the same text, the mask of the plain template is compared with the variant's.
 """
 
+import ast
 import itertools
 import json
 from functools import cache
@@ -12,17 +13,25 @@ from typing import Any
 
 import pytest
 
-from batchwright.data.rows.sample import encode_row
+from batchwright.data.rows.sample import encode_row, encode_rows
 from batchwright.data.rows.turns import trained_spans
 from batchwright.data.tokenizers import FileTokenizer, load_tokenizer
 from batchwright.data.tokenizers.chat import ChatTemplate
+from batchwright.data.tokenizers.tokenizer import LossOn, with_loss_on
 from batchwright.errors import BadRow
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install 'batchwright[dev]'")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja"))
+PACKAGE = Path(transformers.__file__).parent / "models"
+IN_TRANSFORMERS = {
+    "llama4": "llama4/processing_llama4.py",
+    "qwen2_audio": "qwen2_audio/processing_qwen2_audio.py",
+    "smolvlm_processor": "smolvlm/processing_smolvlm.py",
+}
+"""Templates that stand in the code of transformers."""
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja")) + sorted(IN_TRANSFORMERS)
 PLAIN = [name for name in NAMES if not name.endswith("_training")]
 TOKENS = {
     "bos_token": "<|begin|>",
@@ -107,6 +116,10 @@ def in_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def source(name: str) -> str:
+    if name in IN_TRANSFORMERS:
+        code = ast.walk(ast.parse((PACKAGE / IN_TRANSFORMERS[name]).read_text()))
+        texts = (n.value for n in code if isinstance(n, ast.Constant) and isinstance(n.value, str))
+        return next(text for text in texts if "{%" in text and "messages" in text)
     return (FOLDER / f"{name}.jinja").read_text()
 
 
@@ -215,7 +228,13 @@ def test_ids_and_mask_are_those_of_apply_chat_template(name: str, chat: str) -> 
     expected = theirs.apply_chat_template(
         given, chat_template=source(name), return_dict=True, return_assistant_tokens_mask=True
     )
-    sample = encode_row({"messages": messages}, ours, "0")
+    sample = encode_rows([("0", {"messages": messages})], ours)[0][1]
+    if isinstance(sample, BadRow):
+        # Of a template that leaves out the reasoning of a turn that it marks.
+        assert "which is trained; " in str(sample)
+        text = rendered(name, given, return_assistant_tokens_mask=True)[0]
+        assert "they greet" not in text or "add them" not in text
+        return
 
     assert sample.input_ids.tolist() == list(expected["input_ids"])
     assert sample.loss_mask.tolist() == list(expected["assistant_masks"])
@@ -296,6 +315,30 @@ def test_a_tool_call_is_learned_as_it_is_or_its_row_is_refused(name: str) -> Non
     assert len(texts) == 1
 
 
+XLAM = {
+    "id": 1,
+    "query": "How is the weather in Paris?",
+    "tools": json.dumps([{"name": "weather", "description": "Tells it.", "parameters": {}}]),
+    "answers": json.dumps([{"name": "weather", "arguments": {"city": "Paris"}}]),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_whose_words_stand_in_the_question_are_learned_or_refused(name: str) -> None:
+    outcome = encode_rows([("0", XLAM)], tokenizer(name))[0][1]
+    if isinstance(outcome, BadRow):
+        assert "tool" in str(outcome) or "the chat template refuses" in str(outcome), outcome
+        return
+    text = tokenizer(name).decode(outcome.input_ids[outcome.loss_mask == 1])
+    assert "weather" in text
+    assert "Paris" in text
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "llama4", "gptoss"])
+def test_templates_that_know_tool_calls_take_rows_of_xlam(name: str) -> None:
+    assert "Paris" in learned(name, XLAM)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen2_5", "llama3_1", "deepseekv3", "gptoss"])
 def test_templates_that_know_tool_calls_take_openais_rows(name: str) -> None:
     assert "Paris" in learned(name, {"messages": AS_OPENAI_WRITES_IT})
@@ -317,3 +360,71 @@ def test_parts_that_are_no_text_are_refused() -> None:
     image = {"role": "user", "content": [{"type": "image", "image": "x"}]}
     with pytest.raises(BadRow, match="its message 0 has a part of type 'image'; only text"):
         learned("qwen2_5_vl", {"messages": [image, {"role": "assistant", "content": "yo"}]})
+
+
+TRACE = [
+    *(user("Hello"), said("Good day", reasoning_content="they greet")),
+    *(user("What is 2+2?"), said("four, I think", reasoning_content="add them")),
+]
+INSIDE = [
+    *(user("Hello"), said("<think>\nthey greet\n</think>\n\nGood day")),
+    *(user("What is 2+2?"), said("<think>\nadd them\n</think>\n\nfour, I think")),
+]
+
+
+def rendered_or_nothing(name: str, chat: list[dict[str, Any]]) -> str:
+    try:
+        return template(name).render(chat, add_generation_prompt=False)
+    except BadRow:
+        return ""
+
+
+@pytest.mark.parametrize("loss_on", ["all-turns", "last-turn", "everything"])
+@pytest.mark.parametrize("rows", [TRACE, INSIDE], ids=["apart", "inside"])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_reasoning_of_a_trained_turn_is_lost(
+    name: str, rows: list[dict[str, Any]], loss_on: LossOn
+) -> None:
+    ours = with_loss_on(tokenizer(name), loss_on)
+    outcome = encode_rows([("0", {"messages": rows})], ours)[0][1]
+    if isinstance(outcome, BadRow):
+        texts = [rendered_or_nothing(name, chat) for chat in (rows, [*map(in_parts, rows)])]
+        wanted = ("add them",) if loss_on == "last-turn" else ("add them", "they greet")
+        assert not any(all(words in text for words in wanted) for text in texts), outcome
+        return
+    sample = outcome
+    read = ours.decode(sample.input_ids[sample.loss_mask == 1])
+    assert "add them" in read
+    assert "four, I think" in read
+    if loss_on != "last-turn":
+        assert "they greet" in read
+
+
+def test_the_sentence_about_lost_reasoning_names_ways_out() -> None:
+    sentence = (
+        r"leaves out the thinking of its message 1, which is trained; choose --loss-on last-turn, "
+        r"which trains as the model is asked, or train without it with --ignore-column "
+        r"messages\.thinking, or use a template that shows it"
+    )
+    rows = [*(user("Hello"), said("Good day", thinking="they greet")), *CHATS["two turns"][2:]]
+    with pytest.raises(BadRow, match=sentence):
+        learned("qwen3", {"messages": rows})
+    # Of a turn that is not trained, it may be left out, as it is when the model is asked.
+    rows[1]["train"] = False
+    assert "four" in learned("qwen3", {"messages": rows})
+
+
+@pytest.mark.parametrize(
+    "flag", [{"weight": 0}, {"train": False}, {"training": 0}, {"loss": False}]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_turn_that_is_not_to_be_trained_is_only_read(name: str, flag: dict[str, Any]) -> None:
+    plain = CHATS["two turns"]
+    try:
+        both = learned(name, {"messages": plain})
+    except BadRow:
+        return
+    text = learned(name, {"messages": [plain[0], plain[1] | flag, *plain[2:]]})
+    assert "Good day" not in text
+    assert "four, I think" in text
+    assert text in both

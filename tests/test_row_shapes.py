@@ -124,6 +124,96 @@ FIELD: dict[str, tuple[dict[str, Any], str, str]] = {
         "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: 1+1?\n\nAssistant:",
         " 2",
     ),
+    "alpaca without input": (
+        {"instruction": "Name a colour", "input": "<noinput>", "output": "blue"},
+        "### Instruction:\nName a colour\n\n### Response:\n",
+        "blue",
+    ),
+    "ultrafeedback with messages": (
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+            "chosen": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+            "rejected": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Go away"},
+            ],
+        },
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "orca pairs": (
+        {"system": "Be brief.", "question": "1+1?", "chosen": "2", "rejected": "3"},
+        "Be brief.\n\n1+1?\n",
+        "2",
+    ),
+    "lima": (
+        {"conversations": ["Hi", "Hello", "1+1?", "2"], "source": "multi_turn"},
+        "<|user|>\nHi\n<|assistant|>\n<|user|>\n1+1?\n<|assistant|>\n",
+        "Hello\n2\n",
+    ),
+    "capybara": (
+        {"conversation": [{"input": "Hi", "output": "Hello"}], "source": "Dove"},
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "sharegpt of either kind": (
+        {"items": [{"from": "human", "content": "Hi"}, {"role": "gpt", "value": "Hello"}]},
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "openhermes": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi", "weight": None},
+                {"from": "gpt", "value": "Hello", "weight": 1.0},
+            ],
+            "system_prompt": None,
+            "title": None,
+            "source": "x",
+        },
+        "<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "tulu": (
+        {
+            "id": "t1",
+            "source": "s",
+            "messages": [
+                {"role": "system", "content": ""},
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Hello"},
+            ],
+        },
+        "<|system|>\n\n<|user|>\nHi\n<|assistant|>\n",
+        "Hello\n",
+    ),
+    "metamath": ({"type": "x", "query": "1+1?", "response": "2"}, "1+1?\n", "2"),
+    "numina": ({"source": "s", "problem": "1+1?", "solution": "2"}, "1+1?\n", "2"),
+    "flan": ({"inputs": "1+1?", "targets": "2", "task": "sum"}, "1+1?\n", "2"),
+    "gsm8k": (
+        {"question": "1+1?", "answer": "1+1=<<1+1=2>>2\n#### 2"},
+        "1+1?\n",
+        "1+1=<<1+1=2>>2\n#### 2",
+    ),
+    "kto": ({"prompt": "1+1=", "completion": "2", "label": True}, "1+1=", "2"),
+    "train false": (
+        {
+            "messages": [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": "Bad", "train": False},
+                {"role": "user", "content": "Hm"},
+                {"role": "assistant", "content": "Good", "train": True},
+            ]
+        },
+        "<|user|>\nHi\n<|assistant|>\nBad\n<|user|>\nHm\n<|assistant|>\n",
+        "Good\n",
+    ),
     "weight 0": (
         {
             "messages": [
@@ -187,6 +277,9 @@ def test_labels_and_masks_beside_tokens_are_honoured(
         ({"prompt": "p", "completion": "c", "explanation": "e"}, "--ignore-column explanation"),
         ({"text": "t", "rejected": "r"}, "has rejected"),
         ({"question": "q", "answer": None}, "its answer is null"),
+        ({"prompt": "p", "completion": "c", "label": False}, "its label is false"),
+        ({"conversations": ["only a question"]}, "no assistant message to train on"),
+        ({"query": "q", "tools": "[]", "answers": "{}"}, "answers are not a list of calls"),
         ({"prompt": "p", "completion": None}, "its completion is null"),
         ({"prompt": "p", "response": None}, "its response is null"),
         ({"prompt": None, "response": "r"}, "its prompt is null"),
@@ -385,3 +478,45 @@ def test_a_weight_that_is_neither_0_nor_1_is_refused(weight: Any) -> None:
     ]
     with pytest.raises(BadRow, match=r"its message 1 has a weight of .*, not 0 or 1"):
         encode_row({"messages": messages}, BYTES, "0")
+
+
+def test_what_a_message_says_beside_its_content_is_shown_or_named() -> None:
+    for name in ("thought", "cot", "note"):
+        value = ESSAY if name == "note" else "short"
+        messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+        messages[1][name] = value
+        with pytest.raises(BadRow, match=f"message 1 has {name}, which the chat template does not"):
+            encode_row({"messages": messages}, BYTES, "0")
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "u", "train": True}, "has train True and the role 'user'"),
+        ({"role": "assistant", "content": "a", "train": "yes"}, "has a train of 'yes'"),
+        (
+            {"role": "assistant", "content": "a", "train_detail": [{"begin_offset": 0}]},
+            "has a train_detail, and turns are trained whole",
+        ),
+    ],
+)
+def test_what_a_message_says_of_its_training_is_followed_or_refused(
+    message: dict[str, Any], words: str
+) -> None:
+    answer = {"role": "assistant", "content": "a"}
+    with pytest.raises(BadRow, match=words):
+        encode_row({"messages": [message, answer]}, BYTES, "0")
+
+
+def test_a_key_of_every_message_can_be_left_out(folder: Path, call: Callable[..., Any]) -> None:
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "a", "reasoning_content": "why", "thought": "so"},
+    ]
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    line = "data rows show chat.jsonl -t bytes"
+    assert "leaves out the reasoning_content of its message 1" in call(line, folder).out
+    line += " --ignore-column messages.reasoning_content"
+    assert "message 1 has thought, which the chat template" in call(line, folder).out
+    line += " --ignore-column messages.thought"
+    assert "  learned 'a\\n'" in call(line, folder).out.splitlines()

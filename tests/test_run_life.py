@@ -12,14 +12,22 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.checkpoint import latest
 from batchwright.errors import BatchwrightError, ConfigError, Mismatch, MissingFile
@@ -34,6 +42,7 @@ from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.run import Run, RunConfig
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import SftResult, train_sft
+from rank_pool import RankPool, Reply, rank_pool
 
 torch.set_num_threads(1)
 
@@ -48,12 +57,13 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def new(folder: Path, **more: Any) -> SftConfig:
-    """A run of three steps an epoch, whose losses do not depend on its length."""
-    rows = [{"id": f"r{n}", "prompt": "count", "completion": " otter" * 6} for n in range(3)]
+def new(folder: Path, rows: int = 3, **more: Any) -> SftConfig:
+    """A run of one row a microbatch, whose losses do not depend on its length."""
     data = folder / "rows.jsonl"
     if not data.exists():
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        row = {"prompt": "count", "completion": " otter" * 6}
+        lines = (json.dumps({"id": f"r{n}", **row}) + "\n" for n in range(rows))
+        data.write_text("".join(lines))
     fixed: dict[str, Any] = {"schedule": "constant", "token_budget": 48, "lr": 1e-3}
     return SftConfig(
         **{"model": "tiny", "data": str(data), "run_dir": folder / "run", **fixed, **more}
@@ -100,20 +110,25 @@ def kill() -> None:
 class RunLife(RuleBasedStateMachine):
     """A run against what is expected of it: how far it is, how long it is to be, what it left."""
 
+    fixed: ClassVar[dict[str, Any]] = {}
     whole: dict[int, float] | None = None
     """The loss of every step of a run that nothing stopped."""
+    tolerance = 0.0
+    """Of losses: none, to the bit, however often a run was stopped."""
 
     @initialize(
         epochs=st.integers(1, 3), most=st.sampled_from([0, 0, 2, 5]), save=st.integers(0, 2)
     )
     def begin(self, epochs: int, most: int, save: int) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        if RunLife.whole is None:
-            RunLife.whole = losses(train_sft(new(self.folder, epochs=3)).run_dir)
-            assert len(RunLife.whole) == MOST
+        given = new(self.folder, **self.fixed)
+        kind = type(self)
+        if kind.whole is None:
+            kind.whole = losses(train_sft(dataclasses.replace(given, epochs=3)).run_dir)
+            assert len(kind.whole) == MOST
             shutil.rmtree(self.folder / "run")
         self.run = self.folder / "run"
-        self.saved = new(self.folder, epochs=epochs, max_steps=most, save_every=save)
+        self.saved = dataclasses.replace(given, epochs=epochs, max_steps=most, save_every=save)
         self.step = 0
         self.finished_at: int | None = None
         self.model: dict[str, bytes] = {}
@@ -127,21 +142,32 @@ class RunLife(RuleBasedStateMachine):
         whole = config.epochs * PER_EPOCH
         return min(whole, config.max_steps) if config.max_steps else whole
 
+    def call(
+        self,
+        config: SftConfig,
+        resume: bool = True,
+        at: int = -1,
+        which: signal.Signals | None = None,
+    ) -> SftResult | Reply:
+        """Train; at a step, the run gets a signal."""
+        do = kill if which == signal.SIGKILL else send(which) if which else None
+        return train_sft(config, resume=resume, progress=at_step(at, do) if do else None)
+
     def trained(
         self, config: SftConfig, stop_after: int, resume: bool = True, **more: Any
-    ) -> SftResult | None:
+    ) -> SftResult | Reply | None:
         """Train, and compare with what is expected, unless it is refused as it should be."""
         total = self.total(config)
         config = dataclasses.replace(config, stop_after=stop_after)
         if total < self.step:
             before = contents(self.run)
             with pytest.raises(ConfigError, match=r"--(max-steps|epochs) must be at least"):
-                train_sft(config, resume=resume, **more)
+                self.call(config, resume, **more)
             assert contents(self.run) == before
             return None
         self.saved = dataclasses.replace(config, stop_after=0)
         begun = self.step
-        result = train_sft(config, resume=resume, **more)
+        result = self.call(config, resume, **more)
         self.step = result.step
         assert result.finished == (self.step == total)
         assert newest(self.run) == self.step
@@ -172,8 +198,7 @@ class RunLife(RuleBasedStateMachine):
     def signalled(self, which: signal.Signals, after: int) -> None:
         begun, total = self.step, self.total(self.saved)
         # Sent when a step is done, it is heard in the next one.
-        sent = at_step(begun + after, send(which))
-        result = self.trained(self.saved, 0, progress=sent)
+        result = self.trained(self.saved, 0, at=begun + after, which=which)
         assert result is not None
         assert result.step == min(total, begun + after + 1)
         name = "Ctrl-C" if which == signal.SIGINT else which.name
@@ -185,7 +210,7 @@ class RunLife(RuleBasedStateMachine):
         if at > self.total(self.saved):
             return
         with pytest.raises(Killed):
-            train_sft(self.saved, resume=True, progress=at_step(at, kill))
+            self.call(self.saved, at=at, which=signal.SIGKILL)
         saved = range(self.step + 1, at)
         every = self.saved.save_every
         self.step = max((n for n in saved if every and n % every == 0), default=self.step)
@@ -194,7 +219,7 @@ class RunLife(RuleBasedStateMachine):
     def started_again(self) -> None:
         before = contents(self.run)
         with pytest.raises(ConfigError, match="already holds a run"):
-            train_sft(self.saved)
+            self.call(self.saved, resume=False)
         assert contents(self.run) == before
 
     @invariant()
@@ -203,9 +228,10 @@ class RunLife(RuleBasedStateMachine):
             return
         assert SftConfig.of_run(self.run) == self.saved, "what changed is written back"
         assert newest(self.run) == self.step
-        assert RunLife.whole is not None
+        whole = type(self).whole
+        assert whole is not None
         for step, loss in losses(self.run).items():
-            assert loss == RunLife.whole[step], "to the bit, however often it was stopped"
+            assert abs(loss - whole[step]) <= self.tolerance
         if self.finished_at is None:
             assert not (self.run / "model").exists()
             assert not (self.run / "finished.json").exists()
@@ -230,6 +256,79 @@ class LongRunLife(RunLife):
 TestLongRunLife = LongRunLife.TestCase
 TestLongRunLife.settings = settings(quiet, max_examples=60, stateful_step_count=12)
 TestLongRunLife.pytestmark = [pytest.mark.slow]
+
+
+class RanksLife(RunLife):
+    """The same on one, two or three ranks, as many as each call likes."""
+
+    fixed: ClassVar[dict[str, Any]] = {"rows": 8, "step_size": 3}
+    whole = None
+    tolerance = 1e-5
+    hard = False
+    """Whether the first rank is killed for good, or ends as if it were."""
+    pool: ClassVar[RankPool]
+    world = 1
+
+    @initialize(
+        epochs=st.integers(1, 3),
+        most=st.sampled_from([0, 0, 2, 5]),
+        save=st.integers(0, 2),
+        world=st.integers(1, 3),
+    )
+    def begin(self, epochs: int, most: int, save: int, world: int = 1) -> None:
+        self.world = world
+        super().begin(epochs, most, save)
+
+    @rule(world=st.integers(1, 3))
+    def go_on_with(self, world: int) -> None:
+        self.world = world
+
+    def call(
+        self,
+        config: SftConfig,
+        resume: bool = True,
+        at: int = -1,
+        which: signal.Signals | None = None,
+    ) -> SftResult | Reply:
+        if self.world == 1:
+            return super().call(config, resume, at, which)
+        killed = which == signal.SIGKILL
+        replies = self.pool.train(
+            self.world,
+            config,
+            resume=resume,
+            at=at,
+            which="raise" if killed and not self.hard else int(which or 0),
+            # A signal may reach any rank; the first one writes, so it is the one to kill.
+            target=0 if killed else self.world - 1,
+        )
+        first = replies[0]
+        if killed and at >= 0 and (first.error == "Killed" or first == Reply()):
+            raise Killed
+        if first.error == "ConfigError":
+            assert {reply.message for reply in replies} == {first.message}
+            raise ConfigError(first.message)
+        assert not first.error, first
+        assert all(
+            (r.step, r.finished, r.stopped_by) == (first.step, first.finished, first.stopped_by)
+            for r in replies
+        ), replies
+        return first
+
+
+@pytest.mark.parametrize(
+    ("hard", "examples", "steps"),
+    [(False, 2, 5), pytest.param(True, 25, 10, marks=pytest.mark.slow)],
+)
+def test_a_run_lives_on_whatever_number_of_ranks(
+    tmp_path: Path, hard: bool, examples: int, steps: int
+) -> None:
+    with rank_pool(tmp_path) as RanksLife.pool:
+        RanksLife.hard = hard
+        run_state_machine_as_test(
+            RanksLife,
+            settings=settings(quiet, max_examples=examples, stateful_step_count=steps),
+        )
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.data.measure import build_lengths
 from batchwright.events import read_events
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.loop import train_sft
+from rank_pool import RankPool, rank_pool
 
 torch.set_num_threads(1)
 
@@ -52,6 +56,12 @@ for argument in sys.argv[1:]:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    with rank_pool(tmp_path_factory.mktemp("ranks")) as ranks:
+        yield ranks
 
 
 @pytest.fixture
@@ -312,3 +322,49 @@ def test_a_signal_that_reaches_one_rank_stops_all_of_them_in_one_numbered_folder
     assert sorted(out.splitlines()) == [f"start many-2 {step} False SIGUSR1"] * 2
     assert (folder / "many-2" / "checkpoints" / f"step_{step:08d}").is_dir()
     assert not (folder / "many-3").exists()
+
+
+def test_a_rank_that_waits_says_for_whom_and_in_no_collective(
+    config: SftConfig, pool: RankPool
+) -> None:
+    first, second = pool.train(2, config, slow=1.5)
+    assert first.finished
+    assert second.finished
+    assert (first.step, first.said) == (second.step, [])
+    (sentence,) = second.said
+    assert sentence.startswith(f"waiting for rank 0 (process {pool.pids()[0]} on ")
+    assert sentence.endswith(("prepares the data", "of 34 rows"))
+    assert not (config.run_dir / ".first-rank.json").exists()
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_longer_than_a_collective_would(config: SftConfig, pool: RankPool) -> None:
+    replies = pool.train(2, config, slow=45, limit=20)
+    assert [reply.finished for reply in replies] == [True, True]
+
+
+def test_what_the_first_rank_refuses_ends_the_others_with_its_reason(
+    config: SftConfig, pool: RankPool
+) -> None:
+    data = Path(config.data[0])
+    rows = data.read_text()
+    data.write_text(rows + '{"prompt": "p"}\n')
+    first, second = pool.train(2, config)
+    assert first.error == "BadRow"
+    assert second.error == "BatchwrightError"
+    assert second.message == f"rank 0 failed before training began: {first.message}"
+    # And the same command works when the row is mended, whatever the refused one left.
+    data.write_text(rows)
+    assert [reply.finished for reply in pool.train(2, config)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "which", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+def test_a_first_rank_that_dies_or_hangs_while_it_tokenises_is_noticed(
+    config: SftConfig, pool: RankPool, which: signal.Signals
+) -> None:
+    _, second = pool.train(2, config, at="preparing", which=int(which), silent=2)
+    assert second.error == "BatchwrightError"
+    assert "gave no sign for 2 s while the others waited for it" in second.message
+    assert f"process {pool.pids()[0]} on " in second.message

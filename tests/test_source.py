@@ -127,12 +127,54 @@ def test_hugging_face_data_sets_come_as_objects_folders_and_splits(tmp_path: Pat
 
     assert read_all(open_source(whole)) == ROWS
     assert read_all(open_source(whole.with_format("numpy").select(range(4, 9)))) == ROWS[4:9]
-    assert read_all(open_source(tmp_path / "both")) == ROWS
-    assert read_all(open_source(f"hf:{tmp_path / 'both'}:test")) == ROWS[:3]
+    both = tmp_path / "both"
+    for spec in (f"hf:{both}:test", f"{both}:test"):
+        assert read_all(open_source(spec)) == ROWS[:3]
+    for whole_folder in (both, f"hf:{both}"):
+        with pytest.raises(ConfigError, match=r"has 2 splits, train, test; name one as .*both:tr"):
+            open_source(whole_folder)
+    with pytest.raises(ConfigError, match=r"a DatasetDict of train, test; pass one of them, as da"):
+        open_source(splits)
+    assert read_all(open_source(datasets.DatasetDict({"test": whole}))) == ROWS
+    whole.save_to_disk(tmp_path / "one")
+    assert read_all(open_source(tmp_path / "one")) == ROWS
+    with pytest.raises(ConfigError, match=r"one has no splits; leave out :train"):
+        open_source(f"{tmp_path / 'one'}:train")
     with pytest.raises(ConfigError, match="no split 'dev', it has train, test"):
         open_source(f"hf:{tmp_path / 'both'}:dev")
     with pytest.raises(ConfigError, match="IterableDataset, which has no random access"):
         open_source(whole.to_iterable_dataset())
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["train-00000-of-00002.parquet", "train-00001-of-00002.parquet"], {"": 20}),
+        (
+            ["train_sft-00000-of-00001.parquet", "test_gen-00000-of-00001.parquet"],
+            {"": 0, "train_sft": 10, "test_gen": 10},
+        ),
+        (["a.jsonl", "b.jsonl", "latest.jsonl"], {"": 30, "train": 30}),
+        (["train.jsonl", "test.jsonl"], {"": 0, "train": 10, "test": 10}),
+        (["rows.jsonl", "rows_val.jsonl", "more.jsonl"], {"": 0, "train": 20, "validation": 10}),
+        (["gsm8k-eval.jsonl"], {"": 10, "test": 10}),
+    ],
+)
+def test_of_a_folder_with_several_splits_one_is_named(
+    tmp_path: Path, names: list[str], splits: dict[str, int]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in names:
+        write = write_parquet if name.endswith("parquet") else write_jsonl
+        write(folder / name, ROWS[:10])
+    for split, rows in splits.items():
+        spec = f"{folder}:{split}" if split else str(folder)
+        if rows:
+            assert len(open_source(spec)) == rows
+        else:
+            with pytest.raises(ConfigError, match=rf"has 2 splits, .*name one as {folder}:"):
+                open_source(spec)
 
 
 def test_fingerprints_follow_the_content(tmp_path: Path) -> None:

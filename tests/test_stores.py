@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -511,5 +512,7 @@ def test_rows_with_ids_in_a_file_of_more_than_2_gib_work_everywhere(
     ):
         done = run(line, tmp_path)
         assert done.code == 0, done.err
+        # Of whichever child was the largest so far, in KiB: the file is never held whole.
+        assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1_200_000, line
     lengths = LengthCache.load(tmp_path / "l.jsonl").lengths
     assert lengths.ids[2599] == "r2599"

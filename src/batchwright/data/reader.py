@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from batchwright.data.entries import dataset_hash, mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.rows.sample import Sample, content_hash, encode_row, row_id
-from batchwright.data.rows.source import Source
+from batchwright.data.rows.source import Source, row_ranges
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.data.tokens import TokenStore, find_store
 from batchwright.errors import BadRow, Mismatch
@@ -40,7 +40,7 @@ class PlanRows:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[Source | TokenStore],
         ids: Ids,
         names: Sequence[str] = (),
         tokenizer: Tokenizer | None = None,
@@ -50,37 +50,30 @@ class PlanRows:
                 f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(sources)} are "
                 f"given; give one data set for each, in this order"
             )
-        self._sources, self._ids, self._names = sources, ids, names
-        self._tokenizer = tokenizer
+        self._ids, self._names, self._tokenizer = ids, names, tokenizer
         # Several without names number their rows over all of them, unlike the store of each.
         stored = tokenizer is not None and (names or len(sources) == 1)
-        self._stores: list[TokenStore | None] = [
-            find_store(source, tokenizer) if stored and tokenizer else None for source in sources
-        ]
-        sizes = [
-            len(source) if store is None else len(store)
-            for source, store in zip(sources, self._stores, strict=True)
-        ]
-        self._starts = np.array([0, *accumulate(sizes)])
+        self.parts = [_stored(s, tokenizer) if stored and tokenizer else s for s in sources]
+        """Each source, or its token store, which stands for it: to find it takes long."""
+        self._starts = np.array([0, *accumulate(map(len, self.parts))])
         self._places = self._found(ids)
 
     def place(self, item: int) -> tuple[int, int]:
         """The source and the row of a sample."""
         part, entry = self._entry(item)
-        store = self._stores[part]
-        if store is None or store.entries.rows is None:
+        rows = self.parts[part]
+        if not isinstance(rows, TokenStore) or rows.entries.rows is None:
             return part, entry
-        return part, int(store.entries.rows[entry])
+        return part, int(rows.entries.rows[entry])
 
     def sample(self, item: int) -> Sample:
         """The tokens of a sample."""
         part, entry = self._entry(item)
-        store = self._stores[part]
-        if store is not None:
-            found = store(entry)
+        source = self.parts[part]
+        if isinstance(source, TokenStore):
+            found = source(entry)
             return Sample(found.input_ids, found.loss_mask, self._ids[item])
         assert self._tokenizer is not None
-        source = self._sources[part]
         row = source[entry]
         try:
             return encode_row(row, self._tokenizer, self._ids[item])
@@ -109,23 +102,23 @@ class PlanRows:
         if at < 0:
             raise Mismatch(
                 f"sample {self._ids[item]!r} of the plan is not in "
-                f"{', '.join(s.name for s in self._sources)}; give the data it was built from"
+                f"{', '.join(part.name for part in self.parts)}; give the data it was built from"
             )
         part = int(np.searchsorted(self._starts, at, side="right")) - 1
         return part, at - int(self._starts[part])
 
     def _content(self, part: int, entry: int) -> int:
-        store = self._stores[part]
-        if store is None:
-            return content_hash(self._sources[part][entry])
-        return int(store.entries.content[entry])
+        source = self.parts[part]
+        if isinstance(source, TokenStore):
+            return int(source.entries.content[entry])
+        return content_hash(source[entry])
 
     def _found(self, ids: Ids) -> NDArray[np.int64]:
         total = int(self._starts[-1])
-        if len(self._sources) == 1 and not self._names:
-            (source,), (store,) = self._sources, self._stores
-            if store is not None:
-                return store.entries.ids.places(ids)
+        if len(self.parts) == 1 and not self._names:
+            (source,) = self.parts
+            if isinstance(source, TokenStore):
+                return source.entries.ids.places(ids)
             if ids.arrays is None:
                 if total < len(ids):
                     raise Mismatch(
@@ -137,17 +130,21 @@ class PlanRows:
 
     def _blocks(self) -> Iterator[list[str]]:
         """The ids of all rows as the plan spells them, in the order of `_places`."""
-        for part, (source, store) in enumerate(zip(self._sources, self._stores, strict=True)):
+        for part, source in enumerate(self.parts):
             prefix = f"{self._names[part]}/" if self._names else ""
-            if store is not None:
-                for at in range(0, len(store), BLOCK_ROWS):
-                    items = range(at, min(at + BLOCK_ROWS, len(store)))
-                    yield [prefix + id for id in store.entries.ids.take(items)]
+            if isinstance(source, TokenStore):
+                for at in range(0, len(source), BLOCK_ROWS):
+                    items = range(at, min(at + BLOCK_ROWS, len(source)))
+                    yield [prefix + id for id in source.entries.ids.take(items)]
                 continue
             before = 0 if self._names else int(self._starts[part])
-            for at in range(0, len(source), BLOCK_ROWS):
-                rows = source.chunk(at, min(at + BLOCK_ROWS, len(source))).rows()
+            for at, stop in row_ranges(source, BLOCK_ROWS):
+                rows = source.chunk(at, stop).rows()
                 yield [prefix + _name(row, str(before + item)) for item, row in rows]
+
+
+def _stored(source: Source | TokenStore, tokenizer: Tokenizer) -> Source | TokenStore:
+    return source if isinstance(source, TokenStore) else find_store(source, tokenizer) or source
 
 
 def _name(row: object, number: str) -> str:

@@ -30,7 +30,7 @@ from batchwright.batching.plan.microbatch import MicrobatchSpec
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
-from batchwright.data.reader import sample_reader
+from batchwright.data.reader import PlanRows
 from batchwright.data.rows import Row
 from batchwright.data.rows.sample import IGNORE, Sample
 from batchwright.data.rows.source import Source
@@ -187,9 +187,16 @@ class PlanDataset(Dataset[Loaded]):
         read: SampleReader | Sequence[Row] | Source | Sequence[Source],
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        self._given = (plan, read, tokenizer)
         self._plan = plan if isinstance(plan, BatchPlan) else BatchPlan.load(plan)
-        self._read = _reader(self._plan, read, tokenizer)
+        if tokenizer is None:
+            self._given: tuple[Any, ...] = (plan, read, None)
+            self._read = _reader(self._plan, read)
+        else:
+            rows = _rows_of(self._plan, read, tokenizer)
+            # Workers map the token stores that were found instead of looking for them again,
+            # for which the whole data is read.
+            self._given = (plan, rows.parts, tokenizer)
+            self._read = rows.sample
 
     def __getitem__(self, key: MicrobatchKey) -> Loaded:
         batch = self._plan.batch(key.epoch, key.index)
@@ -270,15 +277,17 @@ def _flat(batch: CollatedBatch) -> dict[str, Any]:
     }
 
 
-def _reader(plan: BatchPlan, read: Any, tokenizer: Tokenizer | None) -> SampleReader:
-    if tokenizer is not None:
-        if plan.tokenizer_hash not in ("unknown", tokenizer.fingerprint):
-            raise Mismatch(
-                f"the plan was built with tokenizer {plan.tokenizer_hash}, {tokenizer.name} is "
-                f"{tokenizer.fingerprint}; pass the tokenizer it was built with"
-            )
-        sources = read if isinstance(read, list | tuple) else [read]
-        return sample_reader(sources, tokenizer, plan.ids, [name for name, _, _ in plan.sources])
+def _rows_of(plan: BatchPlan, read: Any, tokenizer: Tokenizer) -> PlanRows:
+    if plan.tokenizer_hash not in ("unknown", tokenizer.fingerprint):
+        raise Mismatch(
+            f"the plan was built with tokenizer {plan.tokenizer_hash}, {tokenizer.name} is "
+            f"{tokenizer.fingerprint}; pass the tokenizer it was built with"
+        )
+    sources = read if isinstance(read, list | tuple) else [read]
+    return PlanRows(sources, plan.ids, [name for name, _, _ in plan.sources], tokenizer)
+
+
+def _reader(plan: BatchPlan, read: Any) -> SampleReader:
     if callable(read):
         return read  # type: ignore[no-any-return]
     if len(read) != len(plan.ids):

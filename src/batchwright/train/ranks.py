@@ -1,18 +1,26 @@
 """Data-parallel training over several ranks; on one rank, each of these does nothing."""
 
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from batchwright.errors import ConfigError
+from batchwright.errors import BatchwrightError, ConfigError, one_line
 from batchwright.world import World
 
 __all__ = [
+    "FirstRank",
     "clip",
     "device_of",
     "gathered",
@@ -22,6 +30,16 @@ __all__ = [
     "summed",
     "syncing",
 ]
+
+BEAT_S = 2.0
+"""How often the first rank shows that it lives."""
+SILENT_S = 120.0
+"""After so long without a sign of the first rank, the others give up."""
+POLL_S = 0.2
+SAY_S = 2.0
+"""Who waits for longer than this says for what."""
+
+log = logging.getLogger(__name__)
 
 
 def device_of(wanted: str, world: World) -> torch.device:
@@ -35,26 +53,129 @@ def device_of(wanted: str, world: World) -> torch.device:
 
 
 @contextmanager
-def joined(world: World, device: torch.device) -> Iterator[Callable[[], None]]:
-    """The ranks as one process group, while the block lasts.
-
-    What it gives blocks until every rank has called it, however long one of them works before,
-    and keeps no accelerator busy meanwhile.
-    """
+def joined(world: World, device: torch.device) -> Iterator[None]:
+    """The ranks as one process group, while the block lasts."""
     if world.size == 1:
-        yield lambda: None
+        yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Given, not read from RANK: srun has other names for them.
     dist.init_process_group(backend, rank=world.rank, world_size=world.size)
-    # Collectives of the default group give up after minutes; tokenising may take hours.
-    patient = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     try:
-        yield lambda: dist.barrier(patient)
+        yield
     finally:
         dist.destroy_process_group()
+
+
+class FirstRank:
+    """What the first rank does alone while the others wait for it.
+
+    They wait by a file in the run folder: a collective gives up after minutes, does not say whom
+    it waits for, and tokenising may take hours. The file says how far the first rank is and that
+    it lives; when it fails, ends or is silent for `SILENT_S`, the others end with its reason.
+    `launch` is a number that all ranks of one start have, so that nobody reads an older file.
+    """
+
+    def __init__(self, folder: Path, world: World, launch: int) -> None:
+        self._path = folder / ".first-rank.json"
+        self._world = world
+        self._launch = launch
+        self._told: dict[str, Any] = {
+            "launch": launch,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "state": "working",
+            "rows": [0, 0],
+        }
+        self._writing = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+        self._tells = world.rank == 0 and world.size > 1
+
+    def __enter__(self) -> "FirstRank":
+        if self._tells:
+            self._tell()
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if not self._tells:
+            return
+        if self._told["state"] == "ready":
+            self._path.unlink(missing_ok=True)
+            return
+        reason = one_line(error) if isinstance(error, BatchwrightError) else kind and kind.__name__
+        self._end("failed", why=reason or "it ended")
+
+    def progress(self, done: int, total: int) -> None:
+        """Note how many rows are tokenised."""
+        self._told["rows"] = [done, total]
+
+    def ready(self) -> None:
+        """Let the others go on, once what they wait for is written."""
+        if self._tells:
+            self._end("ready")
+
+    def wait(self, stopped: Callable[[], str | None]) -> None:
+        """Return when the first rank is ready; raise if it cannot be, or if this one is stopped."""
+        began = heard = time.monotonic()
+        said, seen = False, None
+        # Of all ranks on a machine, one says that they wait.
+        says = self._world.local_rank == (1 if self._world.rank == self._world.local_rank else 0)
+        while True:
+            told, now = self._read(), time.monotonic()
+            if told and told["state"] == "ready":
+                return
+            if told and told["state"] == "failed":
+                raise BatchwrightError(f"rank 0 failed before training began: {told['why']}")
+            if cause := stopped():
+                raise BatchwrightError(f"stopped by {cause} while waiting for rank 0")
+            if told != seen:
+                seen, heard = told, now
+            elif now - heard > SILENT_S:
+                who = f" (process {seen['process']} on {seen['host']})" if seen else ""
+                raise BatchwrightError(
+                    f"rank 0{who} gave no sign for {SILENT_S:g} s while the others waited for it; "
+                    f"look at its output, and start again: what it has tokenised is kept"
+                )
+            if seen and says and not said and now - began > SAY_S:
+                said = True
+                done, total = seen["rows"]
+                at = f"tokenises: {done:,} of {total:,} rows" if total else "prepares the data"
+                log.warning(
+                    "waiting for rank 0 (process %s on %s), which %s",
+                    *(seen["process"], seen["host"], at),
+                )
+            time.sleep(POLL_S)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            with self._writing:
+                if not self._ended.is_set():
+                    self._tell()
+
+    def _end(self, state: str, **more: str) -> None:
+        with self._writing:
+            self._ended.set()
+            self._told |= {"state": state, **more}
+            self._tell()
+
+    def _tell(self) -> None:
+        self._told["beat"] = time.time()
+        temporary = self._path.with_suffix(".new")
+        # A disk that is full for a moment does not end a run.
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(self._told))
+            temporary.replace(self._path)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            told: dict[str, Any] = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return told if told.get("launch") == self._launch else None
 
 
 def summed(values: Sequence[float], world: World, device: torch.device) -> list[float]:

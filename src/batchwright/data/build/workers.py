@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from batchwright.data.build.known import Known
-from batchwright.data.rows.source import Chunk, Source
+from batchwright.data.rows.source import Chunk, Source, row_ranges
 from batchwright.data.tokenizers.load import load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer, with_loss_on
 from batchwright.errors import BatchwrightError, ConfigError, Mismatch
@@ -48,17 +48,16 @@ def map_chunks(
     if workers is not None and workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
     total = len(source)
-    starts = iter(range(0, total, CHUNK_ROWS))
+    ranges = row_ranges(source, CHUNK_ROWS)
     begin = time.monotonic()
     if workers is None:
         workers = len(os.sched_getaffinity(0))
-        for at in starts:
-            done = min(at + CHUNK_ROWS, total)
+        for at, done in ranges:
             yield work(source.chunk(at, done), tokenizer, known)
             spent = time.monotonic() - begin
             if workers > 1 and spent >= TRIAL_S and spent / done * (total - done) > WORTH_S:
                 break
-    chunks = (source.chunk(at, min(at + CHUNK_ROWS, total)) for at in starts)
+    chunks = (source.chunk(at, stop) for at, stop in ranges)
     if workers == 1:
         yield from (work(chunk, tokenizer, known) for chunk in chunks)
     else:

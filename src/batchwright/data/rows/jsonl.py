@@ -69,6 +69,9 @@ class JsonlSource:
             raise BadFile(f"{self.path} became shorter while it was read; run again")
         return _Lines(start, raw, (ends - ends[0]).tolist())
 
+    def size_of(self, start: int, stop: int) -> int:
+        return int(self._starts[stop] - self._starts[start])
+
     @cached_property
     def fingerprint(self) -> str:
         return digest("jsonl", _file_digest(self._handle))[:16]

@@ -4,6 +4,7 @@ A shape reads the columns it knows. A column whose name says that it holds train
 nobody read is an error that names it: training on half of a row is worse than not training.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
-from batchwright.data.rows.turns import trained_spans
-from batchwright.data.tokenizers.tokenizer import Tokenizer
+from batchwright.data.rows.turns import TURN_FLAGS, trained_spans, trained_turns
+from batchwright.data.tokenizers.chat import REASONING
+from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer
 from batchwright.errors import BadRow
 
 __all__ = [
@@ -32,9 +34,20 @@ __all__ = [
 IGNORE = -100
 """The label of a token that carries no loss, `ignore_index` of torch and transformers."""
 
+CHATS = ("messages", "conversations", "conversation", "items")
+"""What data sets call a list of messages."""
+
+QUESTIONS = {
+    "question": ("answer",),
+    "query": ("response",),
+    "problem": ("solution",),
+    "inputs": ("targets",),
+}
+"""What data sets call a question, and where its answer stands first of all."""
+
 KNOWN = (
-    *("input_ids", "messages", "conversations", "conversation", "chosen", "prompt"),
-    *("instruction", "question", "input", "text", "content"),
+    *("input_ids", *CHATS, "chosen", "prompt", "instruction", *QUESTIONS),
+    *("input", "text", "content"),
 )
 """Columns that decide the shape of a row, in the order in which they are looked for."""
 
@@ -97,6 +110,15 @@ SHAREGPT = {
     "function_response": "tool",
 }
 """Roles as ShareGPT's files name them; any other stands for itself."""
+
+TURN_DETAILS = ("train_detail", "training_detail")
+"""Axolotl's ranges of characters inside a turn."""
+
+KNOWN_OF_MESSAGES = {
+    *("role", "content", "tool_calls", "tool_call_id", "name", "id"),
+    *TURN_FLAGS,
+    *REASONING,
+}
 
 TRANSCRIPT = "\n\nAssistant:"
 """The beginning of an answer in Anthropic's transcripts, `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
@@ -195,13 +217,20 @@ def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
 def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     if row.has("input_ids"):
         return _ready(row, tokenizer.vocab_size)
-    for name in ("messages", "conversations", "conversation"):
+    for name in CHATS:
         if row.has(name):
-            return _chat(row, _messages(row.take(name), name), 0, tokenizer)
+            return _conversation(row, name, tokenizer)
+    if row.has("query") and row.has("answers") and row.has("tools"):
+        return _chat(row, _calling(row), 0, tokenizer)
     if row.has("chosen"):
         return _chosen(row, tokenizer)
     if row.has("prompt"):
         response = row.response("prompt")
+        if row.row.get("label") is False:
+            raise BadRow(
+                f"its label is false, so its {response} is one not to learn; leave such rows out "
+                f"with --on-bad-row skip, or learn them with --ignore-column label"
+            )
         if isinstance(row.row["prompt"], list) and isinstance(row.row[response], list):
             asked = _messages(row.take("prompt"), "prompt")
             answered = _messages(row.take(response), response)
@@ -210,10 +239,11 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
         return _pair(prompt, row.text(response))
     if row.has("instruction"):
         return _alpaca(row)
-    if row.has("question"):
-        response = row.response("question", "answer")
-        parts = (row.optional(*SYSTEM), row.optional("context"), row.text("question"))
-        return _pair(_after(*parts) + "\n", row.text(response))
+    for name, first in QUESTIONS.items():
+        if row.has(name):
+            response = row.response(name, *first)
+            parts = (row.optional(*SYSTEM), row.optional("context"), row.text(name))
+            return _pair(_after(*parts) + "\n", row.text(response))
     if row.has("input") and "output" in row.row:
         response = row.response("input", "output")
         prompt = _after(row.optional(*SYSTEM), row.text("input"))
@@ -229,7 +259,7 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     raise BadRow(
         f"has none of the known keys; saw {_keys(row.row)}; known are input_ids, messages, "
         f"conversations, chosen, prompt + completion, instruction + output, question + answer, "
-        f"input + output, and text"
+        f"query + response, problem + solution, inputs + targets, input + output, and text"
     )
 
 
@@ -237,9 +267,33 @@ def _alpaca(row: _Columns) -> Pair:
     response = row.response("instruction", "output", "response")
     system = row.optional(*SYSTEM)
     given = row.optional("input") or row.optional("context")
+    if given == "<noinput>":
+        # As the tasks that Alpaca began with have it.
+        given = ""
     middle = f"### Input:\n{given}\n\n" if given else ""
     asked = f"### Instruction:\n{row.text('instruction')}\n\n{middle}### Response:\n"
     return _pair(_after(system, asked), row.text(response))
+
+
+def _conversation(row: _Columns, name: str, tokenizer: Tokenizer) -> Chat:
+    messages = row.take(name)
+    if row.has("chosen") and row.row["chosen"] == messages:
+        # The preferred answer is the conversation, as UltraFeedback has it.
+        row.used += ["chosen", *(["rejected"] if row.has("rejected") else [])]
+    return _chat(row, _messages(messages, name), 0, tokenizer)
+
+
+def _calling(row: _Columns) -> list[dict[str, Any]]:
+    """A question and the calls that answer it, as xLAM's rows have them."""
+    calls = row.take("answers")
+    calls = _parsed(calls) if isinstance(calls, str) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise BadRow("its answers are not a list of calls beside its query and tools")
+    functions = [{"type": "function", "function": dict(call)} for call in calls]
+    return [
+        {"role": "user", "content": row.text("query")},
+        {"role": "assistant", "content": None, "tool_calls": functions},
+    ]
 
 
 def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
@@ -249,6 +303,10 @@ def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
     if isinstance(chosen, str):
         if row.has("prompt"):
             return _pair(_after(row.optional(*SYSTEM), row.text("prompt")), row.text("chosen"))
+        for name in (*QUESTIONS, "input"):
+            if row.has(name):
+                prompt = _after(row.optional(*SYSTEM), row.text(name))
+                return _pair(prompt + "\n", row.text("chosen"))
         prompt, answer, response = row.text("chosen").rpartition(TRANSCRIPT)
         if not answer:
             raise BadRow(
@@ -339,6 +397,10 @@ def _chat(
                 _refuse_null(text, said, tools, tokenizer)
                 _refuse_lost(text, messages)
                 _refuse_lost_calls(text, said)
+                _refuse_hidden_calls(said, tools, tokenizer)
+                turns = trained_turns(messages, first, tokenizer.loss_on)
+                _refuse_lost_reasoning(text, messages, turns, tokenizer.loss_on)
+                _refuse_lost_keys(text, messages)
             except BadRow as error:
                 refused = refused or error
             else:
@@ -428,15 +490,69 @@ def _refuse_lost(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
+def _refuse_lost_reasoning(
+    text: str, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], loss_on: LossOn
+) -> None:
+    """An error if the reasoning of a trained turn is not in the rendered conversation.
+
+    Many templates leave it out of earlier turns, as those stand before a model that is asked
+    again; trained like that, it would learn to answer without.
+    """
+    at = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        for name, words in _reasoning(message):
+            found = text.find(words, at)
+            if found >= 0:
+                at = found + len(words)
+            elif number in turns:
+                way = (
+                    ""
+                    if loss_on == "last-turn" or number == turns[-1]
+                    else ("choose --loss-on last-turn, which trains as the model is asked, or ")
+                )
+                raise BadRow(
+                    f"the chat template leaves out the {name} of its message {number}, which is "
+                    f"trained; {way}{_without(name)}, or use a template that shows it"
+                )
+
+
+def _without(name: str) -> str:
+    if name in REASONING:
+        return f"train without it with --ignore-column messages.{name}"
+    return "remove it from the rows"
+
+
+def _reasoning(message: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The reasoning of a turn, under what name it is given."""
+    given = [(name, message[name]) for name in REASONING if isinstance(message.get(name), str)]
+    content = message.get("content")
+    if isinstance(content, str) and "</think>" in content:
+        before = content.rpartition("</think>")[0]
+        given.append(("text between <think> and </think>", before.rpartition("<think>")[2]))
+    return [(name, words.strip()) for name, words in given[:1] if words.strip()]
+
+
+def _refuse_lost_keys(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    """An error for a text beside the content of a message that nobody shows."""
+    for number, message in enumerate(messages):
+        for name, value in message.items():
+            if name in KNOWN_OF_MESSAGES or not _is_text(name, value):
+                continue
+            if not all(_has(text, part.strip()) for part in _strings(value)):
+                raise BadRow(
+                    f"its message {number} has {name}, which the chat template does not show; "
+                    f"leave it out with --ignore-column messages.{name}"
+                )
+
+
 def _refuse_lost_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
     """An error for a tool call or a result that the rendered conversation does not show."""
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") or ()
         if not all(_is_shown(text, call) for call in calls):
-            raise BadRow(
-                f"the chat template leaves out or rewrites the tool calls of its message "
-                f"{number}; use the template that the model was made for"
-            )
+            raise BadRow(_LOST_CALLS.format(number))
         content = message.get("content")
         result = content.strip() if message["role"] == "tool" and isinstance(content, str) else ""
         if not _has(text, result):
@@ -444,6 +560,42 @@ def _refuse_lost_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> None
                 f"the chat template leaves out or rewrites the result of a tool in its message "
                 f"{number}; use the template that the model was made for"
             )
+
+
+def _refuse_hidden_calls(
+    messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+) -> None:
+    """An error for a tool call that the template does not show.
+
+    Its words may stand elsewhere in the conversation, so it is shown names that occur nowhere.
+    """
+    marks = map(chr, range(0xE000, 0xF900))
+    wanted = []
+    probe = []
+    for number, message in enumerate(messages):
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            mark = next(marks, "?")
+            wanted.append((number, mark))
+            given: Any = {mark: mark} if function.get("arguments") else {}
+            if isinstance(function.get("arguments"), str):
+                given = json.dumps(given, ensure_ascii=False)
+            named = {**function, "name": mark, "arguments": given}
+            calls.append({**call, "function": named} if "function" in call else named)
+        probe.append(message | {"tool_calls": calls} if calls else message)
+    if not wanted:
+        return
+    text = tokenizer.chat.render(probe, add_generation_prompt=False, tools=tools)
+    for number, mark in wanted:
+        if not _has(text, mark):
+            raise BadRow(_LOST_CALLS.format(number))
+
+
+_LOST_CALLS = (
+    "the chat template leaves out or rewrites the tool calls of its message {}; use the template "
+    "that the model was made for"
+)
 
 
 def _is_shown(text: str, call: Any) -> bool:
@@ -478,11 +630,12 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise BadRow(f"its {name} are not a list with at least one message")
     messages = []
-    for number, message in enumerate(given):
-        if isinstance(message, Mapping) and "from" in message and "value" in message:
-            role = str(message["from"])
-            message = {"role": SHAREGPT.get(role, role), "content": message["value"]} | {
-                k: v for k, v in message.items() if k not in ("from", "value")
+    for number, message in enumerate(_turns(given)):
+        if isinstance(message, Mapping) and ("from" in message or "value" in message):
+            role = str(message.get("from") or message.get("role"))
+            content = message["value"] if "value" in message else message.get("content")
+            message = {"role": SHAREGPT.get(role, role), "content": content} | {
+                k: v for k, v in message.items() if k not in ("from", "value", "role", "content")
             }
         if message is None:
             raise BadRow(f"its message {number} is null")
@@ -494,12 +647,44 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} has no content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"its message {number} has a content that is null and no tool_calls")
-        if message.get("weight", 1) not in (0, 1, None):
-            raise BadRow(f"its message {number} has a weight of {message['weight']!r}, not 0 or 1")
+        _check_flags(message, number)
         # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
         messages += _plain(kept, number)
     return messages
+
+
+def _turns(given: list[Any]) -> list[Any]:
+    """Turns without roles as messages: LIMA lists texts, Capybara pairs of input and output."""
+    if all(isinstance(turn, str) for turn in given):
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, given, strict=False)]
+    if all(isinstance(turn, Mapping) and turn.keys() == {"input", "output"} for turn in given):
+        return [
+            {"role": role, "content": turn[key]}
+            for turn in given
+            for role, key in (("user", "input"), ("assistant", "output"))
+        ]
+    return given
+
+
+def _check_flags(message: Mapping[str, Any], number: int) -> None:
+    """Refuse what a message says of its training that cannot be followed."""
+    for name in TURN_FLAGS:
+        if message.get(name, 1) not in (0, 1, None):
+            raise BadRow(f"its message {number} has a {name} of {message[name]!r}, not 0 or 1")
+        if message.get(name) and name != "weight" and message["role"] != "assistant":
+            raise BadRow(
+                f"its message {number} has {name} {message[name]!r} and the role "
+                f"{message['role']!r}; only assistant turns can be trained apart from the rest, "
+                f"choose --loss-on everything and --ignore-column messages.{name}"
+            )
+    for name in TURN_DETAILS:
+        if message.get(name):
+            raise BadRow(
+                f"its message {number} has a {name}, and turns are trained whole; leave it out "
+                f"with --ignore-column messages.{name}"
+            )
 
 
 def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
@@ -541,12 +726,22 @@ def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
 
 def _tools(given: Any) -> Any:
     """The schemas of tools, which tables keep as a JSON string."""
-    if not isinstance(given, str):
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except ValueError:
+            raise BadRow(
+                "its tools are a string that is not JSON; give a list of schemas"
+            ) from None
+    if not isinstance(given, list):
         return given or None
-    try:
-        return json.loads(given) if given.strip() else None
-    except ValueError:
-        raise BadRow("its tools are a string that is not JSON; give a list of schemas") from None
+    # xLAM's rows have the functions without what templates expect around them.
+    return [
+        {"type": "function", "function": tool}
+        if isinstance(tool, Mapping) and "name" in tool and "function" not in tool
+        else tool
+        for tool in given
+    ] or None
 
 
 def _refuse_unread(columns: _Columns) -> None:

@@ -6,6 +6,7 @@ A file's first bytes, not its name, say what it is: JSONL may be compressed with
 import bisect
 import itertools
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,20 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from batchwright.data.rows import Row
 from batchwright.data.rows.jsonl import JsonlSource, spooled
-from batchwright.data.rows.tables import dataset, hugging_face, parquet
+from batchwright.data.rows.tables import chosen_split, dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
 from batchwright.fingerprint import digest
 
-__all__ = ["Chunk", "IdsOf", "OnBadRow", "Skipped", "Source", "good_rows", "open_source"]
+__all__ = [
+    "Chunk",
+    "IdsOf",
+    "OnBadRow",
+    "Skipped",
+    "Source",
+    "good_rows",
+    "open_source",
+    "split_of",
+]
 
 OnBadRow = Literal["fail", "skip"]
 IdsOf = Literal["auto", "ignore", "require"]
@@ -26,7 +36,14 @@ IdsOf = Literal["auto", "ignore", "require"]
 ID_COLUMNS = ("id", "sample_id")
 T = TypeVar("T")
 
+CHUNK_BYTES = 1 << 25
+"""Rows that are read together have at most so many bytes, unless a single one has more."""
 FILES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
+SPLITS = {
+    "test": {"test", "testing", "eval", "evaluation"},
+    "validation": {"validation", "valid", "val", "dev"},
+}
+"""Words in the names of files that are not of the split `train`."""
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
@@ -61,6 +78,10 @@ class Source(Protocol):
         """The rows from `start` up to but not including `stop`."""
         ...
 
+    def size_of(self, start: int, stop: int) -> int:
+        """The bytes of these rows where they stand; 0 if that is not known."""
+        ...
+
 
 @dataclass(slots=True)
 class Skipped:
@@ -79,9 +100,12 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "aut
     """Open a file, a folder, several files as one, or a Hugging Face dataset.
 
     `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
-    or one that `save_to_disk` wrote; a list of paths; `hf:NAME` or `hf:NAME:SPLIT` (NAME may be
-    a folder); a `datasets.Dataset`; or what this function returned. Only the offsets of the rows
-    are held in memory. `ignore_columns` are left out, as if the rows did not have them. `ids`
+    or one that `save_to_disk` wrote; a list of paths; `hf:NAME`; a `datasets.Dataset`; or what
+    this function returned. Of several splits one must be named: `FOLDER:SPLIT`, `hf:NAME:SPLIT`.
+    The split of a file is in its name, as `train` in `train-00000-of-00002.parquet`; files
+    without one are of `train`. Only the offsets of the rows
+    are held in memory. `ignore_columns` are left out, as if the rows did not have them;
+    `messages.thought` leaves out that key of every message. `ids`
     says what rows are called: by their `id` or `sample_id` where they have one (auto), all by
     their numbers (ignore), or a row without an id is bad (require).
     """
@@ -93,6 +117,9 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "aut
     if isinstance(spec, str) and spec.startswith("hf:"):
         return hugging_face(spec.removeprefix("hf:"))
     if isinstance(spec, str | Path):
+        folder, colon, split = str(spec).rpartition(":")
+        if colon and not Path(spec).exists() and Path(folder).is_dir():
+            return _open_folder(Path(folder), split)
         return _open_path(Path(spec))
     if isinstance(spec, Sequence):
         if not spec:
@@ -107,6 +134,17 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "aut
     raise ConfigError(
         f"data must be a path, a list of paths or a Dataset, got a {type(spec).__name__}"
     )
+
+
+def row_ranges(source: Source, rows: int) -> Iterator[tuple[int, int]]:
+    """All rows in order, so many at a time as are not too large together to be held."""
+    start = 0
+    while start < len(source):
+        stop = min(start + rows, len(source))
+        while stop - start > 1 and source.size_of(start, stop) > CHUNK_BYTES:
+            stop = start + (stop - start) // 2
+        yield start, stop
+        start = stop
 
 
 def good_rows(
@@ -143,12 +181,7 @@ def _open_path(path: Path) -> Source:
             f"{path} is a device, not a file of rows; give a file, a folder or a pipe"
         )
     if path.is_dir():
-        if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-            return hugging_face(str(path))
-        files = sorted(file for pattern in FILES for file in path.glob(pattern))
-        if not files:
-            raise MissingFile(f"{path} is a folder without {' or '.join(FILES)}; check the path")
-        return open_source(files)
+        return _open_folder(path, "")
     try:
         with path.open("rb") as file:
             head = file.read(4096)
@@ -157,6 +190,30 @@ def _open_path(path: Path) -> Source:
     if head.startswith(b"PAR1"):
         return parquet(path)
     return JsonlSource(path, _compression(head))
+
+
+def _open_folder(path: Path, split: str) -> Source:
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
+        return hugging_face(f"{path}:{split}" if split else str(path))
+    files = sorted(file for pattern in FILES for file in path.glob(pattern))
+    if not files:
+        raise MissingFile(f"{path} is a folder without {' or '.join(FILES)}; check the path")
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(split_of(file.name), []).append(file)
+    return open_source(splits[chosen_split(splits, str(path), split)])
+
+
+def split_of(name: str) -> str:
+    """The split that a file's name says, as `datasets` reads it; `train` if it says none.
+
+    >>> [split_of(name) for name in ("test_sft-00000-of-00001.parquet", "my-dev.jsonl", "a.jsonl")]
+    ['test_sft', 'validation', 'train']
+    """
+    if found := re.match(r"(.+)-\d{5}-of-\d{5}", name):
+        return found[1]
+    words = re.split(r"[-_. ]", name.lower())
+    return next((split for split, names in SPLITS.items() if names & set(words)), "train")
 
 
 def _compression(head: bytes) -> str | None:
@@ -186,6 +243,9 @@ class _NarrowSource:
     def chunk(self, start: int, stop: int) -> Chunk:
         return _NarrowChunk(self._whole.chunk(start, stop), self._ignored, self._need_id)
 
+    def size_of(self, start: int, stop: int) -> int:
+        return self._whole.size_of(start, stop)
+
 
 @dataclass(frozen=True, slots=True)
 class _NarrowChunk:
@@ -201,7 +261,16 @@ class _NarrowChunk:
 def _narrow(row: Row, ignored: frozenset[str], need_id: bool) -> Row | BadRow:
     if need_id and all(row.get(name) is None for name in ID_COLUMNS):
         return BadRow("has no id, and --ids require asks for one; add it, or leave the flag out")
-    return {name: value for name, value in row.items() if name not in ignored}
+    kept = {name: value for name, value in row.items() if name not in ignored}
+    for name in ignored:
+        column, dot, key = name.partition(".")
+        if dot and isinstance(kept.get(column), list):
+            # Of every message, or whatever the column lists.
+            kept[column] = [
+                {k: v for k, v in inner.items() if k != key} if isinstance(inner, dict) else inner
+                for inner in kept[column]
+            ]
+    return kept
 
 
 class _JoinedSource:
@@ -228,12 +297,18 @@ class _JoinedSource:
         return part.where(inner)
 
     def chunk(self, start: int, stop: int) -> Chunk:
-        chunks = []
+        parts = self._parts_of(start, stop)
+        return _JoinedChunk([(first, part.chunk(a, b)) for first, part, a, b in parts])
+
+    def size_of(self, start: int, stop: int) -> int:
+        return sum(part.size_of(a, b) for _, part, a, b in self._parts_of(start, stop))
+
+    def _parts_of(self, start: int, stop: int) -> Iterator[tuple[int, Source, int, int]]:
+        """The first row of each part that has some of these rows, the part, and which of it."""
         for part, (first, end) in zip(self._parts, itertools.pairwise(self._starts), strict=True):
             a, b = max(start, first), min(stop, end)
             if a < b:
-                chunks.append((first, part.chunk(a - first, b - first)))
-        return _JoinedChunk(chunks)
+                yield first, part, a - first, b - first
 
     def _place(self, item: int) -> tuple[Source, int]:
         if not 0 <= item < len(self):

@@ -1,7 +1,7 @@
 """Parquet files and Hugging Face datasets: rows of Arrow tables."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from batchwright.data.rows import Row
 from batchwright.errors import BadFile, ConfigError, MissingFile, need, one_line
 from batchwright.fingerprint import digest
 
-__all__ = ["TableSource", "dataset", "hugging_face", "parquet"]
+__all__ = ["TableSource", "chosen_split", "dataset", "hugging_face", "parquet"]
 
 
 class TableSource:
@@ -48,6 +48,10 @@ class TableSource:
 
     def where(self, item: int) -> str:
         return f"{self.name}:{item + 1}"
+
+    def size_of(self, start: int, stop: int) -> int:
+        # A table is read by row groups, however few of their rows are wanted.
+        return 0
 
     def chunk(self, start: int, stop: int) -> "_TableChunk":
         import pyarrow
@@ -148,7 +152,9 @@ def _damaged(path: Path, error: Exception) -> BadFile:
 def hugging_face(spec: str) -> TableSource:
     """The dataset NAME or NAME:SPLIT; a NAME that is a folder was written by `save_to_disk`."""
     datasets = need("datasets", extra="hf")
-    name, _, split = spec.partition(":")
+    name, split = spec, ""
+    if not Path(spec).is_dir() and ":" in spec:
+        name, _, split = spec.rpartition(":")
     try:
         if Path(name).is_dir():
             loaded = datasets.load_from_disk(name)
@@ -160,7 +166,11 @@ def hugging_face(spec: str) -> TableSource:
             f"or give a local file"
         ) from None
     if isinstance(loaded, dict):
-        loaded = _split(loaded, name, split)
+        # A folder needs no hf: before its name.
+        shown = name if Path(name).is_dir() else f"hf:{name}"
+        loaded = loaded[chosen_split(loaded, shown, split)]
+    elif split and Path(name).is_dir():
+        raise ConfigError(f"{name} has no splits; leave out :{split}")
     return dataset(loaded, Path(name).name)
 
 
@@ -168,7 +178,12 @@ def dataset(loaded: Any, name: str) -> TableSource:
     """A `datasets.Dataset` that is already open."""
     datasets = need("datasets", extra="hf")
     if isinstance(loaded, dict):
-        loaded = _split(loaded, name, "")
+        if len(loaded) > 1:
+            raise ConfigError(
+                f"{name} is a DatasetDict of {', '.join(loaded)}; pass one of them, as "
+                f"data[{next(iter(loaded))!r}]"
+            )
+        (loaded,) = loaded.values()
     if not isinstance(loaded, datasets.Dataset):
         raise ConfigError(
             f"{name} is a {type(loaded).__name__}, which has no random access; "
@@ -189,12 +204,17 @@ class _Dataset:
         return digest("dataset", str(self.inner._fingerprint))[:16]
 
 
-def _split(splits: Any, name: str, wanted: str) -> Any:
+def chosen_split(splits: Mapping[str, Any], name: str, wanted: str) -> str:
+    """The split that is `wanted`, or the only one; an error if none of several is named."""
+    if wanted in splits:
+        return wanted
+    if not wanted and len(splits) == 1:
+        return next(iter(splits))
+    example = f"{name}:{'train' if 'train' in splits else next(iter(splits))}"
     if not wanted:
-        wanted = "train" if "train" in splits or len(splits) > 1 else next(iter(splits))
-    if wanted not in splits:
         raise ConfigError(
-            f"{name} has no split {wanted!r}, it has {', '.join(splits)}; "
-            f"name one as hf:{name}:{next(iter(splits))}"
+            f"{name} has {len(splits)} splits, {', '.join(splits)}; name one as {example}"
         )
-    return splits[wanted]
+    raise ConfigError(
+        f"{name} has no split {wanted!r}, it has {', '.join(splits)}; name one as {example}"
+    )

@@ -15,7 +15,10 @@ from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message, S
 from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
 
-__all__ = ["trained_spans"]
+__all__ = ["TURN_FLAGS", "trained_spans", "trained_turns"]
+
+TURN_FLAGS = ("weight", "train", "training", "loss")
+"""Whether a turn is trained, as OpenAI's, Axolotl's and ms-swift's files say it."""
 
 PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|.", re.DOTALL)
 """Special tokens as templates write them are not cut in two where two texts part."""
@@ -28,19 +31,13 @@ def trained_spans(
     first: int = 0,
     loss_on: LossOn = "all-turns",
 ) -> tuple[str, Spans]:
-    """The rendered conversation, and what the loss covers of it from message `first` on.
-
-    A turn with `weight` 0, as OpenAI's files have it, is rendered and not trained.
-    """
+    """The rendered conversation, and what the loss covers of it from message `first` on."""
     text, marks = chat.render_spans(messages, tools=tools)
     if loss_on == "everything":
         return text, [(0, len(text))]
-    said = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    turns = [i for i in said if messages[i].get("weight", 1)]
+    turns = trained_turns(messages, first, loss_on)
     if not turns:
         raise BadRow("has no assistant message to train on")
-    if loss_on == "last-turn":
-        turns = turns[-1:]
     if not chat.marked:
         spans = _by_prefix(chat, text, messages, tools, turns)
         return text, spans or [_found(chat, text, messages, tools, i) for i in turns]
@@ -52,6 +49,24 @@ def trained_spans(
     if not spans:
         raise BadRow("the chat template marks nothing of its assistant messages")
     return text, spans
+
+
+def trained_turns(messages: Sequence[Message], first: int, loss_on: LossOn) -> list[int]:
+    """The assistant messages that are trained, of those from `first` on.
+
+    One with `weight` 0, or with `train`, `training` or `loss` false, is rendered and not trained,
+    unless everything is.
+    """
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss_on == "everything":
+        return said
+    turns = [i for i in said if i >= first and _counts(messages[i])]
+    return turns[-1:] if loss_on == "last-turn" else turns
+
+
+def _counts(message: Message) -> bool:
+    # A flag that is null says nothing.
+    return all(message.get(name) in (None, 1) for name in TURN_FLAGS)
 
 
 def _by_prefix(

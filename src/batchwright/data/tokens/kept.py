@@ -1,5 +1,8 @@
 """Which token stores are kept, how large they are, and removing them."""
 
+import contextlib
+import fcntl
+import logging
 import os
 import shutil
 import time
@@ -8,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.data.tokens.store import STORE
-from batchwright.errors import BatchwrightError, ConfigError
+from batchwright.errors import BatchwrightError, CannotWrite, ConfigError
 from batchwright.files import home
 from batchwright.sealed import MANIFEST
 
-__all__ = ["Kept", "kept_stores", "prune", "stores_folder"]
+__all__ = ["Kept", "StoreLock", "kept_stores", "prune", "stores_folder"]
+
+ELSEWHERE = "free space, or set BATCHWRIGHT_TOKENS to a folder with more"
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,7 @@ class Kept:
     used: float
     """When it was last opened by a build or a run, in seconds since 1970."""
     state: str
-    """finished, unfinished (a build can resume it), or damaged."""
+    """finished, building (by a process now), unfinished (a build can resume it), or damaged."""
 
 
 def stores_folder() -> Path:
@@ -61,7 +68,8 @@ def prune(
 ) -> list[Kept]:
     """Remove the named stores, those not used for so long, and the oldest above a size in all.
 
-    Runs keep working: they share the files of their store, which go when the last one does.
+    Runs keep working: they share the files of their store, which go when the last one does. What
+    a process is building stays: to name it is an error.
     """
     if not keys and older_than_s is None and max_bytes is None:
         raise ConfigError(
@@ -77,7 +85,13 @@ def prune(
                 f"{len(matching)} token stores have a key that begins with {key!r}; "
                 f"`batchwright data tokens ls` shows them"
             )
+        if matching[0].state == "building":
+            raise ConfigError(
+                f"another process is building the token store {matching[0].key}; wait for it, or "
+                f"stop it first"
+            )
         chosen += matching
+    stores = [store for store in stores if store.state != "building"]
     if older_than_s is not None:
         before = time.time() - older_than_s
         chosen += [store for store in stores if store.used < before and store not in chosen]
@@ -87,8 +101,70 @@ def prune(
             chosen.append(left.pop())
     if not dry_run:
         for store in chosen:
-            shutil.rmtree(stores_folder() / store.key)
+            with contextlib.suppress(BlockingIOError), StoreLock(_made(store.key), wait=False):
+                # Unless a build has begun, or has taken it over, since they were listed.
+                shutil.rmtree(stores_folder() / store.key, ignore_errors=True)
+        chosen = [store for store in chosen if not (stores_folder() / store.key).exists()]
     return chosen
+
+
+class StoreLock:
+    """Held by the one process that makes a store; the system releases that of a killed one."""
+
+    def __init__(self, path: Path, *, wait: bool = True) -> None:
+        self._path = path.with_name(f"{path.name}.lock")
+        self._wait = wait
+
+    def __enter__(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            while True:
+                self._file = self._path.open("w")
+                self._lock()
+                # Whoever held it before may have removed it.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
+                        return
+                self._file.close()
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            raise CannotWrite(
+                f"cannot keep tokens in {self._path.parent}: {error.strerror}; {ELSEWHERE}"
+            ) from None
+
+    def __exit__(self, *_: object) -> None:
+        self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not self._wait:
+                self._file.close()
+                raise
+            log.warning("another process is tokenising this data; waiting for it")
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+
+
+def _made(key: str) -> Path:
+    """The store that a folder becomes when it is finished."""
+    name = key.removesuffix(".partial").rpartition("-")[2]
+    return stores_folder() / (name.split(".")[1] if name.startswith(".") else name)
+
+
+def _is_building(key: str) -> bool:
+    path = _made(key)
+    try:
+        with path.with_name(f"{path.name}.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        # There is no lock, or no lock that can be read.
+        return False
+    return False
 
 
 def _kept(path: Path) -> Kept:
@@ -96,6 +172,8 @@ def _kept(path: Path) -> Kept:
     source = tokenizer = "?"
     samples = tokens = 0
     state = "unfinished" if path.name.endswith(".partial") or path.name.startswith(".") else ""
+    if _is_building(path.name):
+        state = "building"
     if not state:
         try:
             fields = STORE.read(path)

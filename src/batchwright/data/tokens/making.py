@@ -1,7 +1,6 @@
 """Find the token store of a data set and a tokenizer, or make it: once, resumed after kill -9."""
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -20,7 +19,7 @@ from batchwright.data.build.journal import Journal, Record
 from batchwright.data.build.known import Known, columns_of
 from batchwright.data.rows.source import OnBadRow, Source
 from batchwright.data.tokenizers.tokenizer import Tokenizer
-from batchwright.data.tokens.kept import stores_folder
+from batchwright.data.tokens.kept import ELSEWHERE, StoreLock, stores_folder
 from batchwright.data.tokens.store import LARGE, STORE, TokenStore
 from batchwright.errors import BadFile, BadRow, CannotWrite, DuplicateId
 from batchwright.files import link_or_copy
@@ -31,7 +30,6 @@ __all__ = ["find_store", "make_store"]
 
 JOURNAL = "batchwright.tokens.partial"
 COPY_ITEMS = 1 << 22
-ELSEWHERE = "free space, or set BATCHWRIGHT_TOKENS to a folder with more"
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ def make_store(
     store, tokenised = _intact(source, tokenizer), 0
     if store is None:
         path = _path(source, tokenizer)
-        with _Lock(path):
+        with StoreLock(path):
             # Another process may have made it meanwhile.
             store = _intact(source, tokenizer)
             if store is None:
@@ -104,46 +102,6 @@ def _intact(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
     except BadFile as error:
         log.warning("%s: it is made again", error)
         return None
-
-
-class _Lock:
-    """Held by the one process that makes a store; the system releases that of a killed one."""
-
-    def __init__(self, path: Path, *, wait: bool = True) -> None:
-        self._path = path.with_name(f"{path.name}.lock")
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            while True:
-                self._file = self._path.open("w")
-                self._lock()
-                # Whoever held it before may have removed it.
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(self._file.fileno()), self._path.stat()):
-                        return
-                self._file.close()
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise CannotWrite(
-                f"cannot keep tokens in {self._path.parent}: {error.strerror}; {ELSEWHERE}"
-            ) from None
-
-    def __exit__(self, *_: object) -> None:
-        self._path.unlink(missing_ok=True)
-        self._file.close()
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not self._wait:
-                self._file.close()
-                raise
-            log.warning("another process is tokenising this data; waiting for it")
-            fcntl.flock(self._file, fcntl.LOCK_EX)
 
 
 class _Unfinished:
@@ -279,7 +237,7 @@ def _partial(path: Path, source: Source, tokenizer: Tokenizer) -> Path:
     folder = path.with_name(f"{name}-{path.name}.partial")
     for left in path.parent.glob(f"{name}-*.partial") if not folder.exists() else ():
         store = path.with_name(left.name.removeprefix(f"{name}-").removesuffix(".partial"))
-        with contextlib.suppress(OSError), _Lock(store, wait=False):
+        with contextlib.suppress(OSError), StoreLock(store, wait=False):
             left.rename(folder)
             break
     return folder

@@ -33,6 +33,7 @@ class TokenStore:
         self.path = path
         fields = STORE.read(path)
         try:
+            self.name: str = fields["source"]
             arrays = {
                 name: STORE.open_array(
                     path, name, entry, check=name not in LARGE, scattered=name in LARGE
@@ -71,6 +72,10 @@ class TokenStore:
             loss_mask=self.mask[first:last],
             sample_id=self.lengths.ids[item],
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Mapped again by whoever unpickles it.
+        return TokenStore, (self.path,)
 
     def link(self, path: Path) -> None:
         """Make `path` the same store, sharing its files where the file system can.

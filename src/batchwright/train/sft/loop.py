@@ -12,6 +12,7 @@ resumed run repeats what an uninterrupted one does.
 
 import inspect
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -136,7 +137,7 @@ def train_sft(
         config = config.of_adapter(adapter.rank, adapter.alpha)
     device = ranks.device_of(config.device, world)
     backend = choose_backend(config.attention, device)
-    with ranks.joined(world, device) as wait_for_all, ExitStack() as open_things:
+    with ranks.joined(world, device), ExitStack() as open_things:
 
         def agree(number: int) -> int:
             return int(ranks.summed([float(number)], world, device)[0])
@@ -146,6 +147,10 @@ def train_sft(
         config = replace(config, run_dir=run.folder)
         if not resume:
             _refuse_early(config, world)
+        launch = agree(secrets.randbits(52) if main else 0) if world.size > 1 else 0
+        first = ranks.FirstRank(run.folder, world, launch)
+        if not resume:
+            open_things.enter_context(first)
         trackers = trackers(config.run_dir) if callable(trackers) else trackers
         if found := run.latest():
             _refuse_shorter(run, config, found)
@@ -156,9 +161,17 @@ def train_sft(
             check_base(model, adapter)
             own = tokenizer_for(adapter.tokenizer)
         tokenizer = tokenizer_of(config, own, model)
+
+        def tokenised(done: int, total: int) -> None:
+            first.progress(done, total)
+            if preparing is not None:
+                preparing(done, total)
+
         if main and not resume:
-            prepare(config, tokenizer, world.size, preparing)
-        wait_for_all()
+            prepare(config, tokenizer, world.size, tokenised)
+            first.ready()
+        elif not resume:
+            first.wait(lambda: run.stop(0))
 
         held_out = open_prepared(config.run_dir, "eval_")
         if held_out:
