@@ -72,7 +72,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
     "the same words": [user("yes"), said("yes"), user("yes"), said("yes"), user("no"), said("yes")],
 }
 
-NO_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "idefics3", "smolvlm")
+NO_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "idefics3", "smolvlm", "smolvlm_processor")
 REFUSED = {
     *((name, "system") for name in ("gemma", "gemma_training")),
     *((f"{name}{kind}", "tools") for name in NO_TOOLS for kind in ("", "_training")),
@@ -106,7 +106,7 @@ shows the beginning of a tool's response as the end of the call."""
 LOSES_CALLS = ("deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
 """Templates that know no tool calls: a row with one is refused instead of trained without it."""
 
-PARTS = ("idefics3", "smolvlm")
+PARTS = ("idefics3", "smolvlm", "smolvlm_processor")
 """Templates that show content in parts, and leave out a plain text."""
 
 

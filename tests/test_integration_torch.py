@@ -19,6 +19,7 @@ from batchwright.batching import (
     create_segment_attention_mask,
 )
 from batchwright.data.lengths import Lengths
+from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
@@ -445,6 +446,28 @@ def test_a_saved_plan_and_a_source_reach_workers_however_they_start(tmp_path, st
     other = dataclasses.replace(plan, tokenizer_hash="another")
     with pytest.raises(Mismatch, match="built with tokenizer another"):
         PlanDataset(other, source, tokenizer)
+
+
+def test_workers_map_the_token_store_and_do_not_read_the_data_again(tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"id": f"r{n}", "text": "otter"}) + "\n" for n in range(9)))
+    tokenizer = load_tokenizer("bytes")
+    lengths = build_lengths(data, tokenizer, tmp_path / "lengths.jsonl").cache
+    plan = BatchPlanBuilder(lengths, BatchingConfig(layout="packed", token_budget=64)).build()
+    plan.save(tmp_path / "plan")
+    dataset = PlanDataset(tmp_path / "plan", open_source(data), tokenizer)
+    packed = pickle.dumps(dataset)
+    data.unlink()
+
+    for start in ("fork", "spawn"):
+        loader = DataLoader(
+            pickle.loads(packed),
+            batch_sampler=PlanBatchSampler(plan),
+            collate_fn=PlanCollate(plan),
+            num_workers=1,
+            multiprocessing_context=start,
+        )
+        assert sum(batch["input_ids"].numel() for batch in loader) == 9 * 6
 
 
 def test_a_mixture_reads_each_source_under_its_name(tmp_path):

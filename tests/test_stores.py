@@ -24,6 +24,7 @@ from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
 from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import encode_row
+from batchwright.data.rows.source import row_ranges
 from batchwright.data.tokenizers import ByteTokenizer, load_tokenizer
 from batchwright.data.tokens import TokenStore, kept_stores, make_store
 from batchwright.errors import NoLoss
@@ -103,6 +104,31 @@ def test_runs_share_their_tokens_with_the_store_and_outlive_it(
     assert opened is not None
     assert opened.read(0).sample_id == "r0"
     assert call("data tokens ls", tmp_path).out.startswith("0 token stores")
+
+
+def test_a_store_that_is_being_built_is_not_pruned(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    source = open_source(written(tmp_path / "rows.jsonl", rows_of(600)))
+    seen: list[Any] = []
+
+    def meanwhile(done: int, total: int) -> None:
+        stores = call("data tokens ls --format json", tmp_path).data["stores"]
+        assert {store["state"] for store in stores} == {"building"}
+        for flags in ("--older-than 0s", "--max-size 0B"):
+            said = call(f"data tokens prune {flags} --format json", tmp_path)
+            seen.append(said.data["removed"])
+        named = call(f"data tokens prune {stores[0]['key']}", tmp_path)
+        assert "another process is building the token store" in named.err
+
+    store, made = make_store(source, BYTES, workers=1, progress=meanwhile)
+    assert (len(store), made) == (600, 600)
+    assert seen
+    assert not any(seen)
+    # What a killed build left may go.
+    (store.path.parent / f"ab12-{'f' * 16}.partial").mkdir()
+    left = call("data tokens prune --older-than 0s --format json", tmp_path).data["removed"]
+    assert sorted(left) == sorted([store.path.name, f"ab12-{'f' * 16}.partial"])
 
 
 def test_what_to_prune_must_be_said(tmp_path: Path, call: Callable[..., Any]) -> None:
@@ -488,6 +514,20 @@ def test_ids_whose_keys_collide_are_told_apart(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(ids_module, "_key", lambda *_: np.uint64(0))
 
     assert Ids.of(["a", "b", "c"]).places(Ids.of(["c", "d", "a"])).tolist() == [2, -1, 0]
+
+
+def test_rows_are_read_together_only_as_far_as_they_are_not_too_large(tmp_path: Path) -> None:
+    rows = [{"id": f"r{n}", "text": "x" * (9_000_000 if n % 7 == 0 else 10)} for n in range(40)]
+    one = written(tmp_path / "a.jsonl", rows[:20])
+    source = open_source([one, written(tmp_path / "b.jsonl", rows[20:])], ["nothing"])
+    ranges = list(row_ranges(source, 16))
+
+    assert [item for start, stop in ranges for item in range(start, stop)] == [*range(40)]
+    assert max(stop - start for start, stop in ranges) <= 16
+    sizes = [source.size_of(start, stop) for start, stop in ranges]
+    assert max(sizes) < 33_600_000 < sum(sizes)
+    # As large as can be, and a row that is larger alone by itself.
+    assert len(ranges) < 12
 
 
 @pytest.mark.slow

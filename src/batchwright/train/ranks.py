@@ -106,8 +106,8 @@ class FirstRank:
         if self._told["state"] == "ready":
             self._path.unlink(missing_ok=True)
             return
-        reason = one_line(error) if isinstance(error, BatchwrightError) else kind and kind.__name__
-        self._end("failed", why=reason or "it ended")
+        reason = kind.__name__ if kind else "it ended"
+        self._end("failed", why=one_line(error) if isinstance(error, BatchwrightError) else reason)
 
     def progress(self, done: int, total: int) -> None:
         """Note how many rows are tokenised."""

@@ -384,7 +384,7 @@ def _chat(
         messages, first = [{"role": "system", "content": system}, *messages], first and first + 1
     elif system and messages[0]["content"] != system:
         raise BadRow("has a system column and another system message; leave one of them out")
-    refused: BadRow | None = None
+    refused: list[tuple[int, BadRow]] = []
     tried: list[list[dict[str, Any]]] = []
     for content in (_as_given, _null_is_empty, _text_in_parts):
         for arguments in (_as_given, _arguments_read, _arguments_written):
@@ -392,21 +392,38 @@ def _chat(
             if said in tried:
                 continue
             tried.append(said)
+            passed = 0
             try:
                 text, spans = trained_spans(tokenizer.chat, said, tools, first, tokenizer.loss_on)
-                _refuse_null(text, said, tools, tokenizer)
-                _refuse_lost(text, messages)
-                _refuse_lost_calls(text, said)
-                _refuse_hidden_calls(said, tools, tokenizer)
-                turns = trained_turns(messages, first, tokenizer.loss_on)
-                _refuse_lost_reasoning(text, messages, turns, tokenizer.loss_on)
-                _refuse_lost_keys(text, messages)
+                for check in _checks(text, messages, said, tools, first, tokenizer):
+                    passed += 1
+                    check()
             except BadRow as error:
-                refused = refused or error
+                refused.append((passed, error))
             else:
                 return Chat(checked_unicode(text, "conversation"), tuple(spans))
-    assert refused is not None
-    raise refused
+    # Of the form that the template shows best; the first of several.
+    raise max(refused, key=lambda entry: entry[0])[1]
+
+
+def _checks(
+    text: str,
+    messages: Sequence[dict[str, Any]],
+    said: Sequence[dict[str, Any]],
+    tools: Any,
+    first: int,
+    tokenizer: Tokenizer,
+) -> list[Callable[[], None]]:
+    """What refuses a conversation as a template shows it, the gravest first."""
+    turns = trained_turns(messages, first, tokenizer.loss_on)
+    return [
+        lambda: _refuse_null(text, said, tools, tokenizer),
+        lambda: _refuse_lost(text, messages),
+        lambda: _refuse_lost_calls(text, said),
+        lambda: _refuse_hidden_calls(said, tools, tokenizer),
+        lambda: _refuse_lost_reasoning(text, messages, turns, tokenizer.loss_on),
+        lambda: _refuse_lost_keys(text, messages),
+    ]
 
 
 def _as_given(message: dict[str, Any]) -> dict[str, Any]:
