@@ -292,7 +292,7 @@ def test_labels_and_masks_beside_tokens_are_honoured(
         ({"messages": [None]}, "its message 0 is null"),
         ({"messages": [{"role": None, "content": "c"}]}, "message 0 has a role that is null"),
         ({"chosen": "no transcript", "rejected": "x"}, "add a prompt column"),
-        ({"conversations": [{"from": "gpt"}]}, "message 0 is not an object with a role"),
+        ({"conversations": [{"from": "gpt"}]}, "message 0 has no content"),
         ({"messages": [{"role": "assistant", "content": None}]}, "null and no tool_calls"),
         ({"messages": [{"role": "assistant", "content": "a"}], "tools": "{"}, "not JSON"),
         (

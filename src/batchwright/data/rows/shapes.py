@@ -240,7 +240,8 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     if row.has("instruction"):
         return _alpaca(row)
     for name, first in QUESTIONS.items():
-        if row.has(name):
+        answered = any(answer in row.row for answer in (*first, *RESPONSES))
+        if row.has(name) and (answered or name == "question"):
             response = row.response(name, *first)
             parts = (row.optional(*SYSTEM), row.optional("context"), row.text(name))
             return _pair(_after(*parts) + "\n", row.text(response))
@@ -650,9 +651,10 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
     for number, message in enumerate(_turns(given)):
         if isinstance(message, Mapping) and ("from" in message or "value" in message):
             role = str(message.get("from") or message.get("role"))
-            content = message["value"] if "value" in message else message.get("content")
-            message = {"role": SHAREGPT.get(role, role), "content": content} | {
-                k: v for k, v in message.items() if k not in ("from", "value", "role", "content")
+            message = {"role": SHAREGPT.get(role, role)} | {
+                "content" if k == "value" else k: v
+                for k, v in message.items()
+                if k not in ("from", "role")
             }
         if message is None:
             raise BadRow(f"its message {number} is null")
