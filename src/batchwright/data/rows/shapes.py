@@ -593,7 +593,9 @@ def _refuse_hidden_calls(
     for number, message in enumerate(messages):
         calls = []
         for call in message.get("tool_calls") or ():
-            function = call.get("function", call)
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping):
+                return
             mark = next(marks, "?")
             wanted.append((number, mark))
             given: Any = {mark: mark} if function.get("arguments") else {}
