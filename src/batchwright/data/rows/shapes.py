@@ -240,8 +240,8 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     if row.has("instruction"):
         return _alpaca(row)
     for name, first in QUESTIONS.items():
-        answered = any(answer in row.row for answer in (*first, *RESPONSES))
-        if row.has(name) and (answered or name == "question"):
+        has_answer = any(answer in row.row for answer in (*first, *RESPONSES))
+        if row.has(name) and (has_answer or name == "question"):
             response = row.response(name, *first)
             parts = (row.optional(*SYSTEM), row.optional("context"), row.text(name))
             return _pair(_after(*parts) + "\n", row.text(response))
