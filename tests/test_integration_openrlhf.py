@@ -193,6 +193,12 @@ def test_responses_are_what_stands_behind_the_prompt() -> None:
     assert [response.text for response in found] == ["It is 4.", "4", "4"]
     assert [response.truth for response in found] == ["4", "4", "{4"]
     assert (found[1].dataset, found[1].extra) == ("sums", {"level": 2})
+    (empty,) = responses_of(["It is 4.</s>"], [""], ["4"])
+    assert (empty.text, empty.prompt) == ("It is 4.", "")
+    padded = "It is 4." + "<|endoftext|>" * 8000 + " <pad>\n" * 8000
+    marks = "<|endoftext|>" * 8000 + "."
+    found = responses_of([padded, marks], ["", ""], ["4", "4"])
+    assert [response.text for response in found] == ["It is 4.", marks]
     with pytest.raises(Mismatch, match="2 queries, 1 prompts and 1 labels"):
         responses_of(["a", "b"], ["a"], ["a"])
 
@@ -218,7 +224,8 @@ def test_the_http_form_answers_the_same_over_a_socket(
         finally:
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=60)
-    good, nothing, unequal, form, missing = answers
+    good, nothing, unequal, form, missing, named, rebound, cut = answers
+    assert (named[0], rebound[0], cut[0]) == (200, 403, 403)
     assert good[0] == 200
     judged = good[1]["extra_logs"]["judge_reward"]
     assert good[1]["rewards"] == pytest.approx([judged[0] + 2.0, judged[1] + 0.0])
@@ -239,6 +246,9 @@ async def _ask(url: str) -> list[tuple[int, Any]]:
         {"data": {"query": "x"}},
         {"json": {"query": ["q say nothing"], "prompts": ["q"], "labels": ["4"]}},
     ]
+    # A page whose name was made to point to this machine sends its own name.
+    for host in ("localhost:99", "evil.example:99", "127.0.0.1.evil.example"):
+        asked.append({**asked[0], "headers": {"Host": host}})
     found = []
     async with aiohttp.ClientSession() as session:
         for body in asked:

@@ -15,6 +15,7 @@ _PARTS = (
     ("tokenizers", "needed", ""),
     ("pyarrow", "needed", ""),
     ("jinja2", "needed", ""),
+    ("regex", "needed", ""),
     ("torch", "DataLoader, training", "train"),
     ("transformers", "models", "train"),
     ("peft", "LoRA", "train"),

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from aiohttp import web
@@ -37,8 +38,10 @@ from batchwright.rewards.score import Column, Scorer
 
 __all__ = ["RewardFunction", "responses_of", "reward_func", "serve"]
 
-_SPECIAL = re.compile(r"(?:\s*(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>))+\s*$")
-"""Special tokens at the end of a decoded text."""
+_SPECIAL = re.compile(r"(?:<([|\uff5c])[^<>]{1,40}\1>|</?s>|<eos>|<pad>)$")
+_LONGEST_SPECIAL = 44
+"""A special token at the end of a decoded text, and the most characters it has."""
+_HOSTS = ("127.0.0.1", "localhost", "::1")
 _FATAL = (BudgetExceeded, NoServer)
 """Errors after which every later call fails too, so that training cannot go on without rewards."""
 
@@ -153,11 +156,11 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
     if isinstance(query, str) and isinstance(prompt, str):
         # A long prompt is truncated from the left before the model sees it.
         for part in (prompt, prompt[-200:]):
-            _, found, after = query.partition(part)
-            if found and part:
+            _, found, after = query.partition(part) if part else ("", "", "")
+            if found:
                 text = after
                 break
-        text = _SPECIAL.sub("", text)
+        text = _without_specials(text)
     row: dict[str, Any] = {"ground_truth": label}
     if isinstance(label, str) and label.lstrip().startswith("{"):
         try:
@@ -167,6 +170,22 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
         if isinstance(known, dict) and "ground_truth" in known:
             row = known
     return response_of({**row, "prompt": prompt, "response": text})
+
+
+def _without_specials(text: str) -> str:
+    """A text without the special tokens at its end; padding may be thousands of them.
+
+    >>> _without_specials("It is 4. </s><pad> <pad>"), _without_specials("It is 4. ")
+    ('It is 4.', 'It is 4. ')
+    """
+    end = found = len(text)
+    while True:
+        while end and text[end - 1].isspace():
+            end -= 1
+        match = _SPECIAL.search(text, max(0, end - _LONGEST_SPECIAL), end)
+        if match is None:
+            return text if found == len(text) else text[:found].rstrip()
+        end = found = match.start()
 
 
 def _tensors(rows: Sequence[dict[str, Column]]) -> dict[str, Any]:
@@ -192,6 +211,9 @@ def _app(function: RewardFunction) -> web.Application:
     """The HTTP server: POST {"query": [...], "prompts": [...], "labels": [...]} as JSON."""
 
     async def post(request: web.Request) -> web.Response:
+        # A page whose name was made to point here is not on this machine (DNS rebinding).
+        if urlsplit(f"//{request.host}").hostname not in _HOSTS:
+            return web.json_response({"error": "this server is for 127.0.0.1 only"}, status=403)
         # Against cross-site requests: a web page can post a form here without CORS, but not JSON.
         if request.content_type != "application/json":
             return web.json_response({"error": "send application/json"}, status=415)

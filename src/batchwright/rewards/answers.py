@@ -46,10 +46,12 @@ _STOP = re.compile(r"<\|[^|<>]*\|>|</s>|\n(?:Question|Q|Problem|User|Human):")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BETWEEN = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
-_NUMBER_START = r"[-+−–]?\s*(?:\\?[$€£¥₹]|\\frac|\\boxed|[(\[{])*\s*[-+−–]?\s*[.\\]?\d"
+# Possessive quantifiers: nothing is tried twice, so that a megabyte of # or of spaces takes as long
+# to read as one of words.
+_NUMBER_START = r"[-+−–]?\s*+(?:\\?[$€£¥₹]|\\frac|\\boxed|[(\[{])*+\s*+[-+−–]?\s*+[.\\]?\d"
 _HASHES = re.compile(
-    rf"####+[ \t]*:?[ \t]*\**(?=\s*{_NUMBER_START})(?!\s*\d+[.)]\s+[A-Za-z*])\s*"
-    r"|####+[ \t]*(?=[a-z])"
+    rf"(?<!#)####++[ \t]*+:?[ \t]*+\**+(?=\s*+{_NUMBER_START})(?!\s*+\d++[.)]\s+[A-Za-z*])\s*+"
+    r"|(?<!#)####++[ \t]*+(?=[a-z])"
 )
 _SAID = re.compile(
     r"""(?ix)
@@ -63,7 +65,10 @@ _SAID = re.compile(
     re.MULTILINE,
 )
 _FORMULA = re.compile(
-    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|(?<![\\\w])\$([^$\n]+?)(?<!\\)\$(?!\d)", re.DOTALL
+    # A formula that is never closed ends at the next one, or each would be read to the end.
+    r"\$\$(.+?)\$\$|\\\[((?:(?!\\\[).)+?)\\\]|\\\(((?:(?!\\\().)+?)\\\)"
+    r"|(?<![\\\w])\$([^$\n]+?)(?<!\\)\$(?!\d)",
+    re.DOTALL,
 )
 _NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
 _LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")

@@ -16,7 +16,7 @@ from batchwright.calls.outcome import Done, Kind, Outcome
 from batchwright.calls.request import Request, chat, embed
 from batchwright.errors import BadRow, ConfigError
 from batchwright.rewards.reward import Fact, Part, Response
-from batchwright.rewards.rules import Rule, compile_pattern
+from batchwright.rewards.rules import Rule, TimedPattern, compile_pattern
 
 __all__ = ["Judge", "Monitor", "Similarity", "fill"]
 
@@ -98,7 +98,7 @@ class Judge(Rule):
         return self
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str] | None:
+    def _compiled(self) -> TimedPattern | None:
         return None if self.pattern is None else compile_pattern(self.pattern)
 
     @property
@@ -134,7 +134,10 @@ class Judge(Rule):
         if self._compiled is None:
             written, scale = _written_score(outcome.text)
         else:
-            found = self._compiled.findall(outcome.text)
+            try:
+                found = self._compiled.findall(outcome.text)
+            except TimeoutError as error:
+                return Part.missing("pattern_timeout", str(error))
             written, scale = (str(found[-1]) if found else None), None
         try:
             score = float(written or "")

@@ -31,6 +31,8 @@ __all__ = [
     "verdict_part",
 ]
 
+MOST_PATTERN_S = 1.0
+"""Processor seconds of one pattern on one response."""
 _WORDS = {"true": True, "false": False, "yes": True, "no": False, "null": None, "none": None}
 
 
@@ -154,7 +156,10 @@ class Verbosity(Rule):
 
 
 class Pattern(Rule):
-    """1 if a regular expression matches, else 0."""
+    """1 if a regular expression matches, else 0.
+
+    One that takes over a second on a response makes the part invalid: `pattern_timeout`.
+    """
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -165,7 +170,7 @@ class Pattern(Rule):
         return self
 
     @cached_property
-    def _compiled(self) -> re.Pattern[str]:
+    def _compiled(self) -> "TimedPattern":
         return compile_pattern(self.pattern)
 
     def part_of(self, response: Response, outcomes: Sequence[Outcome]) -> Part:
@@ -173,7 +178,10 @@ class Pattern(Rule):
         >>> Pattern(pattern=r"#### \\d+$").part_of(Response("so #### 12"), ()).value
         1.0
         """
-        return Part(float(bool(self._compiled.search(response.text))))
+        try:
+            return Part(float(bool(self._compiled.findall(response.text, first=True))))
+        except TimeoutError as error:
+            return Part.missing("pattern_timeout", str(error))
 
 
 class Numeric(Rule):
@@ -311,11 +319,43 @@ def verdict_part(verdict: Verdict, answer: Answer, ambiguous: Literal["invalid",
     return Part(float(verdict == "right"), facts=facts)
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
+class TimedPattern:
+    """A regular expression of Python, which ends in time whatever the text is."""
+
+    def __init__(self, pattern: str) -> None:
+        # The engine of the standard library cannot be stopped while it backtracks.
+        import regex
+
+        self.groups = re.compile(pattern).groups
+        self._compiled = regex.compile(pattern)
+
+    def findall(self, text: str, *, first: bool = False) -> list[str]:
+        """The matches, or the group of each if there is one; with `first` one at most.
+
+        Raises:
+            TimeoutError: it takes more than `MOST_PATTERN_S`.
+        """
+        found = []
+        try:
+            for match in self._compiled.finditer(text, timeout=MOST_PATTERN_S):
+                found.append(match[1 if self.groups == 1 else 0] or "")
+                if first:
+                    break
+        except TimeoutError:
+            raise TimeoutError(
+                f"the pattern {self._compiled.pattern!r} takes over {MOST_PATTERN_S:g} s on a "
+                f"response of {len(text):,} characters"
+            ) from None
+        return found
+
+
+def compile_pattern(pattern: str) -> TimedPattern:
     """A compiled regular expression, or a ConfigError that says why it does not compile."""
+    import regex
+
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        return TimedPattern(pattern)
+    except (re.error, regex.error, RecursionError, OverflowError) as error:
         raise ConfigError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
 
 

@@ -16,6 +16,8 @@ Spans = list[tuple[int, int]]
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What data sets call the reasoning of a turn. Templates read the first, gpt-oss the second."""
 
+LONGEST_REASON = 300
+"""Characters of what a template says when it refuses."""
 RENDERED = "batchwright_rendered"
 """The variable of a rendering that holds its blocks so far, and the spans of its marks."""
 
@@ -32,8 +34,8 @@ newline. The role markers are plain text, because bytes have no special tokens."
 class ChatTemplate:
     """One compiled template with the special tokens it may use.
 
-    Templates come with downloaded tokenizers, so they run in Jinja's sandbox and see only the
-    messages.
+    Templates come with downloaded tokenizers, so they run in Jinja's sandbox, see only the
+    messages, and have limits on time and size.
 
     >>> chat = ChatTemplate(PLAIN_TEMPLATE)
     >>> chat.render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
@@ -41,16 +43,17 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str] | None = None) -> None:
-        # Importing Jinja takes a tenth of a second, and only rows of messages need it.
-        from jinja2 import TemplateError
-
         self.source = source
         self._tokens = dict(tokens or {})
         self.marked = False
+        self._jinja = self._environment()
         try:
-            self._template = self._environment().from_string(source)
-        except TemplateError as error:
-            raise NoTokenizer(f"the chat template is not valid Jinja: {one_line(error)}") from None
+            self._template = self._jinja.from_string(source)
+        except Exception as error:
+            # Broad on purpose: whatever a stranger's template does to the compiler. SyntaxError
+            # and RecursionError are some of it.
+            reason = one_line(error)[:LONGEST_REASON]
+            raise NoTokenizer(f"the chat template is not valid Jinja: {reason}") from None
 
     def render(
         self,
@@ -77,10 +80,9 @@ class ChatTemplate:
         >>> ChatTemplate(marked + "{% endfor %}").render_spans([{"role": "a", "content": "Hi"}])
         ('Hi.', [(0, 2)])
         """
-        from jinja2 import TemplateError
-
         blocks: list[str] = []
         spans: Spans = []
+        self._jinja.begin()
         try:
             for block in self._template.generate(
                 messages=[_with_reasoning(message) for message in messages],
@@ -91,14 +93,18 @@ class ChatTemplate:
                 **{RENDERED: (blocks, spans)},
             ):
                 blocks.append(block)  # noqa: PERF402 - marks count the blocks so far
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise BadRow(f"the chat template refuses its messages: {one_line(error)}") from None
+        except Exception as error:
+            # Broad on purpose: a template is a program of somebody else's.
+            reason = one_line(error)[:LONGEST_REASON]
+            raise BadRow(f"the chat template refuses its messages: {reason}") from None
         return "".join(blocks), spans
 
     def _environment(self) -> Any:
         import jinja2
         from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        # Importing Jinja takes a tenth of a second, and only rows of messages need it.
+        from batchwright.data.tokenizers.sandbox import LimitedEnvironment
 
         template = self
 
@@ -122,10 +128,10 @@ class ChatTemplate:
                 spans.append((start, start + len(inside)))
                 return inside
 
-        environment = ImmutableSandboxedEnvironment(
+        environment = LimitedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters["tojson"] = _tojson
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         return environment
