@@ -134,6 +134,69 @@ def test_a_dry_run_predicts_the_steps_and_writes_nothing(
     assert call(f"{line} --format json", folder).data["step"] == data["steps"]
 
 
+GROUPED = {
+    "packed": "--pack --pack-max-len 128 --segment-multiple 16",
+    "sorted": "--segment-multiple 8",
+    "bucketed": "--bucket-edges 48,120",
+}
+
+
+@pytest.mark.parametrize("layout", GROUPED)
+def test_groups_and_costs_of_columns_hold_in_every_batch_and_over_a_resume(
+    folder: Path, call: Callable[..., Any], layout: str
+) -> None:
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        # Of different sizes, apart in the file, one sample in no group.
+        row["answers"] = None if number == 7 else f"p{number % 5}"
+        row["images"] = number % 3 * 6
+    of = {row["id"]: row for row in rows}
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = (
+        "train sft --model tiny --data train.jsonl --group-by answers --ignore-column answers "
+        f"--cost-column images --token-budget 768 --epochs 2 --eval-fraction 0.2 {GROUPED[layout]} "
+        "--quiet --format json"
+    )
+    predicted = call(f"{line} --dry-run", folder).data
+    whole = call(f"{line} --run-dir whole", folder).data
+    call(f"{line} --run-dir parts --stop-after 1", folder)
+    rest = call("train sft --resume parts --quiet --format json", folder)
+    more = call("train sft --resume parts --epochs 3", folder)
+
+    assert rest.data["finished"], rest
+    assert whole["step"] == predicted["steps"] >= 4
+    assert whole["useful_tokens"] == predicted["useful_tokens"]
+    assert losses(folder / "whole") == losses(folder / "parts")
+    refused(more, "--epochs must be at most 2, got 3")
+    plan = BatchPlan.load(folder / "whole/plan", check=True)
+    shown: set[str] = set()
+    for epoch in range(2):
+        for world in (1, 2):
+            where: dict[str, set[tuple[int, int]]] = {}
+            for rank in range(world):
+                for batch in plan.shard(rank, world).iter_epoch(epoch):
+                    for name, tokens, length in zip(
+                        batch.samples, batch.tokens, batch.lengths, strict=True
+                    ):
+                        row = of[name]
+                        assert tokens == len(row["prompt"] + row["completion"]) + 1
+                        assert length == tokens + row["images"]
+                        if batch.weight:
+                            where.setdefault(row["answers"] or name, set()).add((rank, batch.index))
+                            shown.add(name)
+                    assert batch.padded_tokens <= 768
+            assert all(len(places) == 1 for places in where.values())
+    held = {
+        name
+        for batch in BatchPlan.load(folder / "whole/eval_plan").iter_epoch(0)
+        for name in batch.samples
+    }
+    groups = [{of[name]["answers"] or name for name in names} for names in (shown, held)]
+    assert held
+    assert groups[0].isdisjoint(groups[1])
+    assert shown | held == of.keys()
+
+
 LINE = (
     "train sft --model tiny --data train.jsonl --pack --pack-max-len 96 --token-budget 96 "
     "--epochs 5 --lr 1e-3 --save-every 3 --quiet"
@@ -265,7 +328,10 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
     "flex": ("--model tiny --data train.jsonl --attention flex", ("CPU",)),
     "edges": ("--model tiny --data train.jsonl --bucket-edges 1,b", ("'1,b'",)),
     "missing plan": ("--model tiny --data train.jsonl --batchplan none", ("none",)),
-    "too long": ("--model tiny --data train.jsonl --token-budget 8", ("8",)),
+    "too long": (
+        "--model tiny --data train.jsonl --token-budget 8",
+        ("choose --overflow skip, truncate or split", "raise --token-budget"),
+    ),
     "fsdp alone": ("--model tiny --data train.jsonl --fsdp", ("torchrun",)),
     "packed edges": (
         "--model tiny --data train.jsonl --pack --bucket-edges 128",
@@ -297,6 +363,26 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
         # At its default value, which the plan may not have.
         "--model tiny --data train.jsonl --batchplan none --token-budget 4096",
         ("--token-budget is part of the plan",),
+    ),
+    "no such column": (
+        "--model tiny --data train.jsonl --group-by pair",
+        ("train.jsonl:1: pair is missing", "or null"),
+    ),
+    "no costs": (
+        "--model tiny --data train.jsonl --cost-column prompt",
+        ("train.jsonl:1: prompt is", "an integer of at least 0"),
+    ),
+    "costs cannot be split": (
+        "--model tiny --data train.jsonl --cost-column images --overflow split",
+        ("--overflow split cannot divide", "--cost-column"),
+    ),
+    "groups of a mixture": (
+        "--model tiny --data train.jsonl=1 --data train.jsonl=2 --group-by pair",
+        ("--group-by cannot keep groups together in a mixture", "shares of --data"),
+    ),
+    "groups of a plan": (
+        "--model tiny --data train.jsonl --batchplan none --group-by pair",
+        ("--group-by is part of the plan",),
     ),
     "negative": ("--model tiny --data train.jsonl --keep 0", ("--keep must be at least 1, got 0",)),
 }

@@ -432,16 +432,16 @@ def test_plans_never_change(layout: str) -> None:
 
 GOLDEN: dict[str, tuple[str, tuple[str, ...]]] = {
     "bucketed": (
-        "2007cc5d3a472f5ca0b04f4a45e87a937ab8ac32ea89da3e172a543f2600d62a",
+        "57dd0770d07b3e26ee1c50f235e7814b66a5060705fc37fe588ffdff160f1613",
         ("s31", "s136", "s131", "s165"),
     ),
     "sorted": (
-        "96737ec6616d10ce7072a24bf1c747038fe10c453fa70660406a1aae20d396b3",
+        "c08ed230f967bdb717f967434f2f7de5117715fee672976f8c69834c8309ec06",
         ("s149", "s52", "s128", "s31"),
     ),
     "packed": (
-        "14c599c47989f7610b936735df893bfc119b1b091260fe6e1434112b1e7982a1",
-        ("s25", "s198", "s74", "s7"),
+        "2718a9817d91b37207905e8b7f48157e57a0967b180df5aa684ea8976d383da9",
+        ("s101", "s140", "s153", "s146"),
     ),
 }
 

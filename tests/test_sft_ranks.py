@@ -73,6 +73,7 @@ def config(tmp_path: Path) -> SftConfig:
             prompt = " ".join(draw.choices(words, k=draw.randint(1, 9)))
             answer = " " + " ".join(draw.choices(words, k=draw.randint(1, 5)))
             row = {"id": f"s{number:02d}", "prompt": prompt, "completion": answer}
+            row["pair"] = number // 2
             file.write(json.dumps(row) + "\n")
     return SftConfig(
         model="tiny",
@@ -150,7 +151,9 @@ def same_run(a: Path, b: Path) -> None:
 def trained(run: Path) -> Counter[str]:
     """How often each sample was trained on, by the steps in the log."""
     plan = BatchPlan.load(run / "plan")
-    step = {(s.epoch, s.first): s for s in plan.iter_steps(epochs=9)}
+    # Of groups a plan lists its epochs, of others it has any number.
+    epochs = 9 if plan.order.kind == "virtual" else None
+    step = {(s.epoch, s.first): s for s in plan.iter_steps(epochs=epochs)}
     done = [step[record["epoch"], record["first"]] for record in records(run)]
     return Counter(name for s in done for batch in s.microbatches for name in batch.samples)
 
@@ -159,8 +162,14 @@ def test_two_ranks_are_one_rank_and_one_goes_on_where_two_stopped(config: SftCon
     folder = config.run_dir.parent
     whole = train_sft(config)
     two, stopped = elsewhere(config, "two"), elsewhere(config, "stopped", stop_after=2)
-    torchrun(2, folder, ("start", two), ("start", stopped))
+    # Costs of a column that holds integers.
+    by = {"group_by": "pair", "cost_column": "pair", "segment_multiple": 4, "token_budget": 256}
+    paired = elsewhere(config, "paired", **by)
+    train_sft(paired)
+    apart = elsewhere(config, "apart", **by, stop_after=2)
+    torchrun(2, folder, ("start", two), ("start", stopped), ("start", apart))
     rest = train_sft(dataclasses.replace(stopped, stop_after=0), resume=True)
+    train_sft(dataclasses.replace(apart, stop_after=0), resume=True)
     start, *_ = read_events(two.run_dir / "events.jsonl")
 
     assert whole.step >= 4
@@ -172,6 +181,8 @@ def test_two_ranks_are_one_rank_and_one_goes_on_where_two_stopped(config: SftCon
     assert rest.finished
     same_run(config.run_dir, stopped.run_dir)
     assert set(trained(stopped.run_dir).values()) == {2}
+    same_run(paired.run_dir, apart.run_dir)
+    assert set(trained(apart.run_dir).values()) == {2}
     one, other = (
         load_file(max((run / "checkpoints").iterdir()) / "arrays.safetensors")
         for run in (config.run_dir, two.run_dir)

@@ -162,19 +162,29 @@ def _by_flags(sentence: str, tokens: tuple[str, ...]) -> str:
     """An error of the library with the flags of this command for the fields it names.
 
     Names with an underscore are fields wherever they stand, unless they were typed (a file may be
-    called so); plain words only where they are set (`align=4`) or are what must be something.
+    called so); plain words only where they are set (`align=4`, `overflow skip`) or are what must be
+    something.
     """
     apps = app.parse_commands(tokens)[1]
+    arguments = apps[-1].assemble_argument_collection()
     flags = {
         argument.field_info.name: argument.names[0]
-        for argument in apps[-1].assemble_argument_collection()
+        for argument in arguments
         if argument.names[0].startswith("--")
     }
     for name, own in FIELDS.items():
         if flags.keys() >= set(own):
             flags[name] = " and ".join(flags[parameter] for parameter in own)
     typed = " ".join(tokens)
+    chosen = {
+        argument.field_info.name: "|".join(
+            word for word in _types(argument.hint) if isinstance(word, str) and word.isidentifier()
+        )
+        for argument in arguments
+    }
     for name, flag in flags.items():
+        if chosen.get(name):
+            sentence = re.sub(rf"(?<![\w'\"`./-]){name}(?= (?:{chosen[name]})\b)", flag, sentence)
         if "_" not in name:
             sentence = re.sub(rf"(?:^|(?<= and )){name}(?= must\b)", flag, sentence)
             sentence = re.sub(rf"(?<![\w'\"`./-]){name}(?==\d)", flag, sentence)

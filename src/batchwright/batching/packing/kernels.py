@@ -26,6 +26,7 @@ __all__ = [
     "random_rows",
     "sort_descending",
     "spread",
+    "stir",
 ]
 
 UNLIMITED = 2**31 - 1
@@ -465,6 +466,46 @@ def random_rows(
             return np.empty(0, np.int64), np.empty(0, np.int32)
         row_offsets[rows] = at
     return row_offsets[: rows + 1].copy(), items
+
+
+@kernel
+def stir(
+    sizes: NDArray[np.int32],
+    row_of: NDArray[np.int32],
+    rows: int,
+    capacity: int,
+    tries: int,
+    key: np.uint64,
+) -> None:
+    """Exchange items between rows at random, in place; every row stays in its capacity.
+
+    Item i, the longest first, has size `sizes[i]` and is in row `row_of[i]`. In each of `tries` an
+    item of a row with tokens to spare gives its place to one that is longer by no more than those.
+    """
+    items = sizes.size
+    free = np.full(rows, capacity, np.int64)
+    longer = np.zeros(capacity + 1, np.int64)  # how many items are longer than each size
+    for item in range(items):
+        free[row_of[item]] -= sizes[item]
+        if sizes[item] > 0:
+            longer[sizes[item] - 1] += 1
+    for size in range(capacity - 1, -1, -1):
+        longer[size] += longer[size + 1]
+    for attempt in range(tries):
+        short = below(key, 2 * attempt, items)
+        row = row_of[short]
+        if free[row] == 0:
+            continue
+        first = longer[min(capacity, sizes[short] + free[row])]
+        stop = longer[sizes[short]]
+        if first == stop:
+            continue
+        long = first + below(key, 2 * attempt + 1, stop - first)
+        other = row_of[long]
+        more = sizes[long] - sizes[short]
+        free[row] -= more
+        free[other] += more
+        row_of[long], row_of[short] = row, other
 
 
 @kernel

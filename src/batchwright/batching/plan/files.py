@@ -30,7 +30,7 @@ from batchwright.sealed import SealedFolder, write_array
 
 __all__ = ["VERSION", "read_plan", "write_plan", "write_shards", "write_text"]
 
-VERSION = 2
+VERSION = 3
 """Of the plan's format and of the rules by which an order follows from its arrays."""
 
 PLAN = SealedFolder(

@@ -2,9 +2,11 @@
 
 Best-fit-decreasing pairs lengths, so on a small set, where most lengths occur once, it pairs the
 same samples in every epoch. Here the rows of an epoch are drawn at random and filled to the last
-token (`kernels.random_rows`). In a large set, every run of `copies` positions in the order of
-lengths is one slot, as long as its longest: rows of slots are drawn, and each stands for `copies`
-rows of samples. Lengths in a slot hardly differ, so that this costs about half a row a copy.
+token (`kernels.random_rows`). Where that would take more rows than best-fit-decreasing, or more
+than one draw a sample, samples are exchanged between rows that have tokens to spare
+(`kernels.stir`). In a large set, every run of `copies` positions in the order of lengths is one
+slot, as long as its longest: rows of slots are drawn, and each stands for `copies` rows of
+samples. Lengths in a slot hardly differ, so that this costs about half a row a copy.
 """
 
 import numpy as np
@@ -24,8 +26,11 @@ VARIANTS = 16
 """Different drawings of a set of several blocks. Epochs share them in turn, so that any microbatch
 of any epoch is at hand; equal lengths are permuted in each epoch nevertheless."""
 
-_DRAWS = (1, 2, 3, 4, 6, 8, 16)
+_DRAWS = (1, 2, 2, 3, 4, 8, 16)
 """From the most random rows to the fullest."""
+
+_STIR = 16
+"""Exchanges that are tried for each piece of rows that are less random than could be."""
 
 
 def mixable_patterns(
@@ -58,9 +63,13 @@ def mixable_patterns(
         return plain, np.empty(0, np.int64)
     rows = patterns.num_bins // copies
     spare = rows * capacity - int(slots @ np.arange(len(slots)))
-    # With less than two rows free, the last of the random rows seldom come out.
-    tight = spare < 2 * capacity
-    extra = int(tight and patterns.num_bins + copies <= most_rows)
+    extra = 0
+    if spare < 2 * capacity:
+        # The last of the random rows seldom come out then; with four rows free they do.
+        wanted = -(-(4 * capacity - spare) // capacity)
+        # No row is empty.
+        most = min((most_rows - patterns.num_bins) // copies, int(slots.sum()) - rows)
+        extra = min(wanted, most)
     return patterns, np.array([copies, rows, extra])
 
 
@@ -73,7 +82,7 @@ def mixed_patterns(
     max_segments: int | None,
     key: np.uint64,
 ) -> Patterns:
-    """The rows of `base` and the extra ones, drawn by `key`; `base` if no drawing is as full.
+    """The rows of `base` and the extra ones, drawn by `key`.
 
     Positions offsets[c] to offsets[c + 1] - 1 have size sizes[c], the longest first.
     """
@@ -81,39 +90,62 @@ def mixed_patterns(
     counts = _slots(offsets, copies)
     pieces = int(counts.sum())
     most = max_segments or kernels.UNLIMITED
-    with interpreted(quicker_without_numba(60.0 * pieces)):
-        for draws in _DRAWS:
-            own = np.uint64(mix(key, np.uint64(draws)))
-            row_offsets, classes = kernels.random_rows(
-                sizes, counts, capacity, most, rows + extra, draws, own
-            )
-            if row_offsets.size:
-                break
+    falling = np.repeat(sizes, counts)
+    with interpreted(quicker_without_numba(120.0 * pieces)):
+        drawn = _drawn(sizes, counts, capacity, most, rows + extra, key)
+        if drawn is None:
+            if copies == 1 and not extra:
+                row_offsets, items = base.expand(np.arange(pieces, dtype=np.int32))
+                row_of = np.empty(pieces, np.int32)
+                row_of[items] = np.repeat(np.arange(rows), np.diff(row_offsets))
+            else:
+                row_of, _ = kernels.best_fit(falling, capacity, most)
+            tries = 2 * _STIR * pieces
         else:
-            if not extra:
-                return base
-            falling = np.repeat(np.arange(len(sizes), dtype=np.int32), counts)
-            row_offsets, items = kernels.gather(*kernels.best_fit(sizes[falling], capacity, most))
-            classes = falling[items]
+            row_of, draws = drawn
+            tries = _STIR * pieces if draws > 1 else 0
+        # A drawing, and best-fit-decreasing with extra rows, may be fuller than it has to be.
+        used = int(row_of.max()) + 1
+        own = np.uint64(mix(key, np.uint64(0)))
+        kernels.stir(falling, row_of, used, capacity, tries, own)
+        row_offsets, slot = kernels.gather(row_of, used)
     missing = rows + extra + 1 - len(row_offsets)
     if missing:
-        # Fuller than it has to be: every epoch has as many rows, so some are cut in two.
+        # Every epoch has as many rows, so some are cut in two.
         inside = np.setdiff1d(np.arange(pieces), row_offsets)
         cuts = inside[:: inside.size // missing][:missing]
         row_offsets = np.sort(np.concatenate((row_offsets, cuts)))
-    # The place of each item among the items of its class, in the order in which they were drawn.
-    by_class = np.argsort(classes, kind="stable")
-    place = np.empty(pieces, np.int64)
-    place[by_class] = np.arange(pieces) - np.repeat(np.cumsum(counts) - counts, counts)
     alone = int(offsets[-1]) % copies
-    slot = (np.cumsum(counts) - counts)[classes] + place
     rows_of_slots = Patterns(
         np.arange(len(row_offsets)) * copies,
         row_offsets,
-        alone + slot * copies,
+        alone + slot.astype(np.int64) * copies,
         np.ones(pieces, np.int32),
     )
     return _with_rows_alone(rows_of_slots, alone)
+
+
+def _drawn(
+    sizes: NDArray[np.int32],
+    counts: NDArray[np.int64],
+    capacity: int,
+    most: int,
+    rows: int,
+    key: np.uint64,
+) -> tuple[NDArray[np.int32], int] | None:
+    """The random row of each slot, and of how many draws; None if no drawing is as full."""
+    spare = rows * capacity - int(counts @ sizes)
+    # In loose rows exchanges mix more than the later drawings, and sooner.
+    loose = 100 * spare > rows * capacity
+    for number, draws in enumerate(_DRAWS[:3] if loose else _DRAWS, 1):
+        own = np.uint64(mix(key, np.uint64(number)))
+        row_offsets, classes = kernels.random_rows(sizes, counts, capacity, most, rows, draws, own)
+        if row_offsets.size:
+            rows_drawn = np.repeat(
+                np.arange(len(row_offsets) - 1, dtype=np.int32), np.diff(row_offsets)
+            )
+            return rows_drawn[np.argsort(classes, kind="stable")], draws
+    return None
 
 
 def _slots(offsets: NDArray[np.int64], copies: int) -> NDArray[np.int64]:

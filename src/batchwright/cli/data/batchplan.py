@@ -155,6 +155,12 @@ def build(
     )
     columns = {"difficulty": curriculum, "groups": group_by, "costs": cost_column}
     named = {name: column for name, column in columns.items() if column is not None}
+    if group_by is not None and (len(lengths) > 1 or weight or curriculum is not None):
+        raise ConfigError(
+            "--group-by cannot keep groups together in a mixture or a curriculum, which show "
+            "samples one by one; leave out --group-by, or --weight, further --lengths and "
+            "--curriculum"
+        )
     builder = _builder(lengths, config, weight, named, dataset, dataset_hash)
     plan = builder.build(epochs)
     lines = [_comparison(builder, plan), *_counted(plan)]
@@ -444,43 +450,23 @@ def _builder(
     return BatchPlanBuilder(loaded, config, **found)
 
 
-_COLUMNS = {
-    "difficulty": ("--curriculum", (int, float), "a curriculum needs a number in every row"),
-    "groups": ("--group-by", (str, int, type(None)), "give a string, an integer or null"),
-    "costs": ("--cost-column", (int,), "give an integer of at least 0 in every row"),
-}
-"""Of every argument of the builder that a column can give: its flag, and what may stand there."""
-
-
 def _columns(
     dataset: list[str] | None, columns: dict[str, str], ids: Any, names: list[str]
 ) -> dict[str, Any]:
     """The values of columns of the rows, one for each sample."""
     from batchwright.data.reader import PlanRows
+    from batchwright.data.rows.columns import FLAGS, column_values
     from batchwright.data.rows.source import open_source
-    from batchwright.errors import BadRow
 
     if columns and not dataset:
-        flag = _COLUMNS[next(iter(columns))][0]
+        flag = FLAGS[next(iter(columns))]
         raise ConfigError(f"{flag} reads a column of the rows; give --dataset too")
     if not columns:
         return {}
     sources = [open_source(spec) for spec in dataset or []]
     place = PlanRows(sources, ids, names).place
-    found: dict[str, list[Any]] = {name: [] for name in columns}
-    for item in range(len(ids)):
-        part, number = place(item)
-        row = sources[part][number]
-        for name, column in columns.items():
-            _, kinds, allowed = _COLUMNS[name]
-            value = row.get(column)
-            missing = name == "groups" and column not in row
-            negative = name == "costs" and isinstance(value, int) and value < 0
-            if not isinstance(value, kinds) or isinstance(value, bool) or missing or negative:
-                seen = "missing" if missing else repr(value)
-                raise BadRow(f"{sources[part].where(number)}: {column} is {seen}; {allowed}")
-            found[name].append(value)
-    return found
+    places = (place(item) for item in range(len(ids)))
+    return column_values(columns, ((sources[part], number) for part, number in places))
 
 
 def _comparison(builder: "BatchPlanBuilder", plan: "BatchPlan") -> str:

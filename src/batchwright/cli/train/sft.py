@@ -99,6 +99,7 @@ def _predict(config: SftConfig, format: str) -> None:
         ["memory, about", bytes_(found.memory_bytes)],
         ["bad rows left out", number(found.bad_rows)],
         ["samples without loss left out", number(found.without_loss)],
+        *_policies(found.counts),
     ]
     text = table(["predicted", ""], rows) + "\nnothing trained (--dry-run); tokens are kept"
     show(dataclasses.asdict(found), text, format)
@@ -131,6 +132,7 @@ def _table(result: "SftResult") -> str:
     ]
     if result.steps_without_loss:
         rows.append(["steps without loss", number(result.steps_without_loss)])
+    rows += _policies(result.counts or {})
     if result.tracker_failures:
         rows.append(["calls of trackers that failed", number(result.tracker_failures)])
     done = f"done: {result.run_dir}/model"
@@ -138,6 +140,22 @@ def _table(result: "SftResult") -> str:
         done += "; nothing was left to train, raise --max-steps or --epochs to train on"
     end = ending(result.finished, done, "sft", result.run_dir)
     return table(["run", str(result.run_dir)], rows) + "\n" + end
+
+
+_POLICIES = {
+    "skipped_long": "too long, left out",
+    "skipped_group": "left out with their groups",
+    "truncated": "truncated",
+    "split": "split",
+}
+
+
+def _policies(counts: dict[str, int]) -> list[list[str]]:
+    """What was done with samples that did not fit; nothing is said where all did."""
+    from batchwright.report.text import number
+
+    named = ((words, counts.get(name)) for name, words in _POLICIES.items())
+    return [[f"samples {words}", number(count)] for words, count in named if count]
 
 
 def _online(found: dict[str, Any]) -> list[list[str]]:

@@ -12,7 +12,15 @@ __all__ = ["SftConfig"]
 
 _PLANNED = (
     *("layout", "token_budget", "bucket_edges", "pack", "pack_max_len", "pack_mode"),
-    *("segment_multiple", "overflow", "no_loss", "step_size", "grad_accum"),
+    *(
+        "segment_multiple",
+        "group_by",
+        "cost_column",
+        "overflow",
+        "no_loss",
+        "step_size",
+        "grad_accum",
+    ),
 )
 """Settings that a plan already holds."""
 _GYM = ("gym_host", "gym_port", "gym_transport", "gym_connections")
@@ -61,6 +69,10 @@ class SftConfig(RunConfig):
     """Bin packing algorithm."""
     segment_multiple: int = 1
     """Pad every sample to a multiple of this, for context parallel or FP8."""
+    group_by: str | None = None
+    """Column of the rows: those of equal value share a microbatch, and are held out together."""
+    cost_column: str | None = None
+    """Column of the rows: tokens to add to a sample's length in the budget, as of its images."""
     overflow: Literal["error", "skip", "truncate", "split"] = "error"
     """What to do with a sample that is too long for a row."""
     no_loss: Literal["error", "skip"] = "error"
@@ -245,6 +257,11 @@ class SftConfig(RunConfig):
                 f"--step-size {self.step_size} and --grad-accum {self.grad_accum} both say how "
                 f"many microbatches a step has; give one of them"
             )
+        if self.cost_column is not None and self.overflow == "split":
+            raise ConfigError(
+                "--overflow split cannot divide the costs of --cost-column; choose error, skip "
+                "or truncate"
+            )
         ignored = self._ignored()
         for name in (*self._changed(), *given):
             if name in ignored:
@@ -266,7 +283,10 @@ class SftConfig(RunConfig):
             why["lora_alpha"] = "has no effect without --lora-rank; add it, or leave it out"
         if not self.online:
             return why | dict.fromkeys(_ONLINE, "has no effect without --online; add it")
-        offline = ("batchplan", "epochs", "eval_fraction", "pack_mode", "segment_multiple", "fsdp")
+        offline = (
+            *("batchplan", "epochs", "eval_fraction", "pack_mode", "segment_multiple", "fsdp"),
+            *("group_by", "cost_column"),
+        )
         why |= dict.fromkeys(offline, "has no effect with --online; leave one of them out")
         only = f"has no effect with --online-source {self.online_source}; leave it out"
         if self.online_source != "gym":

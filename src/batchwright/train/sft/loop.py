@@ -93,6 +93,8 @@ class SftResult:
     """Calls of trackers that raised; training went on without them."""
     steps_without_loss: int = 0
     """Steps of which no token carries loss; they changed nothing."""
+    counts: dict[str, int] | None = None
+    """What the plan counted: samples planned, skipped, truncated and split."""
     online: dict[str, Any] | None = None
     """What an online run took from its stream, by the end of this call."""
 
@@ -383,6 +385,7 @@ def train_sft(
             backend=attention,
             tracker_failures=tracking.failures,
             steps_without_loss=without_loss,
+            counts=None if isinstance(source, OnlineSteps) else source.counts(),
             online=source.summary(),
         )
         why = "stream ended" if source.ended else "done" if finished else "stopped"

@@ -3,12 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from batchwright.batching import BatchPlan, CheckpointPosition, Step, collate
 from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
-from batchwright.errors import Mismatch
+from batchwright.errors import ConfigError, Mismatch
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.prepare import Prepared
 from batchwright.world import World
@@ -26,6 +27,11 @@ class PlannedSteps:
         self._data, self._pad_id = data, pad_id
         self._plan = data.plan.shard(world.rank, world.size)
         self._epochs = config.epochs or self._plan.num_epochs
+        if data.plan.order.kind == "materialised" and self._epochs > data.plan.num_epochs:
+            raise ConfigError(
+                f"--epochs must be at most {data.plan.num_epochs}, got {self._epochs}: the plan of "
+                f"a mixture, a curriculum or of groups lists its epochs; start a run with more"
+            )
         self._most = config.max_steps
         self._step: Step | None = None
         self.packed = self._plan.config.layout == "packed"
@@ -39,7 +45,15 @@ class PlannedSteps:
 
     def facts(self) -> dict[str, Any]:
         """For the first event of the run."""
-        return {"plan": self._plan.whole_fingerprint, "skipped_rows": self._data.skipped}
+        return {
+            "plan": self._plan.whole_fingerprint,
+            "skipped_rows": self._data.skipped,
+            "counts": self.counts(),
+        }
+
+    def counts(self) -> dict[str, int]:
+        """What the plan counted: samples planned, skipped, truncated and split."""
+        return asdict(self._plan.counts)
 
     def state(self) -> dict[str, Any]:
         """Nothing but the position."""

@@ -34,6 +34,8 @@ class Prediction:
     """Rows that cannot be read, left out."""
     without_loss: int
     """Samples of which no token carries loss, left out."""
+    counts: dict[str, int]
+    """What the plan counted: samples planned, skipped, truncated and split."""
 
 
 def predict(config: SftConfig) -> Prediction:
@@ -60,10 +62,14 @@ def predict(config: SftConfig) -> Prediction:
             steps = config.max_steps
             taken = list(islice(data.plan.iter_steps(epochs=len(epochs)), steps))
             batches = [batch for step in taken for batch in step.microbatches]
-            useful = sum(batch.token_count for batch in batches)
+            useful = sum(int(batch.tokens.sum()) for batch in batches)
             padded = sum(batch.padded_tokens for batch in batches)
+        elif plan.costs_N is not None:
+            # Costs take up place, but nothing is trained on there.
+            shown = (batch for epoch in epochs for batch in data.plan.iter_epoch(epoch))
+            useful = sum(int(batch.tokens.sum()) for batch in shown)
         microbatches = plan.num_microbatches()
-        bad_rows, without_loss = data.skipped, plan.counts.skipped_no_loss
+        bad_rows, counts = data.skipped, dataclasses.asdict(plan.counts)
     trained = _trained(model, config)
     return Prediction(
         steps=steps,
@@ -75,7 +81,8 @@ def predict(config: SftConfig) -> Prediction:
         trained=trained,
         memory_bytes=_memory(model, config, info.parameters, trained),
         bad_rows=bad_rows,
-        without_loss=without_loss,
+        without_loss=counts["skipped_no_loss"],
+        counts=counts,
     )
 
 

@@ -4,6 +4,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from batchwright.batching.plan.arrange import join_sources
 from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
+from batchwright.data.rows.columns import column_values
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.data.tokens import TokenStore, make_store
-from batchwright.errors import ConfigError, Mismatch
+from batchwright.errors import BadRow, ConfigError, Mismatch
 from batchwright.sealed import MANIFEST
 from batchwright.train.sft.config import SftConfig
 
@@ -67,14 +69,17 @@ def prepare(
         planned.shard(0, world_size)
     # An online run makes its samples as it goes; only what it is evaluated on stands before.
     sources, shares = ({}, {}) if config.online else _sources(config, planned)
-    eval_source = _opened(config, config.eval_data) if config.eval_data else None
+    eval_source = open_source(config.eval_data) if config.eval_data else None
+    columns = _columns(config)
+    for rows in (*sources.values(), *([] if eval_source is None else [eval_source])):
+        _refuse_missing(columns, rows)
     for left in ("tokens", "eval_plan", "eval_tokens"):
         # Of an attempt that was refused; this one may hold out nothing.
         shutil.rmtree(run / left, ignore_errors=True)
 
     def tokenised(rows: Source, path: Path) -> Lengths:
         store, _ = make_store(
-            rows,
+            open_source(rows, config.ignore_column, config.ids),
             tokenizer,
             on_bad_row=config.on_bad_row,
             repeated_ids=config.repeated_ids,
@@ -89,10 +94,12 @@ def prepare(
             _check_hash("data", planned.dataset_hash, _dataset_hash(parts))
             planned.save(run / "plan")
         else:
-            _plan(config, batching, parts, shares)
+            values = {name: _values(columns, sources[name], parts[name]) for name in parts}
+            _plan(config, batching, parts, shares, values)
     if eval_source is not None:
         held = tokenised(eval_source, run / "eval_tokens")
-        _eval_plan(config, held).save(run / "eval_plan")
+        costs = _values(columns, eval_source, held).get("costs")
+        _eval_plan(config, held, costs).save(run / "eval_plan")
 
 
 def open_prepared(run: Path, part: str = "") -> Prepared | None:
@@ -163,10 +170,15 @@ def _sources(
                     f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(paths)} "
                     f"--data are given; give one for each, in this order"
                 )
-            opened = [_opened(config, path) for path in paths]
+            opened = [open_source(path) for path in paths]
             return dict(zip(names, opened, strict=True)), {}
+    if len(shares) > 1 and config.group_by is not None:
+        raise ConfigError(
+            "--group-by cannot keep groups together in a mixture, which shows samples one by one; "
+            "leave out --group-by, or the shares of --data"
+        )
     if len(shares) < 2:
-        return {"": _opened(config, paths[0] if len(paths) == 1 else paths)}, {}
+        return {"": open_source(paths[0] if len(paths) == 1 else paths)}, {}
     plain = [Path(path.removeprefix("hf:")) for path in paths]
     names = [path.name.partition(".")[0] for path in plain]
     if len(set(names)) < len(names):
@@ -177,12 +189,32 @@ def _sources(
             f"every source of a mixture needs a name of its own, got {', '.join(names)}; "
             f"rename a file"
         )
-    opened = [_opened(config, path) for path in paths]
+    opened = [open_source(path) for path in paths]
     return dict(zip(names, opened, strict=True)), dict(zip(names, shares, strict=True))
 
 
-def _opened(config: SftConfig, spec: str | tuple[str, ...]) -> Source:
-    return open_source(spec, config.ignore_column, config.ids)
+def _columns(config: SftConfig) -> dict[str, str]:
+    """The columns that the plan reads, by the argument of the builder that they become."""
+    given = {"groups": config.group_by, "costs": config.cost_column}
+    return {name: column for name, column in given.items() if column is not None}
+
+
+def _refuse_missing(columns: Mapping[str, str], source: Source) -> None:
+    """Refuse columns that the first row does not have, before all rows are tokenised."""
+    for number in range(len(source)):
+        try:
+            source[number]
+        except BadRow:
+            # Whether rows may be bad is seen when they are tokenised.
+            continue
+        column_values(columns, [(source, number)])
+        return
+
+
+def _values(columns: Mapping[str, str], source: Source, lengths: Lengths) -> dict[str, list[Any]]:
+    """What the columns hold for each sample."""
+    rows = range(len(lengths)) if lengths.rows is None else lengths.rows.tolist()
+    return column_values(columns, ((source, number) for number in rows))
 
 
 def _plan(
@@ -190,21 +222,37 @@ def _plan(
     batching: BatchingConfig,
     parts: Mapping[str, Lengths],
     shares: Mapping[str, float],
+    values: Mapping[str, Mapping[str, list[Any]]],
 ) -> None:
     """Plan what is trained, and what is held out of it."""
     run = config.run_dir
-    held_out = {name: _held_out(lengths, config) for name, lengths in parts.items()}
+    held_out = {
+        name: _held_out(lengths, values[name].get("groups"), config)
+        for name, lengths in parts.items()
+    }
+
+    def taken(column: str, held: bool) -> list[Any] | None:
+        """A column of all sources, of the samples that are held out or not."""
+        if column not in _columns(config):
+            return None
+        chosen = (
+            compress(values[name][column], (held_out[name] == held).tolist()) for name in parts
+        )
+        return [value for part in chosen for value in part]
+
     train = {name: _subset(part, ~held_out[name]) for name, part in parts.items()}
+    costs = taken("costs", held=False)
     if shares:
         weights = _weights({name: len(part) for name, part in train.items()}, shares)
-        builder = BatchPlanBuilder(train, batching, weights=weights)
+        builder = BatchPlanBuilder(train, batching, weights=weights, costs=costs)
     else:
-        builder = BatchPlanBuilder(train[""], batching)
+        groups = taken("groups", held=False)
+        builder = BatchPlanBuilder(train[""], batching, groups=groups, costs=costs)
     builder.build(config.epochs or 1).save(run / "plan")
     held = {name: _subset(part, held_out[name]) for name, part in parts.items()}
     if any(len(part) for part in held.values()):
         whole = join_sources(held, dict.fromkeys(held, 1.0))[0] if shares else held[""]
-        _eval_plan(config, whole).save(run / "eval_plan")
+        _eval_plan(config, whole, taken("costs", held=True)).save(run / "eval_plan")
 
 
 def _weights(sizes: Mapping[str, int], shares: Mapping[str, float]) -> dict[str, float]:
@@ -271,18 +319,22 @@ def tokenizer_of(config: SftConfig, own: Tokenizer, model: Any) -> Tokenizer:
     return with_loss_on(tokenizer, config.loss_on)
 
 
-def _eval_plan(config: SftConfig, lengths: Lengths) -> BatchPlan:
-    longest = int(lengths.values.max())
+def _eval_plan(config: SftConfig, lengths: Lengths, costs: list[int] | None) -> BatchPlan:
+    longest = int(np.add(lengths.values, 0 if costs is None else costs, dtype=np.int64).max())
     budget = max(config.token_budget, longest)
     evaluation = BatchingConfig(
         layout="sorted", token_budget=budget, overflow_max=budget, no_loss=config.no_loss
     )
-    return BatchPlanBuilder(lengths, evaluation).build()
+    return BatchPlanBuilder(lengths, evaluation, costs=costs).build()
 
 
-def _held_out(lengths: Lengths, config: SftConfig) -> NDArray[np.bool_]:
-    """Which samples are for evaluation: the same ones wherever their rows stand."""
-    held = lengths.ids.keys() < np.uint64(config.eval_fraction * 2**64)
+def _held_out(lengths: Lengths, groups: list[Any] | None, config: SftConfig) -> NDArray[np.bool_]:
+    """Which samples are for evaluation: the same ones wherever their rows stand, groups whole."""
+    ids = lengths.ids
+    if groups is not None:
+        named = zip(ids, groups, strict=True)
+        ids = Ids.of(id if group is None else str(group) for id, group in named)
+    held = ids.keys() < np.uint64(config.eval_fraction * 2**64)
     if config.eval_fraction and (held.all() or not held.any()):
         raise ConfigError(
             f"--eval-fraction {config.eval_fraction} of {len(lengths):,} samples leaves "
