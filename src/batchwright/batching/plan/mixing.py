@@ -29,7 +29,7 @@ of any epoch is at hand; equal lengths are permuted in each epoch nevertheless."
 _DRAWS = (1, 2, 2, 3, 4, 8, 16)
 """From the most random rows to the fullest."""
 
-_STIR = 16
+_STIR = 32
 """Exchanges that are tried for each piece of rows that are less random than could be."""
 
 
@@ -63,13 +63,17 @@ def mixable_patterns(
         return plain, np.empty(0, np.int64)
     rows = patterns.num_bins // copies
     spare = rows * capacity - int(slots @ np.arange(len(slots)))
+    # No row is empty.
+    most_extra = min((most_rows - patterns.num_bins) // copies, int(slots.sum()) - rows)
     extra = 0
-    if spare < 2 * capacity:
-        # The last of the random rows seldom come out then; with four rows free they do.
-        wanted = -(-(4 * capacity - spare) // capacity)
-        # No row is empty.
-        most = min((most_rows - patterns.num_bins) // copies, int(slots.sum()) - rows)
-        extra = min(wanted, most)
+    if spare < 2 * capacity and most_extra > 0:
+        # The last of the random rows seldom come out then. Where one more does not help either,
+        # all that may be added make rows more random.
+        sizes = np.flatnonzero(slots)[::-1].astype(np.int32)
+        counts, most = slots[sizes], max_segments or kernels.UNLIMITED
+        with interpreted(quicker_without_numba(60.0 * int(slots.sum()))):
+            made, _ = kernels.random_rows(sizes, counts, capacity, most, rows + 1, 1, np.uint64(0))
+        extra = 1 if made.size else most_extra
     return patterns, np.array([copies, rows, extra])
 
 
