@@ -18,6 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# A test is right or wrong on any machine, however busy.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 # Before torch is imported: sums in another number of threads are other sums, and a run in this
 # process is compared with one in a process of its own.

@@ -170,6 +170,17 @@ def test_a_judge_that_fails_or_talks_nonsense_gives_no_number(
         ("Score: 7. For a score of 9 it lacks a proof.", 0.7),
         ("Score: 7.5", 0.75),
         ("Score: 0", 0.0),
+        ("<score>7</score>", 0.7),
+        ("Score: <score>7</score>", 0.7),
+        ("My rating: [[7]]", 0.7),
+        ("Score is: 7", 0.7),
+        ("Score - 7", 0.7),
+        ("| Score | 7 |", 0.7),
+        ("Score： 7", 0.7),  # noqa: RUF001
+        ("评分：7", 0.7),  # noqa: RUF001
+        ("I would rate this response 7 out of 10.", 0.7),
+        ("Two errors. I'd give it a 7/10 overall.", 0.7),
+        ("Style score: 3\nScore: 7", 0.7),
     ],
 )
 def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
@@ -188,6 +199,9 @@ def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
             '{"score": null}',
             "Score: 7 or 8",
         ),
+        # A part's score is not the score, nor a percentage one out of ten.
+        *("Style score: 3\nScore: 7-8", "Score: 7%", "Score: 7,5", "2 out of 10 facts are right"),
+        *("I rate it 3/10 for style and 7/10 for content", "Score: 1e1", "Score: 2024-01-01"),
     ],
 )
 def test_a_score_that_is_none_or_out_of_range_names_the_text(text: str) -> None:

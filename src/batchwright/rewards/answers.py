@@ -55,7 +55,10 @@ _HASHES = re.compile(
 )
 _SAID = re.compile(
     r"""(?ix)
-    (?: \b(?:answer|réponse|respuesta|antwort|resposta|risposta)\b | ответ | 答案 | ^A(?=:) )
+    (?: \b(?:answer|réponse|respuesta|antwort|resposta|risposta|jawaban|jawab|jibu|svar|cevap
+             |odpowiedź|đáp[ ]án)\b
+      | ответ | 答案 | 答え | 回答 | 解答 | 答(?=\s*[:：]) | 답변 | 정답 | 답(?=\s*[:：]) | उत्तर
+      | উত্তর | คำตอบ | సమాధానం | الإجابة | الجواب | إجابة | ^A(?=:) )
     [\s"'*_`#]*
     (?: \b(?:to|of|for|here)\b [^.\n:=]{0,60}? )?
     \s* (?: (?: \b(?:is|are|was|be|equals|ist|est|es|será)\b | \b(?:would|should|must|will)\s+be\b )

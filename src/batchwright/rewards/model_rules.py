@@ -27,10 +27,19 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{(\w+)\}")
+_NUMBER = r"(-?\d++(?:\.\d++)?+) (?:\s*(?:/|out\s+of)\s*(\d++(?:\.\d++)?+))?+"
+_LABEL = re.compile(
+    r"""(?ix) (?: (?:\b(?:score|rating|grade)\b|评分|得分) "? (?:\s*\([^)]*\))? \s*
+          (?: \bis\b \s*:? | [:：=|→] | [-–—](?=\s) ) | <(?:score|rating)> )
+    \s* ["\[(]* (?=-?\d)"""  # noqa: RUF001
+)
 _SCORE = re.compile(
-    r"""(?ix) \b(?:score|rating|grade)\b "? (?:\s*\([^)]*\))? \s* (?:[:=]|\bis\b) \s*
-    ["\[(]* (-?\d++(?:\.\d++)?+) (?:\s*(?:/|out\s+of)\s*(\d++(?:\.\d++)?+))?+
-    (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/])"""  # noqa: RUF001
+    rf"(?ix) {_NUMBER} (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/]|\s*\\?%|,\d)"  # noqa: RUF001
+)
+_FRACTION = re.compile(r"(?i)\d\s*(?:/|out\s+of)\s*\d")
+_RATED = re.compile(
+    r"(?i)\b(?:rat(?:e|ed|ing)|giv(?:e|en|ing)|gave|assign|award|deserves?|earns|verdict)\b"
+    r"[^.\n]{0,60}?(?<![\d.])(\d+(?:\.\d+)?)\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)(?![\w/]|\.\d)"
 )
 _BARE_SCORE = re.compile(
     r"\[*(-?\d+(?:\.\d+)?)\]*(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?\.?", re.IGNORECASE
@@ -286,9 +295,15 @@ def _written_score(text: str) -> tuple[str | None, float | None]:
             if "score" in named or "rating" in named:
                 text = f"Score: {named.get('score', named.get('rating'))}"
     bare = re.sub(r"[*_`]+", "", text).strip()
-    labelled = list(_SCORE.finditer(bare))
-    last = bare.splitlines()[-1].strip() if bare else ""
-    match = labelled[-1] if labelled else _BARE_SCORE.fullmatch(last)
+    labels = list(_LABEL.finditer(bare))
+    if labels:
+        # The last label counts: if no score can be read after it, an earlier one is of a part.
+        match = _SCORE.match(bare, labels[-1].end())
+    else:
+        last = bare.splitlines()[-1].strip() if bare else ""
+        match = _BARE_SCORE.fullmatch(last)
+        if match is None and len(_FRACTION.findall(bare)) == 1:
+            match = _RATED.search(bare)
     if match is None:
         return None, None
     return match[1], float(match[2]) if match[2] else None
