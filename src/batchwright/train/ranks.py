@@ -100,14 +100,17 @@ class FirstRank:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if not self._tells:
             return
         if self._told["state"] == "ready":
             self._path.unlink(missing_ok=True)
             return
-        reason = kind.__name__ if kind else "it ended"
-        self._end("failed", why=one_line(error) if isinstance(error, BatchwrightError) else reason)
+        reason = "it was stopped"
+        if isinstance(error, Exception):
+            known = isinstance(error, BatchwrightError)
+            reason = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
+        self._end("failed", why=reason)
 
     def progress(self, done: int, total: int) -> None:
         """Note how many rows are tokenised."""
