@@ -37,6 +37,9 @@ __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
 T = TypeVar("T")
 
+LOCKED_S = 5.0
+"""A cache file that another process has locked is waited for, so long or half of the deadline."""
+
 
 class Pool:
     """Calls to one or several endpoints, with as many in flight as they sustain.
@@ -252,6 +255,9 @@ class Pool:
         import_module("batchwright.calls.wire.http")
         import_module("encodings.idna")
         upstreams = [self._upstream(endpoint) for endpoint in self.endpoints]
+        if self._cache is not None:
+            # Who locks the file must not hold the calls much longer than they may take.
+            self._cache.wait_at_most(max(LOCKED_S, self._rules.deadline_s / 2))
         cache = None if self._cache is None else CacheThread(self._cache, running.loop)
         stats = Stats(self._prices)
         scope = scope_of(self.endpoints)

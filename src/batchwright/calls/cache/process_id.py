@@ -28,7 +28,7 @@ def has_exited(owner: str) -> bool:
     if boot != boot_id():
         return True
     # A later process may reuse the pid, but it has another start time.
-    return namespace == _namespace() != "-" and started != _start_time(number)
+    return namespace == _namespace() != "-" and _start_time(number) not in (started, None)
 
 
 @functools.cache
@@ -47,11 +47,20 @@ def _namespace() -> str:
         return "-"
 
 
-def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" if it has exited or is a zombie."""
+def _start_time(pid: int) -> str | None:
+    """When a process started, in clock ticks since boot; "" if it has exited or is a zombie.
+
+    None if that cannot be told: it is hidden from here, or no file can be opened.
+    """
     try:
         # The command name in parentheses may itself hold spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except OSError:
+            return None
+        return None
     return "" if fields[0] in "ZX" else fields[19]

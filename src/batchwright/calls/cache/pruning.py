@@ -25,7 +25,7 @@ def prune(
     while max_bytes is not None and (ids := _oldest_over(database, max_bytes, where, values)):
         removed += _remove_ids(database, ids)
     with database.writing() as connection:
-        connection.execute("DELETE FROM leases WHERE until < ?", (time.time(),))
+        connection.execute("DELETE FROM leases WHERE until < monotonic()")
     with database.reading() as connection:
         # One page a step; `execute` would take the first step only.
         connection.executescript("PRAGMA incremental_vacuum")

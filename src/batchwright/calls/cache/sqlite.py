@@ -17,7 +17,7 @@ from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigErr
 __all__ = ["Database", "filesystem", "refuse_network"]
 
 BUSY_S = 60.0
-"""How long a writer waits for the writers of other processes."""
+"""How long a writer waits for the writers of other processes, unless it is told otherwise."""
 SMALLEST = 512
 """Bytes of the smallest SQLite file that is not empty: its smallest page."""
 NETWORK = """
@@ -57,6 +57,9 @@ class Database:
         self._version = version
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
+        self._busy_s = BUSY_S
+        self._locked_until = 0.0
+        """Until then nobody waits: the file was locked for as long as they would."""
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; give the path of a file for the {what}")
         if read_only and not self.path.exists():
@@ -77,7 +80,10 @@ class Database:
         """The connection; what SQLite raises inside comes out as an error of this package."""
         with self._lock:
             try:
-                yield self._open()
+                connection = self._open()
+                if self._locked_until:
+                    self._wait_for_locks(connection)
+                yield connection
             except sqlite3.DatabaseError as error:
                 # Without an error code of SQLite it is a bug of ours and must be seen as such.
                 if not getattr(error, "sqlite_errorcode", 0):
@@ -97,6 +103,23 @@ class Database:
                 # On a full disk SQLite may have ended the transaction by itself.
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long the lock of another process is waited for, at most `BUSY_S`.
+
+        When that was not enough, nobody waits again for the same time.
+        """
+        with self._lock:
+            self._busy_s = min(BUSY_S, seconds)
+            if self._connection is not None:
+                self._wait_for_locks(self._connection)
+
+    def _wait_for_locks(self, connection: sqlite3.Connection) -> None:
+        locked = time.monotonic() < self._locked_until
+        if not locked:
+            self._locked_until = 0.0
+        wait_ms = 0 if locked else round(1000 * self._busy_s)
+        connection.execute(f"PRAGMA busy_timeout = {wait_ms}")
 
     def execute(self, statement: str, values: Sequence[Any]) -> int:
         """One statement as a transaction of its own; how many rows it changed."""
@@ -142,10 +165,12 @@ class Database:
             # Nobody writes: without locks the folder may be read-only and stays as it is.
             address += "?mode=ro&immutable=1"
         connection = sqlite3.connect(
-            address, uri=True, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            address, uri=True, timeout=self._busy_s, isolation_level=None, check_same_thread=False
         )
         # Damaged text would fail to decode inside SQLite, before its checksum could be checked.
         connection.text_factory = bytes
+        # Leases end by this clock, which nobody sets: it is one for all processes of a machine.
+        connection.create_function("monotonic", 0, time.monotonic)
         return connection
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
@@ -202,8 +227,10 @@ class Database:
                 f"{named} is damaged or not an SQLite file ({error}); move it away and run again"
             )
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if not self._locked_until:
+                self._locked_until = time.monotonic() + self._busy_s
             return CannotWrite(
-                f"another process has held {named} locked for {BUSY_S:.0f} s; "
+                f"another process has held {named} locked for {self._busy_s:.0f} s; "
                 f"look for one that hangs, or choose another file"
             )
         if code == sqlite3.SQLITE_FULL:

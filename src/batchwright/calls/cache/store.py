@@ -40,13 +40,15 @@ CREATE TRIGGER answered AFTER INSERT ON entries BEGIN
 CREATE TABLE tally(since INTEGER NOT NULL, hits INTEGER NOT NULL);
 INSERT INTO tally VALUES (CAST(strftime('%s', 'now') AS INTEGER), 0)
 """
+MOST_LEASE_S = 7200.0
+"""A lease that ends later is of another clock."""
 CHUNK = 128
 """Keys or rows of one statement, at most."""
 ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
 # Only where there is no response yet and nobody else has a lease, not even an expired one.
 LEASE = (
-    "INSERT INTO leases SELECT column1, ?, ? FROM (VALUES {}) "
+    "INSERT INTO leases SELECT column1, ?, monotonic() + ? FROM (VALUES {}) "
     "WHERE NOT EXISTS (SELECT 1 FROM entries WHERE key = column1) "
     "ON CONFLICT (key) DO UPDATE SET until = excluded.until WHERE owner = excluded.owner"
 )
@@ -133,6 +135,10 @@ class Cache:
         self._notice_fork()
         return self._owner
 
+    def wait_at_most(self, seconds: float) -> None:
+        """How long a lock that another process holds on the file is waited for."""
+        self._database.wait_at_most(seconds)
+
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, Done]:
         """The responses that are here; a key that is not in the result is a miss."""
         self._notice_fork()
@@ -191,23 +197,23 @@ class Cache:
         A lease ends when the response is put, when it is released, when its time is over, or
         when its owner (a name from `Cache.owner`) has exited. Leasing again renews it.
         """
-        now = time.time()
         wanted = {key[:KEY_BYTES]: key for key in keys}
         if all(
             # One statement is a transaction by itself; see `put_rows`.
-            self._database.execute(LEASE.format(_marks(part)), [owner, now + ttl_s, *part])
-            == len(part)
+            self._database.execute(LEASE.format(_marks(part)), [owner, ttl_s, *part]) == len(part)
             for part in _parts(list(wanted))
         ):
             return set(keys)
         alive: dict[str, bool] = {owner: False}
         held: set[bytes] = set()
         with self._database.writing() as connection:
+            # Not before: the lock may have been waited for.
+            now = time.monotonic()
             for key, name, until in _select(connection, LEASES, list(wanted)):
                 holder = name.decode(errors="replace")
                 if holder not in alive:
                     alive[holder] = not has_exited(holder)
-                if until > now and alive[holder]:
+                if now < until < now + MOST_LEASE_S and alive[holder]:
                     held.add(key)
             granted = wanted.keys() - held
             granted -= self._intact(connection, list(granted))

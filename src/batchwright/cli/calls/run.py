@@ -92,6 +92,9 @@ def run(
         Parameter(negative="", help="With --batch-api: cancel the open batches and collect."),
     ] = False,
     key_env: KeyEnv = None,
+    hedge: Annotated[
+        bool, Parameter(help="Send the last stragglers a second time, which is paid for twice.")
+    ] = True,
     retry_failed: Annotated[
         bool, Parameter(negative="", help="Retry the calls that failed in an earlier run.")
     ] = False,
@@ -161,6 +164,7 @@ def run(
         {
             "deadline_s": deadline,
             "tries": tries,
+            "hedge": hedge,
             "cache": cache or own,
             "rpm": rpm,
             "tpm": tpm,
@@ -346,7 +350,7 @@ def _summary(facts: dict[str, Any], output: Path) -> str:
         f"{facts['written']:,} of {facts['prompts']:,} responses in {output} "
         f"({facts['earlier']:,} from an earlier run, {facts['failed']:,} failed)",
         f"{made['sent']:,} tries, {made['hits']:,} cache hits, {made['shared']:,} shared, "
-        f"{made['retries']:,} retries, {made['rejects']:,} rejected",
+        f"{made['retries']:,} retries, {made['hedges']:,} hedged, {made['rejects']:,} rejected",
         f"latency p50 {seconds(made['p50_s'])}, p95 {seconds(made['p95_s'])}; "
         f"tokens {made['prompt_tokens']:,} prompt, {made['completion_tokens']:,} completion",
     ]
