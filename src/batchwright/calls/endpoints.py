@@ -1,5 +1,6 @@
 """Where calls go: a server by its address, or a function of this process."""
 
+import hashlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
-__all__ = ["BatchFunction", "Endpoint", "parse_model", "scope_of"]
+__all__ = ["BatchFunction", "Endpoint", "parse_model", "scope_of", "without_secrets"]
 
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
 """A response for each request: a text, a body in the OpenAI format, or an exception."""
@@ -21,6 +22,11 @@ Protocol = Literal["openai", "ollama", "function", "local"]
 OLLAMA_PORT = 11434
 OLLAMA_NAME = re.compile(r"(?!local:|ollama:)[\w.-]+(?:/[\w.-]+)*(?::[\w.-]+)?", re.ASCII)
 """A model's name as Ollama writes it, with a tag or without: `qwen2.5:3b`."""
+SECRET = re.compile(
+    r"(?=[^/]*\d)(?=[^/]*[A-Za-z])"
+    r"(?:sk-[^/]{8,}|[^/]*[A-Za-z0-9]{16,}[^/]*|[^/]*[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[^/]*)"
+)
+"""A part of a path that is a key rather than a word: sixteen letters and digits, a UUID, sk-..."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -100,27 +106,37 @@ class Endpoint:
     @property
     def address(self) -> str:
         """Where it is, whatever its name: what is learned about it is saved under this."""
-        return self.socket or self.base
+        return self.socket or without_secrets(self.base)
 
     @property
     def remote(self) -> bool:
         return self.protocol in ("openai", "ollama")
 
     def api_key(self) -> str | None:
-        """The key itself, read at the moment of use and stored nowhere."""
-        if self.key_env is None:
+        """The key itself, read at the moment of use and stored nowhere.
+
+        White space around it, such as the line break of a file it was read from, is not sent.
+        """
+        variable = self.key_env
+        if variable is None:
             if self.protocol != "openai" or not self.base.startswith("https:"):
                 return None
-            return os.environ.get("OPENAI_API_KEY") or None
-        if not self.key_env:
+            variable = "OPENAI_API_KEY"
+        if not variable:
             return None
-        key = os.environ.get(self.key_env)
-        if not key:
+        key = os.environ.get(variable, "").strip()
+        if not key and self.key_env is not None:
             raise ConfigError(
                 f"the environment variable {self.key_env} for {self.name} is not set; "
                 f"export it, or leave key_env out"
             )
-        return key
+        if not (key.isascii() and key.isprintable()):
+            # Not the key itself: it is one, though a damaged one.
+            raise ConfigError(
+                f"the API key in {variable} holds a line break or another character that no "
+                f"header may have; export it again, on one line and in ASCII"
+            )
+        return key or None
 
 
 def _identity(
@@ -132,7 +148,7 @@ def _identity(
     if function is not None:
         made: Any = function if hasattr(function, "__qualname__") else type(function)
         return f"function:{name or f'{made.__module__}.{made.__qualname__}'}"
-    return base if base.startswith("https:") else ""
+    return without_secrets(base) if base.startswith("https:") else ""
 
 
 def scope_of(endpoints: Iterable[Endpoint]) -> str:
@@ -168,8 +184,8 @@ def parse_model(text: str) -> tuple[Endpoint, str]:
     if mark and url and name:
         return Endpoint(url), name
     raise ConfigError(
-        f"cannot parse the model {text!r}; write ollama:NAME, a name of Ollama with its tag such "
-        f"as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH or sim"
+        f"cannot parse the model {_harmless(text)!r}; write ollama:NAME, a name of Ollama with its "
+        f"tag such as qwen2.5:3b, URL#NAME, local:smollm2, local:PATH or sim"
     )
 
 
@@ -190,40 +206,75 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
     try:
         parts = urlsplit(target)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"cannot parse the address {target!r}: {error}") from None
+    except ValueError:
+        # Its message repeats what it could not read, a password too.
+        raise ConfigError(
+            f"cannot parse the address {_harmless(target)!r}; write http://host:port/v1"
+        ) from None
     family, plus, scheme = parts.scheme.rpartition("+")
     if scheme == "ollama" and not plus:
         family, scheme = "ollama", "http"
     if family not in ("", "ollama") or scheme not in ("http", "https", "unix"):
         raise ConfigError(
-            f"cannot parse the address {target!r}; write http://host:port/v1, "
+            f"cannot parse the address {_harmless(target)!r}; write http://host:port/v1, "
             f"https://..., ollama://host:11434, unix:///path.sock, local:smollm2 or local:PATH"
         )
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
         raise ConfigError(
-            f"the address of {parts.hostname} has a user, a password, a query or a fragment; "
-            f"give the address alone, and the API key in an environment variable (key_env)"
+            f"the address of {parts.hostname or 'an endpoint'} has a user, a password, a query or "
+            f"a fragment; give the address alone, and the API key in an environment variable "
+            f"(key_env)"
         )
     path = parts.path.rstrip("/")
     if scheme == "unix":
         if not path or parts.netloc:
-            raise ConfigError(f"the address {target!r} has no socket file; write unix:///path.sock")
+            raise ConfigError(
+                f"the address {_harmless(target)!r} has no socket file; write unix:///path.sock"
+            )
         shown = f"unix://{path}"
         if family:
             return "ollama", "http://localhost", unquote(path), "ollama+" + shown
         return "openai", "http://localhost/v1", unquote(path), shown
     host = parts.hostname
     if not host:
-        raise ConfigError(f"the address {target!r} has no host; write http://host:port/v1")
+        raise ConfigError(
+            f"the address {_harmless(target)!r} has no host; write http://host:port/v1"
+        )
     host = f"[{host}]" if ":" in host else host
     if family:
         place = f"{host}:{port or OLLAMA_PORT}"
         shown = f"ollama://{place}{path}" if scheme == "http" else f"ollama+https://{place}{path}"
-        return "ollama", urlunsplit((scheme, place, path, "", "")), None, shown
+        return "ollama", urlunsplit((scheme, place, path, "", "")), None, without_secrets(shown)
     place = f"{host}:{port}" if port else host
     base = urlunsplit((scheme, place, path or "/v1", "", ""))
-    return "openai", base, None, base
+    return "openai", base, None, without_secrets(base)
+
+
+def without_secrets(url: str) -> str:
+    """An address with the keys in its path replaced by a few digits of their hashes.
+
+    >>> without_secrets("https://example.com/sk-0123456789abcdef/v1")
+    'https://example.com/...221df4/v1'
+    >>> without_secrets("https://example.com/openai/deployments/gpt-4o-mini-2024-07-18")
+    'https://example.com/openai/deployments/gpt-4o-mini-2024-07-18'
+    """
+    scheme, mark, rest = url.rpartition("://")
+    place, *path = rest.split("/")
+    shown = [
+        f"...{hashlib.sha256(part.encode()).hexdigest()[:6]}" if SECRET.fullmatch(part) else part
+        for part in path
+    ]
+    return scheme + mark + "/".join([place, *shown])
+
+
+def _harmless(target: str) -> str:
+    """What was typed as an address, for an error: no password, query or key, and not too long."""
+    before, at, after = target.rpartition("@")
+    scheme, mark, _ = before.partition("://")
+    shown = f"{scheme}{mark}...@{after}" if at and mark else f"...@{after}" if at else target
+    shown = shown.partition("?")[0]
+    # Without a scheme the first word may be the key itself.
+    return without_secrets(shown if "://" in shown else f"/{shown}").removeprefix("/")[:200]
 
 
 def _simulator() -> str:

@@ -58,7 +58,7 @@ def probe(
             progress=seen,
         )
     best = knee(measured)
-    line = f"batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {endpoint} "
+    line = f"batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {target.name} "
     line += f"--model {model} --batch-size {best.concurrency}"
     if plot is not None:
         from batchwright.report.figures import levels_png

@@ -1,0 +1,173 @@
+"""Keys: sent to the server they are for, and left nowhere else, whatever goes wrong."""
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batchwright.calls import Endpoint, Failed, Pool, chat
+from batchwright.calls.endpoints import parse_model
+from batchwright.errors import ConfigError
+from batchwright.events import EventLog
+from raw_server import RawServer, Seen
+
+KEY = "sk-otter-4815162342abcdef"
+PATH = "0123456789abcdef0123secret"
+FORMS = [
+    text
+    for secret in (KEY, PATH, "hunter2")
+    for text in (secret, base64.b64encode(secret.encode()).decode().rstrip("=")[:-1])
+]
+
+
+def leaks(text: str) -> list[str]:
+    return [form for form in FORMS if form in text]
+
+
+def files_with_secrets(folder: Path) -> dict[str, list[str]]:
+    """Everything below a folder, names too, that holds a secret in any form."""
+    found = {}
+    for path in folder.rglob("*"):
+        content = path.read_bytes().decode("latin-1") if path.is_file() else ""
+        if hit := leaks(content) + leaks(path.name):
+            found[str(path)] = hit
+    return found
+
+
+async def telltale(seen: Seen) -> None:
+    """Repeats every header it got wherever it can, in answers, errors and redirects."""
+    sent = seen.headers.get("authorization", "")
+    said = json.dumps(seen.body)
+    if seen.path.endswith("/models"):
+        await seen.reply(body={"data": [{"id": f"m {sent}"}]})
+    elif "refuse" in said:
+        await seen.reply(401, {"error": {"message": f"{'x' * 180} wrong key: {sent}"}})
+    elif "move" in said:
+        await seen.reply(307, {}, Location=f"http://127.0.0.1:9/{sent.replace(' ', '/')}")
+    elif "plain" in said:
+        await seen.reply(500, sent.encode())
+    elif "echo" in said:
+        await seen.answer(f"you sent {sent}")
+    elif "garbage" in said:
+        await seen.send(f"HTTP/1.1 {sent}\r\n\r\n".encode())
+    else:
+        await seen.answer("Score: 7")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OTTER", KEY)
+    for name in ("OPENAI_API_KEY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    words = ["good", "refuse", "move", "plain", "echo", "garbage"]
+    rows = [{"id": word, "prompt": word, "response": word, "ground_truth": "4"} for word in words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    return tmp_path
+
+
+COMMANDS = """
+calls run -i rows.jsonl -o out.jsonl --endpoint URL --model m --key-env OTTER --tries 1 -q
+--debug calls run -i rows.jsonl -o out2.jsonl --endpoint URL --model m --key-env OTTER --tries 1 -q
+calls run -i rows.jsonl -o out3.jsonl --endpoint URL --model refuse --key-env OTTER --cache c.db -q
+calls run -i one.jsonl -o 4.jsonl --endpoint URL --model m --key-env OTTER --cache c.db --rpm 99 -q
+calls cache export c.db -o exported.jsonl
+calls cache stats c.db
+calls probe --endpoint URL --model m --key-env OTTER --most 2 --calls-a-slot 1 -q
+--debug calls probe --endpoint URL --model refuse --key-env OTTER --most 2 -q
+--debug calls probe --endpoint URL --model garbage --key-env OTTER --most 2 -q
+reward score -i rows.jsonl -c judge.toml -o scores.jsonl --allow-missing -q
+reward explain refuse -i rows.jsonl -c judge.toml
+--debug reward explain echo -i rows.jsonl -c judge.toml
+--debug calls run -i rows.jsonl -o no.jsonl --endpoint http://user:hunter2@127.0.0.1:port --model m
+--debug calls run -i rows.jsonl -o no.jsonl --endpoint user:hunter2@127.0.0.1 --model m
+--debug calls probe --endpoint http://[user:hunter2@127.0.0.1 --model m
+--debug calls probe --endpoint http://127.0.0.1:9/v1?key=hunter2 --model m
+"""
+
+
+def test_a_test_that_looks_for_secrets_finds_them(folder):
+    (folder / "left").write_text(f"Authorization: Bearer {KEY}")
+    assert list(files_with_secrets(folder)) == [str(folder / "left")]
+
+
+def test_commands_leave_no_key_in_any_file_or_message(folder, call):
+    with RawServer(telltale) as server:
+        url = f"{server.url}/{PATH}/v1"
+        (folder / "judge.toml").write_text(
+            f'endpoints = ["{url}"]\nkey_env = "OTTER"\ntries = 1\n[[part]]\nkind = "judge"\n'
+            'models = ["m"]\ntemplate = "{response}"\n'
+        )
+        for line in COMMANDS.strip().splitlines():
+            found = call(line.replace("URL", url), folder)
+            assert leaks(found.out + found.err) == [], (line, found.out, found.err)
+            assert "internal error" not in found.err, (line, found.err)
+        sent = {seen.headers.get("authorization") for seen in server.seen}
+        assert sent == {f"Bearer {KEY}"}
+        assert {seen.path.split("/")[2] for seen in server.seen} == {PATH}
+    # The address is the user's own setting.
+    (folder / "judge.toml").unlink()
+    assert files_with_secrets(folder) == {}
+    assert (folder / "home" / "limits.json").exists()
+    assert (folder / "home" / "rates.db").exists()
+    rows = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows if "error" not in row] == ["good"]
+
+
+def test_a_pool_leaves_no_key_in_its_log_cache_or_outcomes(folder, caplog):
+    words = ("good", "refuse", "move", "plain", "echo", "garbage")
+    requests = [chat("m", word, temperature=0) for word in words]
+    with RawServer(telltale) as server:
+        endpoint = Endpoint(f"{server.url}/{PATH}/v1", key_env="OTTER")
+        with EventLog(folder / "events.jsonl") as events:
+            rules = {"cache": folder / "c.db", "events": events, "tries": 1}
+            with Pool(endpoint, **rules) as pool:
+                outcomes = pool.map(requests)
+                told = repr((outcomes, pool.stats(), pool, endpoint))
+    assert [isinstance(one, Failed) for one in outcomes] == [False, *[True] * 5]
+    assert leaks(told + caplog.text) == []
+    assert files_with_secrets(folder) == {}
+
+
+@pytest.mark.parametrize("around", ["{}\n", "  {}\r\n", "\t{}"])
+def test_white_space_around_a_key_is_not_sent(around, folder, monkeypatch):
+    monkeypatch.setenv("OTTER", around.format(KEY))
+    with RawServer(telltale) as server, Pool(Endpoint(server.url, key_env="OTTER")) as pool:
+        assert pool.map([chat("m", "good")])[0]
+        assert server.seen[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("damaged", [f"{KEY}\n{KEY}", f"{KEY}\x00", f"{KEY}é"])
+def test_a_key_that_no_header_can_hold_is_said_to_be_one_without_showing_it(damaged, monkeypatch):
+    monkeypatch.setattr("os.environ", {"OTTER": damaged})
+    with pytest.raises(ConfigError, match="the API key in OTTER holds a line break") as error:
+        Pool(Endpoint("http://127.0.0.1:9", key_env="OTTER"))
+    assert leaks(str(error.value)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://user:hunter2@host:port/v1",
+        "http://user:hunter2@host/v1",
+        "user:hunter2@host",
+        "ftp://user:hunter2@host",
+        "http://:hunter2@",
+        "http://[user:hunter2@host",
+        "http://host/v1?key=hunter2",
+        "unix://user:hunter2@host/path",
+        f"{KEY}",
+        f"http//host/{PATH}/v1",
+    ],
+)
+def test_addresses_that_cannot_be_read_are_not_repeated_with_their_secrets(text):
+    for read in (Endpoint, parse_model):
+        with pytest.raises(ConfigError) as error:
+            read(text)
+        assert leaks(str(error.value)) == []
+        assert leaks(repr(error.value.__cause__)) == []
