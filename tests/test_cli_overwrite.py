@@ -152,15 +152,76 @@ def test_devices_and_folders_are_no_outputs(call, folder, server):
     assert Path("/dev/null").is_char_device()
 
 
-def test_other_commands_refuse_a_file_of_somebody_else_too(call, copy, contents):
+WRITERS = {
+    # Every other command that writes a file, and whether it replaces what it wrote itself.
+    "data lengths build -d train.jsonl -t bytes -o {}.jsonl": False,
+    "data batchplan export -p batch_plan -o {}": False,
+    "data batchplan draw -p batch_plan --png {}": True,
+    "data batching histogram -c lengths.jsonl --png {}": True,
+    "data batching analyze -c lengths.jsonl -o {}": True,
+    "data kg mine graph --length 1 -q -o {}": True,
+    "reward score -i train.jsonl -c rewards.toml -q -o {}": True,
+    "reward agree -s scored.jsonl --plot {}": True,
+    "gym run -t bytes --mock --num-episodes 1 -o {}": False,
+}
+
+
+@pytest.fixture
+def desk(copy: Path) -> Path:
+    rows = [json.loads(row) for row in (copy / "train.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"response": "4", "ground_truth": "4"}
+    (copy / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (copy / "rewards.toml").write_text('[[part]]\nkind = "numeric"\n')
+    scored = [{"id": n, "score": n % 2, "label": n % 3 == 0} for n in range(12)]
+    (copy / "scored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
+    (copy / "graph").mkdir()
+    facts = [f"p{n}\t{r}\tp{n + 1}" for n in range(8) for r in ("parent", "elder")]
+    for part in ("train", "valid", "test"):
+        (copy / "graph" / f"{part}.txt").write_text("\n".join(facts) + "\n")
+    return copy
+
+
+@pytest.mark.parametrize("line", WRITERS)
+def test_every_other_command_refuses_a_file_of_somebody_else_too(call, desk, contents, line):
+    name = "precious.jsonl" if ".jsonl" in line.rpartition("{}")[2] else "precious"
+    given = line.replace("{}.jsonl", "{}").format(name)
+    for content in FOREIGN.values():
+        (desk / name).write_bytes(content)
+        before = contents(desk)
+        done = call(given, desk)
+        assert done.code == 1, (line, content, done.out)
+        assert done.err.count("\n") == 1
+        assert "internal" not in done.err
+        assert contents(desk) == before, (line, content)
+    if WRITERS[line]:
+        forced = call(f"{given} --force", desk)
+        assert forced.code == 0, forced.err
+        # What is its own now is replaced without being forced.
+        assert call(given, desk).code == 0
+
+
+def test_scores_are_not_written_over_what_they_are_read_from(call, desk, contents):
+    os.link(desk / "train.jsonl", desk / "hard")
+    (desk / "soft").symlink_to("train.jsonl")
+    before = contents(desk)
+    asked = "reward score -i train.jsonl -c rewards.toml -q --force"
+    for output in ("train.jsonl", "./train.jsonl", "hard", "soft", "rewards.toml"):
+        assert call(f"{asked} -o {output}", desk).code == 1
+    assert call(f"{asked} -o new.jsonl --cache train.jsonl", desk).code == 1
+    assert contents(desk) == before
+
+
+def test_folders_of_somebody_else_are_not_written_into(call, copy, contents):
     for line in (
-        "data batchplan export -p batch_plan -o {}",
         "data batchplan shard -p batch_plan -w 2 -o {}",
-        "gym run -t bytes --mock --num-episodes 1 -o {}",
+        "data batchplan export -p batch_plan -o {}",
+        "demo --out {}",
     ):
         (copy / "precious").write_bytes(FOREIGN["notes"])
         (copy / "box").mkdir(exist_ok=True)
-        (copy / "box" / "meta.json").write_bytes(FOREIGN["notes"])
+        for inside in ("meta.json", "demo.jsonl"):
+            (copy / "box" / inside).write_bytes(FOREIGN["notes"])
         before = contents(copy)
         for name in ("precious", "box"):
             done = call(line.format(name), copy)

@@ -1,5 +1,6 @@
 """`batchwright demo`: the whole pipeline on a small text data set, command by command."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -23,10 +24,12 @@ def demo(
     """Go from rows to verified, sharded batch plans, showing every command on the way."""
     from importlib.resources import files
 
-    from batchwright.files import write_atomic
+    from batchwright.files import check_output, write_atomic
 
     data = out / "demo.jsonl"
-    write_atomic(data, files("batchwright.shipped").joinpath("demo.jsonl").read_bytes())
+    shipped = files("batchwright.shipped").joinpath("demo.jsonl").read_bytes()
+    check_output(data, re.compile(re.escape(shipped[:200])))
+    write_atomic(data, shipped)
     lengths = out / "lengths.jsonl"
     say(f"Everything below is written to {out}/; each line after $ is a command you can type.")
     _run(

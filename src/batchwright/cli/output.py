@@ -5,16 +5,27 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
 from cyclopts import Parameter
 
 from batchwright.errors import printable
 
-__all__ = ["Force", "Format", "Progress", "Quiet", "escape_messages", "progress_bar", "say", "show"]
+__all__ = [
+    "Force",
+    "Format",
+    "Progress",
+    "Quiet",
+    "check_picture",
+    "escape_messages",
+    "progress_bar",
+    "say",
+    "show",
+]
 
 Format = Annotated[
     Literal["text", "json"],
@@ -23,6 +34,17 @@ Format = Annotated[
 Force = Annotated[
     bool, Parameter(negative="", help="Replace an output that this command did not write.")
 ]
+
+
+def check_picture(path: Path | None, inputs: Iterable[Path] = (), *, force: bool) -> None:
+    """Refuse to replace a picture that this package did not draw, before work is done."""
+    if path is not None:
+        from batchwright.files import check_output
+        from batchwright.report.figures import PICTURE
+
+        check_output(path, PICTURE, inputs=inputs, force=force)
+
+
 Quiet = Annotated[
     bool, Parameter(name=["--quiet", "-q"], negative="", help="Show no progress bar.")
 ]

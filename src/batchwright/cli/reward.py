@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, say, show
+from batchwright.cli.output import (
+    Force,
+    Format,
+    Quiet,
+    check_picture,
+    progress_bar,
+    say,
+    show,
+)
 from batchwright.errors import BadReward, ConfigError, UnknownSample
 
 if TYPE_CHECKING:
@@ -45,14 +53,20 @@ def score(
     allow_missing: Annotated[
         bool, Parameter(negative="", help="Exit 0 although some rewards are missing.")
     ] = False,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Score every response; an interrupted run resumes from its cached responses."""
+    from batchwright.files import check_apart, check_output
     from batchwright.rewards import RewardsConfig
-    from batchwright.rewards.files import read_responses, write_rows
+    from batchwright.rewards.files import SCORES, read_responses, write_rows
 
+    check_output(output, SCORES, inputs=[input, config], force=force)
     settings = RewardsConfig.load(config)
+    for place in (cache, settings.cache):
+        if place is not None:
+            check_apart(place, [input, config, output])
     ids, responses = read_responses(input)
     with _open(settings, cache, output) as scorer, progress_bar("scoring", quiet) as progress:
         rewards = scorer.score(responses, progress=progress)
@@ -134,12 +148,14 @@ def agree(
     high: Annotated[float, Parameter(help="Score that means true.")] = 1.0,
     threshold: Annotated[float, Parameter(help="Decision threshold of the scaled score.")] = 0.5,
     plot: Annotated[Path | None, Parameter(help="Write the calibration plot to this PNG.")] = None,
+    force: Force = False,
     format: Format = "text",
 ) -> None:
     """Compare a judge with labels: accuracy, Cohen's kappa, calibration."""
     from batchwright.rewards import agreement
     from batchwright.rewards.files import values_of
 
+    check_picture(plot, [scores, *([] if labels is None else [labels])], force=force)
     if not low < high:
         raise ConfigError(f"--low must be below --high, got {low} and {high}")
     given, known = values_of(scores, score), values_of(labels or scores, label)

@@ -1,6 +1,7 @@
 """Reads responses from files, and writes scores."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from batchwright.events import finite
 from batchwright.files import write_atomic
 from batchwright.rewards.reward import Response, message_text
 
-__all__ = ["read_responses", "response_of", "values_of", "write_rows"]
+__all__ = ["SCORES", "read_responses", "response_of", "values_of", "write_rows"]
 
 _COLUMNS = {
     "text": ("response", "completion", "solution_str", "answer_text", "output"),
@@ -21,6 +22,11 @@ _COLUMNS = {
     "extra": ("extra_info", "extra"),
 }
 """The column names of each field of a response; the first one present is used."""
+
+SCORES = re.compile(
+    rb'\{"id": "(?:[^"\\]|\\.)*", "score": (?:null|-?\d[\d.eE+-]*), "valid": (?:true|false), "why"'
+)
+"""How a file of scores begins."""
 
 
 def read_responses(path: Path) -> tuple[list[str], list[Response]]:

@@ -1,16 +1,19 @@
 """`batchwright data batching`: analyze lengths before planning."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import CachePath, at_least, edges_of, hint, load_lengths
-from batchwright.cli.output import Format, show
+from batchwright.cli.output import Force, Format, check_picture, show
 
 __all__ = ["batching"]
 
 batching = App(name="batching")
+_REPORT = re.compile(rb'\{\n  "histogram": \{\n    "bins": ')
+"""How a report begins."""
 
 Edges = Annotated[str, Parameter(name="--bucket-edges", help="Upper lengths, as 128,256,512.")]
 Png = Annotated[Path | None, Parameter(name="--png", help="Save the picture to this file too.")]
@@ -24,9 +27,11 @@ def histogram(
     width: Annotated[int, Parameter(help="Characters of the longest bar.")] = 50,
     bucket_edges: Annotated[str | None, Parameter(help="Edges to mark in the PNG.")] = None,
     png: Png = None,
+    force: Force = False,
     format: Format = "text",
 ) -> None:
     """Draw the distribution of sample lengths."""
+    check_picture(png, [cache], force=force)
     from batchwright.batching.analyze.report import compute_length_histogram
     from batchwright.report import text as pictures
 
@@ -57,6 +62,7 @@ def analyze(
     overflow_max: Annotated[int, Parameter(help="Longest sample of the last bucket.")] = 2048,
     token_budget: Annotated[int | None, Parameter(help="Padded tokens per microbatch.")] = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"], help="JSON file.")] = None,
+    force: Force = False,
     format: Format = "text",
 ) -> None:
     """Show the efficiency of these buckets, and better edges."""
@@ -64,9 +70,11 @@ def analyze(
 
     from batchwright.batching.analyze.report import create_efficiency_report
     from batchwright.batching.buckets import BucketSpec
-    from batchwright.files import write_atomic
+    from batchwright.files import check_output, write_atomic
 
     at_least(1, token_budget=token_budget)
+    if output is not None:
+        check_output(output, _REPORT, inputs=[cache], force=force)
     spec = BucketSpec(edges_of(bucket_edges), overflow_max)
     report = create_efficiency_report(load_lengths(cache), spec, token_budget)
     if output is not None:

@@ -18,7 +18,7 @@ from batchwright.cli.flags import (
     load_sources,
     sharded,
 )
-from batchwright.cli.output import Format, show
+from batchwright.cli.output import Force, Format, check_picture, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ def draw(
     rows: Annotated[int, Parameter(help="Rows to draw.")] = 20,
     width: Annotated[int, Parameter(help="Characters of a row.")] = 64,
     png: Annotated[Path | None, Parameter(help="Save the picture to this file too.")] = None,
+    force: Force = False,
     format: Format = "text",
 ) -> None:
     """Draw the first rows of a plan: samples and padding."""
@@ -248,6 +249,7 @@ def draw(
     from batchwright.report import text as pictures
 
     at_least(1, rows=rows, width=width)
+    check_picture(png, force=force)
     opened = BatchPlan.load(plan)
     drawn: list[list[int]] = []
     widest = 0

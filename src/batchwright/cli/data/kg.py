@@ -1,15 +1,18 @@
 """`batchwright data kg`: inspect knowledge graphs, mine rules, check for test leakage."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 
 __all__ = ["kg"]
 
 kg = App(name="kg")
+_MINED = re.compile(rb"# \d+ rules mined from ")
+"""How a file of mined rules begins."""
 
 GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")]
 
@@ -63,15 +66,18 @@ def mine(
     most: Annotated[int, Parameter(help="Top rules to keep for each relation.")] = 300,
     seconds: Annotated[float, Parameter(help="Time to count in; what is left is reported.")] = 300,
     seed: Annotated[int, Parameter(help="Random seed of what is sampled on large graphs.")] = 0,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Mine chain rules from train.txt; written one per line as `name:weight:body -> head`."""
+    from batchwright.files import check_output
     from batchwright.logic.loaders import load_graph
     from batchwright.logic.mine.mining import mine as mine_rules
     from batchwright.logic.mine.mining import write_rules
     from batchwright.report.text import number, table
 
+    check_output(out, _MINED, force=force)
     graph = load_graph(folder)
     with progress_bar("counting bodies", quiet) as progress:
         # The triples: an index would not fit for many entities and relations.
