@@ -1,7 +1,6 @@
 """Jinja's sandbox with limits: a template of a stranger can neither hang nor fill the memory."""
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,8 @@ MOST_CHARACTERS = 2**24
 """Of a text, or elements of a list, that a template makes: four million tokens."""
 KEPT = 64
 """Results on the way may have so many times as many characters together: most are let go."""
+SMALL = 64
+"""Texts that are not worth counting: in its time a template does not make many enough."""
 MOST_NUMBER = 10**6
 """The largest number that a filter or a method of a text is given, such as a width."""
 MOST_VALUES = 10**6
@@ -42,7 +43,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(finalize=self._printed, **settings)
-        self._clock = threading.local()
+        # Not of each thread: two that render at once only have a little more time together.
+        self._until = float("inf")
+        self._characters = 0
         # Words at random, any number of them.
         self.globals.pop("lipsum", None)
         # For HTML and for letters, in time that grows with the square of the text.
@@ -70,30 +73,32 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters[name] = filter
 
     def _kept(self, result: Any) -> Any:
-        if isinstance(result, str):
+        if isinstance(result, str) and len(result) > KEPT * SMALL:
             self.count(len(result) // KEPT)
+            _refuse_over(len(result))
         return result
 
     def begin(self) -> None:
-        """Start the clock of a rendering on this thread."""
-        self._clock.until = time.monotonic() + MOST_S
-        self._clock.characters = 0
+        """Start the clock of a rendering."""
+        self._until = time.monotonic() + MOST_S
+        self._characters = 0
 
     def check(self) -> None:
         """Raise if its time is over."""
-        if time.monotonic() > getattr(self._clock, "until", float("inf")):
+        if time.monotonic() > self._until:
             raise TooMuch(f"it takes more than {MOST_S:g} s")
 
     def count(self, characters: int) -> None:
         """Add to what was printed, into a variable as well; raise if it has become too much."""
-        printed = self._clock.characters = getattr(self._clock, "characters", 0) + characters
-        _refuse_over(printed)
+        self._characters += characters
+        _refuse_over(self._characters)
 
     def _printed(self, value: Any) -> Any:
-        if not isinstance(value, str):
+        if type(value) is not str:
             _refuse_nested(value)
             value = str(value)
-        self.count(len(value))
+        if len(value) > SMALL:
+            self.count(len(value))
         return value
 
     def call(self, context: Any, obj: Any, *args: Any, **keywords: Any) -> Any:
@@ -107,6 +112,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
+            if type(left) is str and type(right) is str:
+                # Two that are not too long make one that is found out here.
+                return self._kept(left + right)
             if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
                 _refuse_over(len(left) + len(right))
                 if not isinstance(left, str):
