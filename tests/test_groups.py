@@ -13,6 +13,7 @@ from batchwright.batching import (
     BatchingConfig,
     BatchPlan,
     BatchPlanBuilder,
+    CheckpointPosition,
     collate,
     iter_from_checkpoint,
 )
@@ -86,6 +87,78 @@ def test_groups_are_never_divided_and_nothing_else_is_lost(
         members = {f"s{i}" for i, other in enumerate(labels) if other == label}
         assert members <= left or members.isdisjoint(left)
     plan.verify(dict(reversed(lengths.items())))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    grouped(),
+    st.integers(0, 2**32),
+    st.integers(12, 60),
+    st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    st.integers(0, 12),
+)
+def test_on_any_ranks_from_any_step_on_everything_is_seen_once_and_groups_on_one_rank(
+    case: tuple[dict[str, int], list[str | None], BatchingConfig],
+    drawn: int,
+    n: int,
+    worlds: tuple[int, int],
+    done: int,
+) -> None:
+    # Random numbers of numpy: small examples have no groups, and one microbatch for all ranks.
+    random = np.random.default_rng(drawn)
+    config = case[2].model_copy(update={"overflow": "skip"})
+    lengths = {f"s{i}": int(random.integers(1, 45)) for i in range(n)}
+    costs = random.integers(0, 22, n).tolist()
+    labels = [f"g{i}" if random.random() < 0.8 else None for i in random.integers(0, n // 3, n)]
+    plan = BatchPlanBuilder(lengths, config, groups=labels, costs=costs).build(2)
+    assert plan.groups is not None
+    fewest = min(plan.num_microbatches(epoch) for epoch in (0, 1))
+    before, after = (
+        [plan.shard(rank, world) for rank in range(world)]
+        for world in (min(world, fewest) for world in worlds)
+    )
+
+    # What may be planned, worked out from the definition: whole groups of samples that fit.
+    size = {name: lengths[name] + cost for name, cost in zip(lengths, costs, strict=True)}
+    group = dict(zip(lengths, labels, strict=True))
+    lone = {name for name, label in group.items() if label is None or labels.count(label) < 2}
+    too_long = {name for name in lengths if size[name] > config.limit}
+    broken = {group[name] for name in too_long - lone}
+    fit = {n for n in lengths if n not in too_long and (n in lone or group[n] not in broken)}
+    position = CheckpointPosition()
+    seen: list[list[str]] = [[], []]
+    for ranks, most in ((before, done), (after, 10**6)):
+        steps = zip(*(rank.steps_from(position) for rank in ranks), strict=True)
+        for number, step in enumerate(steps, 1):
+            if number > most:
+                break
+            where: dict[str, set[int]] = {}
+            assert len({len(part.microbatches) for part in step}) == 1
+            for rank, part in enumerate(step):
+                for batch in part.microbatches:
+                    rooms = [-(-size[n] // config.segment_multiple) for n in batch.samples]
+                    rows = np.add.reduceat(rooms, batch.row_offsets[:-1]) * config.segment_multiple
+                    assert rows.max() <= batch.max_len
+                    assert batch.batch_size * batch.max_len <= config.token_budget
+                    if not batch.weight:
+                        continue
+                    seen[part.epoch] += batch.samples
+                    for name in set(batch.samples) - lone:
+                        where.setdefault(str(group[name]), set()).add(rank)
+            assert all(len(found) == 1 for found in where.values())
+            # Groups are not divided over steps either.
+            for label in where:
+                whole = {name for name in lengths if str(group[name]) == label}
+                shown = {n for part in step for b in part.microbatches for n in b.samples}
+                assert whole <= shown
+            position = ranks[0].position_after(step[0], number)
+    skipped = {plan.ids[int(item)] for item in plan.skipped}
+    for names in seen:
+        assert sorted(names) == sorted(set(lengths) - skipped)
+    # Besides, whole groups are skipped that fit no microbatch, and none that is alone.
+    assert set(lengths) - skipped <= fit
+    assert skipped & lone <= too_long
+    assert plan.counts.skipped_group == len(skipped - too_long)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

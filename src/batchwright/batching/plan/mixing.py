@@ -67,13 +67,18 @@ def mixable_patterns(
     most_extra = min((most_rows - patterns.num_bins) // copies, int(slots.sum()) - rows)
     extra = 0
     if spare < 2 * capacity and most_extra > 0:
-        # The last of the random rows seldom come out then. Where one more does not help either,
-        # all that may be added make rows more random.
-        sizes = np.flatnonzero(slots)[::-1].astype(np.int32)
-        counts, most = slots[sizes], max_segments or kernels.UNLIMITED
-        with interpreted(quicker_without_numba(60.0 * int(slots.sum()))):
-            made, _ = kernels.random_rows(sizes, counts, capacity, most, rows + 1, 1, np.uint64(0))
-        extra = 1 if made.size else most_extra
+        # The last of the random rows seldom come out then.
+        extra = 1
+    if extra and copies == 1:
+        sizes = np.flatnonzero(hist)[::-1].astype(np.int32)
+        most = max_segments or kernels.UNLIMITED
+        with interpreted(quicker_without_numba(60.0 * int(hist.sum()))):
+            made, _ = kernels.random_rows(
+                sizes, hist[sizes], capacity, most, rows + 1, 1, np.uint64(0)
+            )
+        if not made.size:
+            # Then all that may be added make rows more random.
+            extra = most_extra
     return patterns, np.array([copies, rows, extra])
 
 
