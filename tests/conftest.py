@@ -164,8 +164,7 @@ def run(environ: dict[str, str]) -> Run:
             env={**environ, **_own_tokens(), **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=300,
-            **more,
+            **{"timeout": 300, **more},
         )
         return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 

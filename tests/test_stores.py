@@ -550,7 +550,7 @@ def test_rows_with_ids_in_a_file_of_more_than_2_gib_work_everywhere(
         "data tokens prune --older-than 0s",
         f"data batch generate -p plan {data} -o again",
     ):
-        done = run(line, tmp_path)
+        done = run(line, tmp_path, timeout=1500)
         assert done.code == 0, done.err
         # Of whichever child was the largest so far, in KiB: the file is never held whole.
         assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1_200_000, line
