@@ -27,6 +27,7 @@ __all__ = [
     "Source",
     "good_rows",
     "open_source",
+    "row_ranges",
     "split_of",
 ]
 
