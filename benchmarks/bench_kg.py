@@ -1,15 +1,16 @@
-"""Link prediction on five graphs: rules, embeddings, both, and a trained prover alone.
+"""Link prediction on several graphs: rules, embeddings, both, and a trained prover alone.
 
 For every test triple both ends are asked for among all entities, other true answers left out, the
 rank at the middle of its ties (see batchwright.logic.rank.ranking). What is compared:
 
-    rules     chain rules mined from train, joined in the way that does best on valid
+    rules     chains and rules with constants mined from train, joined as does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid
     hybrid    both, weighted as does best on valid
     rl        the prover's policy `rules`, which begins with every rule alike, trained on train with
               each question's own fact hidden, by imitation, PPO and supervised passes, kept by its
               MRR on valid and ranked by the exact sum over its proofs; no embedding and no counted
-              confidences (what PPO brings by itself: bench_prover_policies.py)
+              confidences. A second table has each phase alone and what PPO adds to the others (of
+              the neural policy: bench_prover_policies.py)
 
 What is chosen in a run is chosen on valid; kg_runs.py says how the settings came about. The seed
 changes the tables, the order and the drawn entities of the embedding, the order in which evidence
@@ -33,13 +34,14 @@ from statistics import mean, stdev
 from typing import Any
 
 from common import Report, arguments
-from kg_runs import DATA, GRAPHS, RL_GRAPHS, kept_or_run, rl_seed
+from kg_runs import DATA, GRAPHS, RL_GRAPHS, kept_or_run, phases, rl_seed
 
 COLUMNS = (
     *("", "MRR", "spread", "expected", "H@1", "H@3", "H@10", "tail MRR", "100 drawn"),
     *("tie gap", "cpu s", "wall s"),
 )
 WAYS = ("rules", "kge", "hybrid", "rl")
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 def row(title: str, way: str, seeds: list[dict[str, Any]]) -> list[Any]:
@@ -126,6 +128,26 @@ def prover_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
             for values in [[seed["rl_parts"][part] for seed in seeds]]
         ],
     )
+    if "phases" in seeds[0]:
+        whole = [seed["rl"]["both"]["mrr"] for seed in seeds]
+        named = {"all phases": whole}
+        named |= {key: [seed["phases"][key] for seed in seeds] for key in seeds[0]["phases"]}
+        report.table(
+            f"{name}, the prover by phase, MRR on test",
+            ("trained by", "mean", "spread"),
+            [
+                [key, mean(values), stdev(values) if len(values) > 1 else None]
+                for key, values in named.items()
+            ],
+        )
+        gains = [a - b for a, b in zip(whole, named["all but PPO"], strict=True)]
+        # Student's t of as many seeds: 95 % of such intervals hold the true mean.
+        wide = T_95.get(len(gains), 0.0) * stdev(gains) / len(gains) ** 0.5 if gains[1:] else None
+        report.table(
+            f"{name}, what PPO adds to the other phases, over the seeds",
+            ("", "mean", "95 % interval +-"),
+            [["MRR on test", mean(gains), wide]],
+        )
     reached = mean(seed["rl"]["both"]["mrr"] for seed in seeds)
     spent = max(seed["rl"]["spent"]["cpu_s"] for seed in seeds)
     if goal is not None:
@@ -137,6 +159,7 @@ def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="graphs, separated by commas")
     parser.add_argument("--without-rl", action="store_true", help="leave the prover out")
+    parser.add_argument("--without-phases", action="store_true", help="no ablation by phase")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_kg"), help="kept work")
     args: argparse.Namespace = parser.parse_args()
@@ -153,6 +176,8 @@ def main() -> None:
             seeds.append(kept_or_run(args.runs, name, seed))
             if name in RL_GRAPHS and not args.without_rl:
                 seeds[-1] |= rl_seed(DATA, args.runs, name, seed)
+                if not args.without_phases:
+                    seeds[-1]["phases"] = phases(args.runs, name, seed)
         report_on(report, name, seeds)
     report.close()
 

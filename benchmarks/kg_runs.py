@@ -19,6 +19,7 @@ from batchwright.events import read_events
 from batchwright.fingerprint import digest
 from batchwright.logic.kge import KgeScorer, load_kge
 from batchwright.logic.loaders import Graph, load_graph
+from batchwright.logic.mine.constants import mine_constants
 from batchwright.logic.mine.mining import mine
 from batchwright.logic.rank.ranking import Scorer, average_precision, rank, summary
 from batchwright.logic.rank.scorers import Hybrid, choose_beta, choose_rules
@@ -27,7 +28,7 @@ from batchwright.train.kge.loop import train_kge
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.loop import load_prover, train_prover
 
-__all__ = ["DATA", "GRAPHS", "RL_GRAPHS", "Settings", "kept_or_run", "rl_seed"]
+__all__ = ["DATA", "GRAPHS", "PHASES", "RL_GRAPHS", "Settings", "kept_or_run", "phases", "rl_seed"]
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg"
@@ -41,6 +42,8 @@ class Settings:
     length: int = 2
     min_confidence: float = 0.01
     most: int = 300
+    constants: int = 1000
+    """Rules with constants for each end of a relation."""
     learn: int = 4
     """Passes over train in which the evidence of rules is learned, at most."""
     kge: dict[str, Any] = field(default_factory=dict)
@@ -73,6 +76,13 @@ GRAPHS = {
             "batch_size": 500, "epochs": 6, "eval_every": 1, "save_every": 1,
         },
     ),
+    "fb15k237": Settings(
+        length=3, most=500, learn=1, goal=0.37, within_s=3600.0,
+        kge={
+            "rank": 128, "penalty": 0.05, "negatives": 2000, "batch_size": 500, "epochs": 10,
+            "eval_every": 2, "save_every": 1,
+        },
+    ),
 }  # fmt: skip
 
 EVEN = ProverConfig(eval_triples=0, passes=10)
@@ -87,6 +97,15 @@ RL_GRAPHS: dict[str, tuple[ProverConfig, float | None, float]] = {
     ),
 }
 """Settings, the MRR to reach and the processor seconds it may take."""
+
+PHASES: dict[str, dict[str, Any]] = {
+    "imitation alone": {"ppo_steps": 0, "passes": 0},
+    "PPO alone": {"clone_updates": 0, "passes": 0},
+    "supervised passes alone": {"clone_updates": 0, "ppo_steps": 0},
+    "imitation and PPO": {"passes": 0},
+    "all but PPO": {"ppo_steps": 0},
+}
+"""The prover's training with phases left out."""
 
 
 class Clock:
@@ -122,15 +141,16 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     graph = whole.without_test()
     clock = Clock()
     mined = mine(
-        graph.facts,
+        graph.train,
         graph.vocab,
         length=settings.length,
         min_confidence=settings.min_confidence,
         most=settings.most,
     )
+    constants = mine_constants(graph.train, graph.vocab, most=settings.constants)
     mining = clock.read()
     rules, tried = choose_rules(
-        graph.facts, mined.rules, graph.train, graph.valid, graph.known,
+        graph.facts, mined.rules.plus(constants), graph.train, graph.valid, graph.known,
         epochs=settings.learn, seed=seed,
     )  # fmt: skip
     for_rules = clock.read()
@@ -154,7 +174,12 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
         "rules": measured(whole, rules, for_rules),
         "kge": measured(whole, kge, for_kge),
         "hybrid": measured(whole, hybrid, together),
-        "mined": {"rules": len(mined.rules), "bodies": mined.bodies, **mining},
+        "mined": {
+            "rules": len(mined.rules),
+            "constants": len(constants),
+            "bodies": mined.bodies,
+            **mining,
+        },
         "rules_tried_on_valid": tried,
         "beta": choice.beta,
         "beta_by_predicate": choice.own,
@@ -166,7 +191,7 @@ def kept_or_run(runs: Path, name: str, seed: int) -> dict[str, Any]:
     """Rules, embedding and both, from the file of an earlier call if its settings were these."""
     settings = GRAPHS[name]
     path = runs / f"{name}-{seed}.json"
-    form = "kg" if settings.area_goal is None else "kg/areas on valid"
+    form = "kg/constants" if settings.area_goal is None else "kg/constants, areas on valid"
     mark = digest(form, json.dumps(asdict(settings), sort_keys=True))
     if path.exists():
         kept: dict[str, Any] = json.loads(path.read_bytes())
@@ -178,17 +203,34 @@ def kept_or_run(runs: Path, name: str, seed: int) -> dict[str, Any]:
     return found
 
 
-def rl_seed(folder: Path, runs: Path, name: str, seed: int) -> dict[str, Any]:
+def phases(runs: Path, name: str, seed: int) -> dict[str, float]:
+    """MRR on test with each phase alone and with some left out, kept by valid like the whole."""
+    found = {}
+    for phase, off in PHASES.items():
+        settings = replace(RL_GRAPHS[name][0], **off)
+        kept = rl_seed(DATA, runs, name, seed, settings, f"{phase.replace(' ', '-')}-")
+        found[phase] = float(kept["rl"]["both"]["mrr"])
+    return found
+
+
+def rl_seed(
+    folder: Path,
+    runs: Path,
+    name: str,
+    seed: int,
+    settings: ProverConfig | None = None,
+    label: str = "",
+) -> dict[str, Any]:
     """The row of one seed, of the prover alone: {"rl": ..., "rl_parts": ...}."""
-    settings = RL_GRAPHS[name][0]
+    settings = settings or RL_GRAPHS[name][0]
     runs.mkdir(parents=True, exist_ok=True)
-    path = runs / f"rl-{name}-{seed}.json"
+    path = runs / f"rl-{label}{name}-{seed}.json"
     mark = digest("kg_rl", json.dumps(asdict(settings), sort_keys=True, default=str))
     if path.exists():
         kept: dict[str, Any] = json.loads(path.read_bytes())
         if kept["settings"] == mark:
             return kept
-    run = runs / f"rl-{name}-{seed}"
+    run = runs / f"rl-{label}{name}-{seed}"
     # A run that was cut off begins anew: its time is to be that of one whole run.
     shutil.rmtree(run, ignore_errors=True)
     clock = Clock()

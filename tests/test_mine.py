@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic.facts import Facts
-from batchwright.logic.mine.kernels import learn_chains, walk
+from batchwright.logic.mine.constants import mine_constants
+from batchwright.logic.mine.kernels import NO_LIMIT, walk
 from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
+from batchwright.logic.mine.score import learn_rules
 from batchwright.logic.rank.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
@@ -218,7 +220,7 @@ def test_walks_end_where_paths_end_with_the_probability_of_their_steps(
     count = walk(
         x, padded, len(body), steps.ptr, steps.ends, n, preds,
         -1 if hidden is None else hidden[1], -1 if hidden is None else hidden[2],
-        lost, stamp, 0, share, out,
+        lost, stamp, 0, share, out, NO_LIMIT,
     )  # fmt: skip
 
     expected: dict[int, float] = {}
@@ -372,15 +374,15 @@ def test_learning_goes_down_the_slope_of_the_written_out_loss() -> None:
         c:0.2:p1(X,Z), p0(Z,W), p0(W,Y) -> p1(X,Y)""",
         vocab,
     )
-    steps, chains = Steps.of(indexed), chains_of(rules)
+    chains = chains_of(rules)
     question = (0, 1, 2)
     before = -np.log1p(-chains.weights)
     evidence, squares = before.copy(), np.full(len(before), 1e-12)
 
     # With next to nothing in the squares, a step of Adagrad is the rate times the slope's sign.
-    loss, count = learn_chains(
-        np.array([question], np.int64), chains.ptr, chains.bodies, chains.lengths,
-        steps.ptr, steps.ends, 5, 2, 0.0, 0.01, evidence, squares,
+    loss, count = learn_rules(
+        np.array([question], np.int64), RuleScorer(indexed, rules)._program, 5, 2, NO_LIMIT, 0.0,
+        0.01, evidence, squares,
     )  # fmt: skip
 
     assert count == 1
@@ -473,8 +475,162 @@ def test_the_aggregation_of_rules_is_the_best_of_all_that_were_tried() -> None:
 
     best = max(tried, key=lambda name: tried[name])
     assert len(tried) == 13
-    assert best == (
-        f"learned {scorer.learned_epochs}, share {scorer.share:g}"
-        if scorer.learned_epochs
-        else f"power {scorer.power:g}, share {scorer.share:g}"
+    way = f"power {scorer.power:g}, share {scorer.share:g}, constants {scorer.constants:g}"
+    assert best == (f"learned {scorer.learned_epochs}, " if scorer.learned_epochs else "") + way
+
+
+def edges_of(facts: set[Fact], preds: int) -> dict[int, set[tuple[int, int]]]:
+    """The edges of every entity as (step, end)."""
+    found: dict[int, set[tuple[int, int]]] = {}
+    for h, p, t in facts:
+        found.setdefault(h, set()).add((p, t))
+        found.setdefault(t, set()).add((p + preds, h))
+    return found
+
+
+def read_constant(rules: Rules, r: int) -> tuple[int, int, tuple[int, int | None] | None]:
+    """A rule with a constant as (step of the head, constant, edge of its body)."""
+    n, preds = rules.num_entities, rules.num_predicates
+    (p, a, b), body = rules.clause(r)
+    x, step, constant = (a, p, b) if a >= n else (b, p + preds, a)
+    if not body:
+        return step, constant, None
+    q, u, v = body[0]
+    of, end = (q, v) if u == x else (q + preds, u)
+    return step, constant, (of, end if end < n else None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(graphs())
+def test_rules_with_constants_hold_as_often_as_counted(graph: tuple[set[Fact], int, int]) -> None:
+    facts, n, preds = graph
+    vocab = vocab_of(n, preds)
+    rules = mine_constants(
+        sorted(facts), vocab, min_support=1, min_confidence=0.0, most=10**6, prior=2.0
     )
+    edges = edges_of(facts, preds)
+    seen = set()
+    for r in range(len(rules)):
+        step, constant, body = read_constant(rules, r)
+        seen.add((step, constant, body))
+        right = {x for x in edges if (step, constant) in edges[x]}
+        if body is None:
+            has = {x for x in edges if any(s == step for s, _ in edges[x])}
+            support = right
+        else:
+            of, end = body
+            has = {x for x in edges if any(s == of and end in (None, e) for s, e in edges[x])}
+            own = (step, constant)
+            support = {
+                x
+                for x in right
+                if any(s == of and end in (None, e) and (s, e) != own for s, e in edges[x])
+            }
+        assert rules.weight[r] == pytest.approx(len(support) / (len(has) + 2.0))
+    # Of every answer there is the rule without a body, and the ten best with one.
+    for x in edges:
+        assert {(step, end, None) for step, end in edges[x]} <= seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), st.data())
+def test_scores_are_those_of_rules_written_out(
+    graph: tuple[set[Fact], int, int], data: st.DataObject
+) -> None:
+    """Chains and rules with constants, every way to join them, from both ends."""
+    facts, n, preds = graph
+    vocab = vocab_of(n, preds)
+    indexed = Facts.of(sorted(facts), vocab)
+    rules = mine(indexed, vocab, length=2, min_support=1, min_confidence=0, most=4).rules.plus(
+        mine_constants(indexed, vocab, min_support=1, min_confidence=0.0, most=6)
+    )
+    power = data.draw(st.sampled_from([1.0, 2.0, math.inf]))
+    scale = data.draw(st.sampled_from([1.0, 0.1, 0.0]))
+    step = data.draw(st.integers(0, 2 * preds - 1))
+    x = data.draw(st.integers(0, n - 1))
+    edges = edges_of(facts, preds)
+    loops = any(h == t for h, p, t in facts if p == step % preds)
+    evidence = -np.log1p(-np.minimum(rules.weight, 1 - 1e-4))
+    parts: dict[int, list[float]] = {}
+    chains = chains_of(rules)
+    for i in range(chains.ptr[step], chains.ptr[step + 1]):
+        body = tuple(chains.bodies[i, : chains.lengths[i]].tolist())
+        for end in {path[-1][2] for path in paths(x, body, facts, preds)}:
+            parts.setdefault(end, []).append(evidence[chains.origin[i] // 2])
+    for r in range(len(rules)):
+        if (rules.head[r, 1:] < n).sum() != 1:
+            continue
+        head, constant, body_edge = read_constant(rules, r)
+        turned = head - preds if head >= preds else head + preds
+
+        def has(e: int, edge: tuple[int, int | None]) -> bool:
+            return any(s == edge[0] and edge[1] in (None, t) for s, t in edges.get(e, ()))
+
+        if head == step and (body_edge is None or has(x, body_edge)):
+            parts.setdefault(constant, []).append(scale * evidence[r])
+        if turned == step and constant == x and body_edge and body_edge[1] is not None:
+            for e in range(n):
+                if has(e, body_edge):
+                    parts.setdefault(e, []).append(scale * evidence[r])
+    expected = np.zeros(n)
+    for e, each in parts.items():
+        if e != x or loops:
+            norm = max(each) if math.isinf(power) else sum(part**power for part in each)
+            expected[e] = norm if math.isinf(power) else norm ** (1 / power)
+
+    side = "tail" if step < preds else "head"
+    asked = np.array([x], np.int32), np.array([step % preds], np.int32)
+    scorer = RuleScorer(indexed, rules, power, constants=scale)
+
+    assert scorer.scores(*asked, side)[0] == pytest.approx(expected, abs=1e-6)  # type: ignore[arg-type]
+    assert not scorer.skipped
+
+
+def test_a_hub_costs_no_more_than_its_share_and_what_is_left_out_is_counted() -> None:
+    """A relation that half of all entities have with one: no body through it is followed whole."""
+    entities, hub = 60_000, 0
+    vocab = vocab_of(entities, 3)
+    rng = np.random.default_rng(0)
+    members = np.arange(1, 30_000)
+    triples = [np.stack([members, np.zeros_like(members), np.full_like(members, hub)], 1)]
+    pairs = rng.integers(1, entities, (5000, 2))
+    triples += [np.stack([pairs[:, 0], np.full(5000, p), pairs[:, 1]], 1) for p in (1, 2)]
+    train = np.concatenate(triples).astype(np.int32)
+
+    mined = mine(train, vocab)
+    rules = parse_rules("same:0.5:p0(X,Z), p0(Y,Z) -> p1(X,Y)\nalike:0.5:p2(X,Y) -> p1(X,Y)", vocab)
+    scorer = RuleScorer(Facts.of(train, vocab), rules)
+    given, asked = np.array([5], np.int32), np.array([1], np.int32)
+
+    assert mined.sampled > 0
+    assert mined.in_time
+    found = bodies_of(mined.rules)
+    assert {(1, (2,)), (2, (1,))} <= set(found)
+    assert float(mined.rules.weight[found[1, (2,)]]) > 0.99
+    scorer.scores(given, asked, "tail")
+    assert scorer.left_out == 1
+
+
+def test_a_graph_too_large_for_an_index_is_mined() -> None:
+    vocab = Vocab(tuple(map(str, range(2_500_000))), tuple(f"p{i}" for i in range(535)))
+    heads = np.arange(0, 4000, 2, dtype=np.int32)
+    parts = [np.stack([heads, np.full_like(heads, p), heads + 1], 1) for p in (3, 7)]
+    train = np.concatenate(parts)
+    train[:, [0, 2]] *= 600
+
+    mined = mine(train, vocab, seconds=20)
+
+    assert (7, (3,)) in bodies_of(mined.rules)
+
+
+def test_mining_ends_in_time_with_what_it_has_and_says_so() -> None:
+    rng = np.random.default_rng(1)
+    vocab = vocab_of(200, 12)
+    train = np.stack([rng.integers(0, m, 4000) for m in (200, 12, 200)], 1).astype(np.int32)
+
+    short = mine(train, vocab, seconds=1e-9, min_confidence=0)
+
+    assert not short.in_time
+    assert short.bodies > 0
+    assert short.left > 0
+    assert len(short.rules) > 0

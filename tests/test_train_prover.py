@@ -232,7 +232,7 @@ def test_a_trained_prover_proves_more_and_ranks_better_than_an_untrained_one(
 
 
 def test_ppo_alone_learns_to_answer_rightly(family: Graph) -> None:
-    asked = Asked.of(family, mine(family.facts, family.vocab).rules)
+    asked = Asked.of(family, mine(family.facts, family.vocab, length=2).rules)
     config = ProverConfig(n_envs=64, lr=0.1)
     practice = Practice(
         asked, rule_policy(asked), asked.questions(family.train), config, asked.depth, 24
@@ -439,3 +439,26 @@ def test_rules_that_ask_an_embedding_are_trained_and_read_back(
 
 def test_the_names_of_rewards_are_those_of_the_environment() -> None:
     assert tuple(REWARDS) == REWARD_NAMES
+
+
+def test_facts_of_a_hub_come_in_pages_and_stay_equally_probable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Five neighbours on two pages of three: what is sampled is what the exact sum says."""
+    monkeypatch.setattr("batchwright.train.prover.program.PAGE", 3)
+    vocab = Vocab.of([f"e{i}" for i in range(8)], ["near", "road"])
+    near, road = vocab.predicate("near"), vocab.predicate("road")
+    train = [(0, road, i) for i in range(1, 6)] + [(1, near, 7), (6, road, 7)]
+    triples = np.array(train, np.int32)
+    graph = Graph("hub", vocab, triples, triples[:0], triples[:0], np.full(2, -1, np.int32))
+    rules = parse_rules("by_road:0.5:road(X,Y) -> near(X,Y)", vocab)
+    asked = Asked.of(graph, rules)
+    assert asked.width == 2 + 3
+    policy = unlike(asked)
+    found = PolicyScorer(asked, policy).mass(
+        np.array([0], np.int32), np.array([near], np.int32), "tail"
+    )[0]
+    question = asked.questions(np.array([[0, near, 7]], np.int32))[0]
+    np.testing.assert_allclose(found, enumerated(asked, policy, question), atol=1e-7)
+    assert np.ptp(found[1:6]) < 1e-12
+    assert found[1] > 0

@@ -69,11 +69,9 @@ class Rules:
             raise BadProgram(
                 f"two rules are named {twice!r}; names must be unique, since proofs refer to them"
             )
-        counts = np.zeros(len(self.names), np.int32)
-        for r in range(len(self.names)):
-            # -1 is padding, so the largest term is a variable of this rule or an entity.
-            atoms = np.concatenate([self.head[r : r + 1], self.body[r, : self.body_len[r]]])
-            counts[r] = max(0, int(atoms[:, 1:].max()) - self.num_entities + 1)
+        # -1 is padding, so the largest term is a variable of the rule or an entity.
+        largest = np.concatenate([self.head[:, None, 1:], self.body[:, :, 1:]], 1).max((1, 2))
+        counts = np.maximum(0, largest - self.num_entities + 1).astype(np.int32)
         order = np.argsort(self.head[:, 0], kind="stable").astype(np.int32)
         sizes = np.bincount(self.head[:, 0], minlength=self.num_predicates)
         ptr = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
@@ -141,6 +139,22 @@ class Rules:
             vocab,
             self.weight.tolist(),
             self.names,
+        )
+
+    def plus(self, other: "Rules") -> "Rules":
+        """These rules and then those of `other`, which is over the same vocabulary."""
+        longest = max(self.body.shape[1], other.body.shape[1])
+        bodies = np.full((len(self) + len(other), longest, 3), -1, np.int32)
+        bodies[: len(self), : self.body.shape[1]] = self.body
+        bodies[len(self) :, : other.body.shape[1]] = other.body
+        return Rules(
+            np.concatenate([self.head, other.head]),
+            bodies,
+            np.concatenate([self.body_len, other.body_len]),
+            np.concatenate([self.weight, other.weight]),
+            self.names + other.names,
+            self.num_entities,
+            self.num_predicates,
         )
 
     def __len__(self) -> int:

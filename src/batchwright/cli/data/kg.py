@@ -64,15 +64,20 @@ def mine(
     min_support: Annotated[int, Parameter(help="Minimum support: facts it must predict.")] = 2,
     min_confidence: Annotated[float, Parameter(help="Minimum confidence of a rule.")] = 0.01,
     most: Annotated[int, Parameter(help="Top rules to keep for each relation.")] = 300,
+    constants: Annotated[
+        int,
+        Parameter(help="Top rules with constants to keep for each end of a relation; 0: none."),
+    ] = 1000,
     seconds: Annotated[float, Parameter(help="Time to count in; what is left is reported.")] = 300,
     seed: Annotated[int, Parameter(help="Random seed of what is sampled on large graphs.")] = 0,
     force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Mine chain rules from train.txt; written one per line as `name:weight:body -> head`."""
+    """Mine chains and rules with constants from train.txt; one per line, body -> head."""
     from batchwright.files import check_output
     from batchwright.logic.loaders import load_graph
+    from batchwright.logic.mine.constants import CONSTANT_CONFIDENCE, mine_constants
     from batchwright.logic.mine.mining import mine as mine_rules
     from batchwright.logic.mine.mining import write_rules
     from batchwright.report.text import number, table
@@ -93,8 +98,21 @@ def mine(
             progress=progress,
         )
     rules = mined.rules
+    chains = len(rules)
+    if constants:
+        with progress_bar("rules with constants", quiet) as progress:
+            rules = rules.plus(
+                mine_constants(
+                    graph.train,
+                    graph.vocab,
+                    min_support=min_support,
+                    min_confidence=max(min_confidence, CONSTANT_CONFIDENCE),
+                    most=constants,
+                    progress=progress,
+                )
+            )
     write_rules(out, rules, graph.vocab, f"{len(rules)} rules mined from {graph.name}")
-    order = sorted(range(len(rules)), key=lambda r: -float(rules.weight[r]))
+    order = sorted(range(chains), key=lambda r: -float(rules.weight[r]))
     best = [
         [
             rules.text(r, graph.vocab).split(":", 2)[2],
@@ -105,7 +123,8 @@ def mine(
         for r in order[:10]
     ]
     text = table(["best rules", "confidence", "support", "pairs"], best) + "\n" if best else ""
-    text += f"{number(len(rules))} rules from {number(mined.bodies)} bodies: {out}"
+    text += f"{number(chains)} rules from {number(mined.bodies)} bodies"
+    text += f" and {number(len(rules) - chains)} with constants: {out}"
     if mined.dropped:
         text += f"\n{number(mined.dropped)} more pass the thresholds; raise --most to keep them"
     if mined.sampled:
@@ -119,6 +138,7 @@ def mine(
     facts = {
         "out": str(out),
         "rules": len(rules),
+        "chains": chains,
         "bodies": mined.bodies,
         "dropped": mined.dropped,
         "sampled": mined.sampled,

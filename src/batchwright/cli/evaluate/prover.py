@@ -31,6 +31,11 @@ def evaluate_prover(
     length: Annotated[int, Parameter(help="Longest mined rule body in edges, 1 to 3.")] = 3,
     min_confidence: Annotated[float, Parameter(help="Minimum confidence of a mined rule.")] = 0.01,
     most: Annotated[int, Parameter(help="Top mined rules to keep for each relation.")] = 300,
+    constants: Annotated[
+        int,
+        Parameter(help="Top mined rules with constants for each end of a relation; 0: none."),
+    ] = 1000,
+    seconds: Annotated[float, Parameter(help="Time to count mined rules in.")] = 300,
     learn: Annotated[int, Parameter(help="Maximum epochs over train to learn rule weights.")] = 4,
     kge: Annotated[
         Path | None, Parameter(help="Run or model folder of `batchwright train kge`.")
@@ -66,6 +71,7 @@ def evaluate_prover(
     from batchwright.logic.audit import find_leaks
     from batchwright.logic.loaders import load_graph
     from batchwright.logic.rank.ranking import average_precision, rank, summary
+    from batchwright.logic.rank.scorers import RuleScorer
 
     if min(limit, sampled, learn) < 0:
         raise ConfigError(
@@ -106,7 +112,8 @@ def evaluate_prover(
             trained = load_prover(prover, graph, beam=beam)
             return trained, {"prover": str(prover)}
         mined = {"length": length, "min_confidence": min_confidence, "most": most}
-        return _rules(graph, rules, mined, learn, seed, quiet, kge, accept)
+        mined |= {"seconds": seconds, "seed": seed}
+        return _rules(graph, rules, mined, constants, learn, seed, quiet, kge, accept)
 
     scorer, how = _scorer(graph, mode, proofs, kge, beta)
     with progress_bar("ranking", quiet) as progress:
@@ -114,6 +121,8 @@ def evaluate_prover(
     found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
     found["in_train"] = len(find_leaks(asked.facts, {part: triples}))
     found.update(summary(ranks, asked.vocab.predicates))
+    if isinstance(scorer, RuleScorer):
+        found["left_out"] = scorer.left_out
     if trained is not None:
         found["proofs"] = trained.how()
     if candidates:
@@ -158,12 +167,14 @@ def _rules(
     graph: "Graph",
     path: Path | None,
     mined: dict[str, Any],
+    constants: int,
     learn: int,
     seed: int,
     quiet: bool,
     kge: Path | None,
     least: float | None,
 ) -> "tuple[RuleScorer, dict[str, Any]]":
+    from batchwright.logic.mine.constants import mine_constants
     from batchwright.logic.mine.mining import mine
     from batchwright.logic.rank.scorers import RuleScorer, choose_rules
     from batchwright.logic.rules import parse_rules
@@ -172,6 +183,8 @@ def _rules(
     if path is None:
         with progress_bar("mining", quiet) as progress:
             rules = mine(graph.train, graph.vocab, progress=progress, **mined).rules
+        if constants:
+            rules = rules.plus(mine_constants(graph.train, graph.vocab, most=constants))
     elif kge is None:
         rules = parse_rules(path, graph.vocab)
     else:
@@ -231,11 +244,18 @@ def _table(found: dict[str, Any], sampled: int) -> str:
             text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
     if proofs := found.get("proofs"):
         text += f"\nproofs: {proofs['search']}"
+        if proofs.get("left_out"):
+            text += f", but of {number(proofs['left_out'])} rules that led too far from an entity"
         if "searches" in proofs:
             text += (
                 f"; per search {proofs['proofs_found']:.1f} found with probability "
                 f"{proofs['probability_found']:.3f}, {proofs['probability_pruned']:.3f} pruned"
             )
+    if found.get("left_out"):
+        text += (
+            f"\n{number(found['left_out'])} times a rule led too far from an entity and was left "
+            f"out there"
+        )
     if leaked := found["in_train"]:
         text += (
             f"\nwarning: {leaked:,} of the {found['part']} triples are facts of train.txt, so "

@@ -60,9 +60,9 @@ PATHS = 1024
 """Paths of each length that are looked at for one fact."""
 KEYS = 2**22
 """Paths that are kept in memory at a time, at least."""
-BODIES = 30_000
+BODIES = 20_000
 """Bodies of each length that are counted: those found most often."""
-EDGES = 200_000
+EDGES = 100_000
 """Edges looked at to count one body; an entity from which a tenth does not suffice is left out."""
 FEW = 64
 """Bodies that are counted at a time, at first."""

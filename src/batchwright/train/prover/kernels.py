@@ -17,6 +17,9 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 
+WIDE = 1 << 20
+"""Edges that one rule may lead along from one entity."""
+
 
 @kernel
 def answer(
@@ -31,24 +34,28 @@ def answer(
     n: int,
     preds: int,
     mass: Doubles,
-) -> None:
+) -> int:
     """Fill [Q, N] with the probability of each answer to query q: step `heads[q]` from `given[q]`.
+
+    A rule that leads along more than `WIDE` edges from an entity is left out there, and counted.
 
     The rules of step s are `rule_ptr[s]` to `rule_ptr[s + 1]`, with probabilities `weights`.
     """
     stamp = np.full(n, -1, np.int64)
     probability = np.zeros(n)
     out = np.empty(n, np.int32)
-    now = 0
+    now = left_out = 0
     for q in range(len(given)):
         for r in range(rule_ptr[heads[q]], rule_ptr[heads[q] + 1]):
             count = walk(
                 given[q], bodies[r], lengths[r], ptr, ends, n, preds, -1, -1, True, stamp, now,
-                probability, out,
+                probability, out, WIDE,
             )  # fmt: skip
             now += 1
+            left_out += count < 0
             for i in range(count):
                 mass[q, out[i]] += weights[r] * probability[out[i]]
+    return left_out
 
 
 @kernel
@@ -96,7 +103,7 @@ def learn(
         for r in range(rules):
             count = walk(
                 x, bodies[first + r], lengths[first + r], ptr, ends, n, preds, step, y, True, stamp,
-                now, probability, out,
+                now, probability, out, WIDE,
             )  # fmt: skip
             now += 1
             right[r] = whole[r] = 0.0

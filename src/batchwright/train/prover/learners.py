@@ -63,7 +63,10 @@ class Cloning:
 
     def __init__(self, asked: Asked, policy: Policy, questions: Ints, config: ProverConfig) -> None:
         some = _some(questions, config.clone_questions, config.seed, "prover/clone", 0)
-        teacher = prove_all(some, asked.facts, asked.rules, asked.depth, inverse=asked.inverse)
+        # A query that takes longer to prove is not cloned.
+        teacher = prove_all(
+            some, asked.facts, asked.rules, asked.depth, inverse=asked.inverse, max_nodes=10**6
+        )
         self.provable = teacher.share
         self._num_steps, self._policy = config.num_steps, policy
         self._env = asked.env(

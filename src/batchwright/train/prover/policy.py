@@ -1,6 +1,7 @@
 """The two policies of a prover.
 
-That of rules has learned logits for rules and a uniform distribution over facts. A rule's logit is
+That of rules has learned logits for rules and a uniform distribution over facts (but for hubs whose
+facts take more than two pages: later pages are then somewhat less probable). A rule's logit is
 one number, so what is learned from one query holds for every entity, seen before or not. A query
 can be given up at its beginning; a rule once begun is followed.
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from batchwright import rng
-from batchwright.envs.prover.env import END, RULE
+from batchwright.envs.prover.env import END, NEXT, RULE
+from batchwright.envs.prover.layout import FIRST
 from batchwright.rl.policy import Encoder, GoalEncoder, Policy, Tensors
 from batchwright.train.prover.program import Asked
 
@@ -42,7 +44,11 @@ class RuleActor(Encoder):
         kind, number = candidates[..., 0], candidates[..., 1].long().clamp(min=0)
         rules = self.rules[number.clamp(max=len(self.rules) - 1)]
         end = torch.where(state >= 0, self.end[state.clamp(min=0)], GIVEN_UP_LATE)
-        return torch.where(kind == RULE, rules, torch.where(kind == END, end, 0.0))
+        # As probable as the facts that are not on this page, so that each is as probable as these.
+        left = obs["n_valid"] - obs["mask"][:, FIRST:].sum(1)
+        turn = left.clamp(min=1).log()[:, None]
+        scores = torch.where(kind == END, end, torch.where(kind == NEXT, turn, 0.0))
+        return torch.where(kind == RULE, rules, scores)
 
 
 class RuleCritic(Encoder):

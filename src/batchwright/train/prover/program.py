@@ -27,9 +27,12 @@ from batchwright.logic.mine.mining import Chains, Steps, chains_of
 from batchwright.logic.rules import Clause, Rules
 from batchwright.logic.vocab import Vocab
 
-__all__ = ["Asked"]
+__all__ = ["PAGE", "Asked"]
 
 Ints = NDArray[np.int32]
+
+PAGE = 1024
+"""Facts that are offered at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,11 +94,15 @@ class Asked:
 
     @property
     def width(self) -> int:
-        """Actions that hold every choice there can be on one page."""
-        return 2 + max(int(np.diff(self.chains.ptr).max()), int(np.diff(self.steps.ptr).max()))
+        """Actions that hold all rules of a query, and as many facts as fit on a page.
+
+        The facts of a hub take several pages, or it would decide how much memory all others need.
+        """
+        facts = min(int(np.diff(self.steps.ptr).max()), PAGE)
+        return 2 + max(int(np.diff(self.chains.ptr).max()), facts)
 
     def env(self, questions: Ints, num_envs: int, *, depth: int = 0, **more: Any) -> ProverEnv:
-        """An environment that asks these, with room for every choice there is; 0: full depth."""
+        """An environment that asks these; 0: full depth."""
         return ProverEnv(
             self.facts,
             self.rules,

@@ -43,17 +43,19 @@ class PolicyScorer:
         end = actor.end.detach().cpu().numpy().astype(np.float64)
         self.probabilities = _softmax(rules, end, asked.chains.ptr)
         """[R]: of drawing each rule for its query."""
+        self.left_out = 0
+        """How often a rule led along too many edges from an entity; its proofs are missing then."""
 
     def how(self) -> dict[str, Any]:
         """How proofs were found, ready for JSON."""
-        return {"search": "exact sum over all proofs"}
+        return {"search": "exact sum over all proofs", "left_out": self.left_out}
 
     def mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
         """The probability that the policy answers with each entity, [Q, N]."""
         steps, chains = self.asked.steps, self.asked.chains
         heads = predicates.astype(np.int64) + (0 if side == "tail" else steps.num_predicates)
         found = np.zeros((len(given), steps.num_entities))
-        answer(
+        self.left_out += answer(
             np.ascontiguousarray(given, np.int32), heads, chains.ptr, chains.bodies,
             chains.lengths, self.probabilities, steps.ptr, steps.ends, steps.num_entities,
             steps.num_predicates, found,
