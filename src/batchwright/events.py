@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import BadFile, CannotWrite, ConfigError
+from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
 from batchwright.files import existing
 
-__all__ = ["Event", "EventLog", "finite", "read_events"]
+__all__ = ["Event", "EventLog", "EventTail", "finite", "read_events"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,62 @@ def read_events(path: Path) -> Iterator[Event]:
             yield event
         elif line and not last and not _torn(line):
             raise BadFile(f"{path}, line {number}: not a record of a run log: {line[:60]!r}")
+
+
+class EventTail:
+    """Reads a log that is being written: each `read` gives the records appended since the last.
+
+    A line that is no record does not stop it: what cannot be read is counted, so that the rest
+    of a damaged log can still be looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        """Bytes read, up to the end of the last whole line."""
+        self.size = 0
+        """Bytes that the file had when it was last read."""
+        self.torn = 0
+        """Lines that a killed writer left incomplete, a last one that is still open included."""
+        self.bad: list[int] = []
+        """Numbers of the lines that are no records and not torn either."""
+        self._lines = 0
+        self._closed_torn = 0
+
+    def read(self, most_bytes: int = 2**23) -> list[Event]:
+        """The next records, from at most `most_bytes` of the file; an empty list at its end.
+
+        A file that became shorter was replaced: `Mismatch`.
+        """
+        with existing(self.path, "run log").open("rb") as file:
+            self.size = os.fstat(file.fileno()).st_size
+            if self.size < self.offset:
+                raise Mismatch(f"{self.path} became shorter; it was replaced, so open it again")
+            file.seek(self.offset)
+            data = file.read(most_bytes)
+            # One line may be longer than all that was asked for.
+            while b"\n" not in data and (more := file.read(most_bytes)):
+                data += more
+        whole, newline, rest = data.rpartition(b"\n")
+        self.offset += len(whole) + len(newline)
+        events = []
+        for line in whole.split(b"\n") if newline else ():
+            self._lines += 1
+            event = _parse(line)
+            if event is not None:
+                events.append(event)
+            elif line and _torn(line):
+                self._closed_torn += 1
+            elif line:
+                self.bad.append(self._lines)
+        at_end = self.offset + len(rest) >= self.size
+        self.torn = self._closed_torn + bool(rest and at_end)
+        return events
+
+    @property
+    def share(self) -> float:
+        """How much of the file is read, from 0 to 1."""
+        return min(1.0, self.offset / self.size) if self.size else 1.0
 
 
 def _parse(line: bytes) -> Event | None:

@@ -23,6 +23,8 @@ COMMANDS = {
     "calls": "Call models: run, probe, simulate, cache.",
     "gym": "Play puzzles on a gym server for training samples: run, serve, info.",
     "reward": "Score responses with rules, LLM judges and monitors.",
+    "view": "Show runs in a browser, live: batches, calls, environments, steps. Only reads.",
+    "report": "Show a run as text, JSON, one HTML file or pictures.",
     "pack": "Check that packed samples do not attend to each other.",
     "models": "Download the small models that need no hub, and list them.",
     "demo": "Go from rows to verified, sharded batch plans, showing every command on the way.",

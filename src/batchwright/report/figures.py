@@ -4,6 +4,7 @@ Figures are objects of their own: nothing here touches pyplot's global state, so
 in threads, notebooks and servers.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ __all__ = [
     "intervals_png",
     "levels_png",
     "packing_png",
+    "run_png",
 ]
 
 PICTURE = re.compile(rb"\x89PNG.{0,200}?tEXtSoftware\0batchwright", re.DOTALL)
@@ -107,6 +109,88 @@ def histogram_png(
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     _edge_lines(axes, edges or (), room=0.014 * (right - left))
+    _save(figure, path)
+
+
+CURVES = (
+    *("loss", "charts/episodic_return", "losses/approx_kl", "losses/entropy", "tokens_per_s"),
+    *("grad_norm", "proved", "useful"),
+)
+"""Metrics of steps that get a figure, where a run has them."""
+
+
+def run_png(folder: Path | str, summary: Mapping[str, Any]) -> list[Path]:
+    """Figures of a run's summary: curves, evaluations, calls, lengths, packed rows; their files.
+
+    A figure for which the run has no numbers is not drawn.
+    """
+    folder = Path(folder)
+    need("matplotlib", extra="plot")
+    made: list[Path] = []
+
+    def curves(name: str, lines: Sequence[_Curve], x: str, y: str) -> None:
+        known = [line for line in lines if any(v is not None for v in line[2])]
+        if not known:
+            return
+        figure, axes = _axes(7.0, 3.4, summary["run"], y)
+        _curves(axes, known, x)
+        _save(figure, folder / f"{name}.png")
+        made.append(folder / f"{name}.png")
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if steps := summary["steps"]:
+        for name in CURVES:
+            if name in steps["mean"]:
+                line = (name, steps["last"], steps["mean"][name])
+                curves(name.replace("/", "_"), [line], steps["unit"], name)
+    if evals := summary["evals"]:
+        for name, values in evals["mean"].items():
+            curves(f"eval_{name}", [(name, evals["at"], values)], "evaluation at", f"eval: {name}")
+    if (calls := summary["calls"]) and calls["rows"]:
+        levels = [
+            (n, calls["t"], calls["mean"][n]) for n in ("in_flight", "limit") if n in calls["mean"]
+        ]
+        curves("calls_in_flight", levels, "seconds", "calls in flight and limit")
+        latency = [
+            (n, calls["t"], calls["mean"][n]) for n in ("p50", "p95", "p99") if n in calls["mean"]
+        ]
+        curves("calls_latency", latency, "seconds", "latency in seconds")
+    if plan := summary["plan"]:
+        rows = [row["lengths"] for row in plan["packing"]["rows"]]
+        packing_png(folder / "packing.png", rows, plan["packing"]["width"], summary["run"])
+        _lengths_png(folder / "lengths.png", plan, summary["run"])
+        made += [folder / "packing.png", folder / "lengths.png"]
+    return made
+
+
+_Curve = tuple[str, Sequence[float | None], Sequence[float | None]]
+
+
+def _curves(axes: Any, lines: Sequence[_Curve], x: str) -> None:
+    ticker = need("matplotlib.ticker", extra="plot")
+    styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", ":"))
+    for (name, at, values), (colour, style) in zip(lines, styles, strict=False):
+        points = [math.nan if v is None else v for v in values]
+        axes.plot(at, points, style, color=colour, linewidth=1.4, label=name)
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    axes.yaxis.grid(True, color=PALE, linewidth=0.6)
+    axes.set_xlabel(x)
+    if len(lines) > 1:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _lengths_png(path: Path, plan: Mapping[str, Any], title: str) -> None:
+    found = plan["histogram"]
+    low, step, counts = found["low"], found["step"], found["samples"]
+    line = (
+        f"{number(plan['samples'])} samples, median {found['p50']:,}, longest {found['longest']:,}"
+    )
+    figure, axes = _axes(7.0, 3.4, title, line)
+    starts = [low + k * step for k in range(len(counts))]
+    axes.bar(starts, counts, width=step, align="edge", color=BAR, edgecolor="white", linewidth=0.5)
+    axes.set_xlabel("length in tokens")
+    axes.set_ylabel("samples")
     _save(figure, path)
 
 

@@ -176,6 +176,32 @@ def build(
 
 
 @batchplan.command
+def view(
+    *,
+    plan: PlanPath,
+    html: Annotated[
+        Path | None, Parameter(help="Write the page as one file instead of serving it.")
+    ] = None,
+    port: Annotated[int, Parameter(help="Port; 0 picks a free one.")] = 7331,
+    force: Force = False,
+) -> None:
+    """Show a plan in a browser: lengths, buckets, other budgets and layouts, packed rows."""
+    from batchwright.batching.plan.plan import BatchPlan
+    from batchwright.cli.view import serve_page
+    from batchwright.files import check_output
+    from batchwright.report.html import PAGE, write_html
+    from batchwright.report.summary import summarise_plan
+
+    if html is None:
+        opened = BatchPlan.load(plan)
+        serve_page(plan, "127.0.0.1", port, f"plan {opened.fingerprint[:16]}", plan=True)
+        return
+    check_output(html, PAGE, force=force)
+    size = write_html(html, [summarise_plan(plan)])
+    print(f"wrote {html} ({size:,} bytes)")
+
+
+@batchplan.command
 def info(
     *,
     plan: PlanPath,

@@ -1,0 +1,221 @@
+"""A batch plan in the numbers and rows that its panels show."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from batchwright.batching.compare import compare_layouts, layout_row
+from batchwright.batching.plan.builder import BatchPlanBuilder
+from batchwright.batching.plan.microbatch import MicrobatchSpec
+from batchwright.batching.plan.plan import BatchPlan
+from batchwright.data.lengths import Lengths
+from batchwright.data.tokenizers import load_tokenizer
+from batchwright.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from batchwright.data.tokens.store import TokenStore
+from batchwright.errors import BatchwrightError
+
+__all__ = ["plan_summary", "sample_text"]
+
+Ints = NDArray[np.int64]
+
+BINS = 48
+SAMPLED = 512
+"""Microbatches that are looked at one by one; totals are of all of them."""
+DRAWN_ROWS = 160
+DRAWN_SEGMENTS = 4000
+REPLANNED = 40_000
+"""Samples that other budgets and layouts are worked out for; of more, an even sample."""
+BUDGETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+TEXT = 1200
+"""Characters of a sample that are shown."""
+
+
+def plan_summary(plan: BatchPlan) -> dict[str, Any]:
+    """What a plan holds: totals, lengths, buckets, other budgets and layouts, rows to draw.
+
+    Totals are exact. What is worked out from a part of the plan says of how much: `sampled`
+    microbatches, `replanned` samples.
+    """
+    lengths, counts = _lengths(plan)
+    useful, padded, config = plan.useful_tokens(0), plan.padded_tokens(0), plan.config
+    count = plan.num_microbatches(0)
+    looked_at = [plan.batch(0, k) for k in _spread(count, SAMPLED)]
+    return {
+        "fingerprint": plan.fingerprint,
+        "layout": config.layout,
+        "epochs": plan.num_epochs,
+        "samples": plan.counts.samples,
+        "skipped": len(plan.skipped),
+        "counts": asdict(plan.counts),
+        "microbatches": count,
+        "steps": plan.num_steps(0),
+        "token_budget": config.token_budget,
+        "row_width": config.limit,
+        "useful_tokens": useful,
+        "padded_tokens": padded,
+        "efficiency": useful / padded,
+        "ullage": 1 - useful / padded,
+        "bound": -(-useful // config.token_budget),
+        "longest": plan.longest,
+        "edges": list(config.bucket_edges) if config.layout == "bucketed" else [],
+        "histogram": _histogram(lengths, counts),
+        "buckets": _buckets(plan, looked_at),
+        "sampled": len(looked_at),
+        "fill": [[batch.index, round(batch.efficiency, 5)] for batch in looked_at],
+        "packing": _drawn(plan, looked_at),
+        **_replanned(plan, lengths, counts),
+    }
+
+
+def _lengths(plan: BatchPlan) -> tuple[Ints, Ints]:
+    """The distinct lengths of what is planned in epoch 0, and how often each occurs."""
+    arrays = plan.order.arrays()
+    if "distinct" in arrays:
+        found = arrays["distinct"].astype(np.int64)
+        bounds: Ints = arrays["distinct_offsets"].astype(np.int64)
+        return found, bounds[1:] - bounds[:-1]
+    batches = (plan.batch(0, k).lengths for k in range(plan.num_microbatches(0)))
+    return np.unique(np.concatenate(list(batches)).astype(np.int64), return_counts=True)
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, evenly."""
+    places = np.linspace(0, count - 1, min(count, most)).round()
+    return [int(place) for place in np.unique(places)]
+
+
+def _histogram(lengths: Ints, counts: Ints) -> dict[str, Any]:
+    low, high = int(lengths.min()), int(lengths.max())
+    step = max(1, -(-(high - low + 1) // BINS))
+    place = (lengths - low) // step
+    bins = int(place.max()) + 1
+    order = np.argsort(lengths)
+    running = np.cumsum(counts[order])
+    marks = np.searchsorted(running, np.array([0.5, 0.95, 0.99]) * running[-1])
+    p50, p95, p99 = lengths[order][np.minimum(marks, len(lengths) - 1)].tolist()
+    return {
+        "low": low,
+        "step": step,
+        "samples": np.bincount(place, counts, bins).astype(np.int64).tolist(),
+        "tokens": np.bincount(place, counts * lengths, bins).astype(np.int64).tolist(),
+        "p50": p50,
+        "p95": p95,
+        "p99": p99,
+        "longest": high,
+    }
+
+
+def _buckets(plan: BatchPlan, batches: list[MicrobatchSpec]) -> list[dict[str, Any]]:
+    """Useful and padded tokens of each bucket, over the microbatches that were looked at."""
+    if plan.config.layout != "bucketed":
+        return []
+    found: dict[int, dict[str, Any]] = {}
+    for batch in batches:
+        low, high = plan.config.bucket_spec.get_bucket_range(batch.bucket_id)
+        bucket = found.setdefault(
+            batch.bucket_id,
+            {"low": low, "high": high, "microbatches": 0, "samples": 0, "useful": 0, "padded": 0},
+        )
+        bucket["microbatches"] += 1
+        bucket["samples"] += len(batch.items)
+        bucket["useful"] += batch.token_count
+        bucket["padded"] += batch.padded_tokens
+    return [found[k] for k in sorted(found)]
+
+
+def _drawn(plan: BatchPlan, batches: list[MicrobatchSpec]) -> dict[str, Any]:
+    """Rows of some microbatches spread over the epoch: of each segment, row of data and length."""
+    rows: list[dict[str, Any]] = []
+    ids: dict[int, str] = {}
+    segments = 0
+    per_batch = max(1, max(batch.batch_size for batch in batches))
+    for k in _spread(len(batches), max(1, DRAWN_ROWS // per_batch)):
+        batch = batches[k]
+        for row in range(min(batch.batch_size, DRAWN_ROWS)):
+            first, last = int(batch.row_offsets[row]), int(batch.row_offsets[row + 1])
+            segments += last - first
+            if segments > DRAWN_SEGMENTS and rows:
+                return _packing(plan, rows, ids)
+            items = batch.items[first:last].tolist()
+            ids.update((item, plan.ids[item]) for item in items)
+            rows.append(
+                {
+                    "batch": batch.index,
+                    "row": row,
+                    "width": batch.max_len,
+                    "items": items,
+                    "lengths": batch.lengths[first:last].tolist(),
+                }
+            )
+    return _packing(plan, rows, ids)
+
+
+def _packing(plan: BatchPlan, rows: list[dict[str, Any]], ids: dict[int, str]) -> dict[str, Any]:
+    return {"rows": rows, "ids": ids, "width": max(row["width"] for row in rows)}
+
+
+def _replanned(plan: BatchPlan, lengths: Ints, counts: Ints) -> dict[str, Any]:
+    """The same lengths under other budgets and in other layouts."""
+    every = np.repeat(lengths, counts)
+    every = every[:: -(-len(every) // REPLANNED)]
+    config = plan.config
+    budgets = []
+    for factor in BUDGETS:
+        budget = int(config.token_budget * factor)
+        if budget < config.limit:
+            continue
+        changed = config.model_copy(update={"token_budget": budget, "overflow": "truncate"})
+        row = layout_row(_planned(every, changed))
+        budgets.append(
+            {
+                "token_budget": budget,
+                "microbatches": round(row.microbatches * counts.sum() / len(every)),
+                "efficiency": row.efficiency,
+            }
+        )
+    layouts = [
+        {"layout": row.layout, "efficiency": row.efficiency, "cost": row.cost}
+        for row in compare_layouts(
+            Lengths.of(every), config.model_copy(update={"overflow": "truncate"})
+        )
+    ]
+    return {"replanned": len(every), "budgets": budgets, "layouts": layouts}
+
+
+def _planned(lengths: Ints, config: Any) -> BatchPlan:
+    return BatchPlanBuilder(Lengths.of(lengths), config).build()
+
+
+def sample_text(run: Path, item: int) -> dict[str, Any]:
+    """A sample of a run by its number: its tokens as text where the run can decode them."""
+    try:
+        sample = TokenStore(run / "tokens")(item)
+    except (BatchwrightError, OSError, IndexError, ValueError) as error:
+        return {"item": item, "error": f"the tokens of this run cannot be read: {error}"}
+    ids = np.asarray(sample.input_ids).tolist()
+    tokenizer = _tokenizer(run)
+    text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+    return {
+        "item": item,
+        "id": sample.sample_id,
+        "length": len(ids),
+        "loss_tokens": int(np.asarray(sample.loss_mask).sum()),
+        "as": "token ids" if tokenizer is None else "text",
+        "text": text[:TEXT],
+        "cut": max(0, len(text) - TEXT),
+    }
+
+
+def _tokenizer(run: Path) -> Tokenizer | None:
+    """The tokenizer of a run, if nothing outside the run is needed for it."""
+    from batchwright.data.tokens.store import STORE
+
+    if (run / "model" / "tokenizer.json").is_file():
+        try:
+            return load_tokenizer(run / "model" / "tokenizer.json")
+        except BatchwrightError:
+            return None
+    return ByteTokenizer() if STORE.read(run / "tokens").get("tokenizer") == "bytes" else None

@@ -1,0 +1,144 @@
+"""The episodes of a run: `rollouts/*.jsonl`, one turn or one proof a line."""
+
+import json
+from array import array
+from collections import Counter, deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Rollouts"]
+
+LAST = 60
+INVALID = 40
+"""Episodes that are kept for reading: the newest, and the newest with invalid steps."""
+CHARACTERS = 2000
+"""Of one text; the number of those left out is shown."""
+BINS = 24
+ENVS = 4096
+"""Squares of the grid."""
+
+
+class Rollouts:
+    """Reads files of episodes once each, newest last, and keeps counts of all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: set[str] = set()
+        self._rewards = array("d")
+        self._last: deque[dict[str, Any]] = deque(maxlen=LAST)
+        self._invalid: deque[dict[str, Any]] = deque(maxlen=INVALID)
+        self._envs: dict[int, dict[str, Any]] = {}
+        self.reasons: Counter[str] = Counter()
+        self.turns = self.episodes = self.invalid = self.bad = 0
+
+    def update(self, most: int = 64) -> bool:
+        """Read files that are new, at most so many; whether there were any."""
+        try:
+            names = sorted(p.name for p in self._folder.iterdir() if p.suffix == ".jsonl")
+        except OSError:
+            return False
+        new = [name for name in names if name not in self._read][:most]
+        for name in new:
+            self._read.add(name)
+            self._read_file(self._folder / name)
+        return bool(new)
+
+    def _read_file(self, path: Path) -> None:
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except OSError:
+            self.bad += 1
+            return
+        episodes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
+        for line in filter(None, lines):
+            try:
+                turn = json.loads(line)
+                episodes.setdefault((turn["env"], turn["episode"]), []).append(turn)
+            except (ValueError, KeyError, TypeError):
+                self.bad += 1
+        for turns in episodes.values():
+            self._add(path.stem, turns)
+
+    def _add(self, file: str, turns: list[dict[str, Any]]) -> None:
+        invalid = 0
+        total = 0.0
+        for turn in turns:
+            why, reward = _invalid(turn), _reward(turn)
+            if why:
+                invalid += 1
+                self.reasons[str(why)] += 1
+            elif reward is not None:
+                total += reward
+                self._rewards.append(reward)
+        self.turns += len(turns)
+        self.episodes += 1
+        self.invalid += invalid
+        first, last = turns[0], turns[-1]
+        episode = {
+            "file": file,
+            "env": first["env"],
+            "episode": first["episode"],
+            "question": _cut(first.get("question", "")),
+            "reward": total,
+            "invalid": invalid,
+            "turns": [
+                {name: _cut(value) for name, value in turn.items()} | {"invalid": _invalid(turn)}
+                for turn in turns
+            ],
+        }
+        self._last.append(episode)
+        if invalid:
+            self._invalid.append(episode)
+        if isinstance(first["env"], int) and len(self._envs) < ENVS:
+            seen = self._envs.setdefault(first["env"], {"env": first["env"], "episodes": 0})
+            seen["episodes"] += 1
+            seen["reward"] = total
+            seen["invalid"] = bool(_invalid(last))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Counts of all turns, and the episodes that are kept; None if there are none."""
+        if not self.turns:
+            return None
+        shown = {(e["file"], e["env"], e["episode"]): e for e in (*self._invalid, *self._last)}
+        rewards = np.frombuffer(self._rewards) if len(self._rewards) else np.zeros(0)
+        counts, edges = (
+            np.histogram(rewards, BINS if np.ptp(rewards) else 1) if rewards.size else ((), ())
+        )
+        return {
+            "turns": self.turns,
+            "episodes": self.episodes,
+            "invalid": self.invalid,
+            "reasons": dict(self.reasons.most_common(20)),
+            "files": len(self._read),
+            "mean_reward": float(rewards.mean()) if rewards.size else None,
+            "histogram": {
+                "counts": np.asarray(counts, int).tolist(),
+                "edges": [float(f"{edge:.6g}") for edge in np.asarray(edges, float).tolist()],
+            },
+            "envs": [self._envs[k] for k in sorted(self._envs)],
+            "shown": list(shown.values()),
+        }
+
+
+def _reward(turn: Mapping[str, Any]) -> float | None:
+    for name in ("gain", "reward"):
+        if isinstance(value := turn.get(name), int | float):
+            return float(value)
+    return None
+
+
+def _invalid(turn: Mapping[str, Any]) -> str:
+    """Why a turn is not learnt from, "" if it is: its reward could not be computed."""
+    named = [name for name in ("gain", "reward") if name in turn]
+    if not named or _reward(turn) is not None:
+        return ""
+    return str(turn.get("why") or "no reward")
+
+
+def _cut(value: Any) -> Any:
+    if not isinstance(value, str) or len(value) <= CHARACTERS:
+        return value
+    return f"{value[:CHARACTERS]} [{len(value) - CHARACTERS:,} more characters]"
