@@ -1,12 +1,12 @@
 """`batchwright view`: the live page over a folder of runs."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from batchwright.cli.output import say
 from batchwright.errors import BadFile, MissingFile
 
 __all__ = ["serve_page", "view"]
@@ -42,15 +42,14 @@ def serve_page(path: Path, host: str, port: int, what: str, *, plan: bool = Fals
 
     def ready(url: str) -> None:
         way = f"{url}?token=$BATCHWRIGHT_VIEW_TOKEN" if token else url
-        print(f"{what} at {way} (Ctrl-C stops it)", flush=True)
+        say(f"{what} at {way} (Ctrl-C stops it)")
         if "SSH_CONNECTION" in os.environ and not token:
             at = url.removeprefix("http://").rstrip("/")
             number = at.rpartition(":")[2]
-            print(
+            say(
                 f"from your own machine: ssh -L {number}:{at} {os.uname().nodename}, then open "
-                f"http://127.0.0.1:{number}/",
-                flush=True,
+                f"http://127.0.0.1:{number}/"
             )
 
     serve_view(path, bound(host, port, token), token=token, plan=plan, ready=ready)
-    print("stopped", file=sys.stderr, flush=True)
+    say("stopped", err=True)

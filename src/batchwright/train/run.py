@@ -28,7 +28,7 @@ from batchwright.world import World
 if TYPE_CHECKING:
     from batchwright.checkpoint import Checkpoint, State
 
-__all__ = ["FORMAT", "STOPS", "TERMINATED", "Run", "RunConfig", "changes", "threads"]
+__all__ = ["FORMAT", "STOPS", "TERMINATED", "Run", "RunConfig", "changes", "threads", "write_stamp"]
 
 FORMAT = 2
 """Of the run folder; 2: one checkpoint format for all trainers, `checkpoints/step_<n>`."""
@@ -413,7 +413,7 @@ class Run:
         self._started = True
         self._saved_at = time.monotonic()
         if self.writes and not self.resumed:
-            _write_stamp(self.folder, self.config.seed)
+            write_stamp(self.folder, self.config.seed)
         if self.writes and (self._changed or not self.resumed):
             write_atomic(self.folder / "config.toml", self.config.to_toml().encode())
         kind = "resume" if self.resumed else "start"
@@ -521,7 +521,7 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _write_stamp(run: Path, seed: int) -> None:
+def write_stamp(run: Path, seed: int) -> None:
     """Write what a run is made with: versions, commit, machine, seed; no host name and no path."""
     import platform
     from importlib.metadata import PackageNotFoundError, version

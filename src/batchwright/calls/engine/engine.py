@@ -318,6 +318,7 @@ class Engine:
                 attempt.timer.cancel()
             if outcome is not None:
                 upstream.learn(now, now - attempt.started, outcome)
+            self._stats.busy_s += now - attempt.started
             upstream.in_flight -= 1
             job.attempts.remove(attempt)
             if not hedge:

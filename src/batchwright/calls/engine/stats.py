@@ -21,6 +21,8 @@ TEMPLATE_TOKENS = 100
 """What the chat template of a server may add to a prompt, at most."""
 TEXT = ("text", "input_text", "output_text")
 """Parts of a message whose tokens can be bounded."""
+ERROR, ERRORS = 200, 50
+"""Characters of an error sentence, and different ones, that are counted."""
 LATENCIES = 512
 """Quantiles are of the last so many responses."""
 
@@ -102,6 +104,10 @@ class Stats:
     rejects: int = 0
     hedges: int = 0
     failed: Counter[Kind] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    """Sentences of failed calls; when there are too many different ones, the rest as one."""
+    busy_s: float = 0.0
+    """Seconds that tries were in flight, those that failed included."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     uncounted: int = 0
@@ -161,6 +167,9 @@ class Stats:
 
     def failure(self, failed: Failed) -> None:
         self.failed[failed.kind] += 1
+        sentence = failed.error[:ERROR]
+        known = sentence in self.errors or len(self.errors) < ERRORS
+        self.errors[sentence if known else "other errors"] += 1
 
     def as_dict(self) -> dict[str, Any]:
         p50, p95, p99 = self.quantiles(0.5, 0.95, 0.99)
@@ -199,6 +208,9 @@ class StatsLog:
         self.since = 0.0
         """Where the window of the next line begins."""
         self._reported: dict[str, int] = {}
+        self._busy_s = 0.0
+        self._failed_by: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
 
     def write_changes(self) -> None:
         """Every change of a limit, with its reason."""
@@ -226,13 +238,24 @@ class StatsLog:
         if not any(new.values()):
             return
         self._reported = counts
-        p50, p99 = stats.quantiles(0.5, 0.99)
+        p50, p95, p99 = stats.quantiles(0.5, 0.95, 0.99)
+        busy_s, self._busy_s = stats.busy_s - self._busy_s, stats.busy_s
+        failed_by = Counter({str(kind): n for kind, n in stats.failed.items()})
+        kinds, errors = failed_by - self._failed_by, stats.errors - self._errors
+        self._failed_by, self._errors = failed_by, stats.errors.copy()
+        limit = sum(upstream.limit.limit for upstream in self._upstreams)
         self._write(
             "calls",
             window_s=round(window, 3),
             **new,
             p50=p50,
+            p95=p95,
             p99=p99,
+            limit=limit,
+            busy_s=round(busy_s, 4),
+            room_s=round(limit * window, 4),
+            failed_by=dict(kinds),
+            errors=dict(errors),
             in_flight=sum(upstream.in_flight for upstream in self._upstreams),
             cost=stats.cost,
         )

@@ -15,6 +15,7 @@ from batchwright.cli.calls.batches import check_flags, check_no_batches, discoun
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.flags import at_least
 from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
+from batchwright.cli.rundir import RunDir, recorded
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def run(
     hedge: Annotated[
         bool, Parameter(help="Send the last stragglers a second time, which is paid for twice.")
     ] = True,
+    run_dir: RunDir = None,
     retry_failed: Annotated[
         bool, Parameter(negative="", help="Retry the calls that failed in an earlier run.")
     ] = False,
@@ -158,30 +160,34 @@ def run(
     left = max_cost
     if max_cost is not None and spent is not None:
         left = max(0.0, max_cost - spent.earlier)
-    pool = _open(
-        endpoints,
-        batch_size,
-        {
-            "deadline_s": deadline,
-            "tries": tries,
-            "hedge": hedge,
-            "cache": cache or own,
-            "rpm": rpm,
-            "tpm": tpm,
-            "prices": prices,
-            "max_cost": left,
-            "budget": _budget(error_budget),
-        },
-    )
-    with Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
-        try:
-            with pool:
-                try:
-                    _answer(pool, prompts, answers, spent, cache is None, quiet)
-                finally:
-                    facts = _facts(pool, prompts, answers, spent)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_stopped(prompts, answers, spent, cache or own)) from None
+    settings: dict[str, Any] = {"input": str(input), "output": str(output), "model": model}
+    settings |= {"endpoint": [one.name for one in endpoints], "batch_size": batch_size}
+    with recorded(run_dir, "calls", settings, prompts=len(prompts)) as events:
+        pool = _open(
+            endpoints,
+            batch_size,
+            {
+                "deadline_s": deadline,
+                "tries": tries,
+                "hedge": hedge,
+                "cache": cache or own,
+                "rpm": rpm,
+                "tpm": tpm,
+                "prices": prices,
+                "max_cost": left,
+                "budget": _budget(error_budget),
+                "events": events,
+            },
+        )
+        with Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
+            try:
+                with pool:
+                    try:
+                        _answer(pool, prompts, answers, spent, cache is None, quiet)
+                    finally:
+                        facts = _facts(pool, prompts, answers, spent)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt(_stopped(prompts, answers, spent, cache or own)) from None
     whole = answers.written == len(prompts)
     if whole and cache is None:
         for suffix in ("", "-wal", "-shm"):

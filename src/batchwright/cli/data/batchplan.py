@@ -18,7 +18,7 @@ from batchwright.cli.flags import (
     load_sources,
     sharded,
 )
-from batchwright.cli.output import Force, Format, check_picture, show
+from batchwright.cli.output import Force, Format, check_picture, say, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def view(
         return
     check_output(html, PAGE, force=force)
     size = write_html(html, [summarise_plan(plan)])
-    print(f"wrote {html} ({size:,} bytes)")
+    say(f"wrote {html} ({size:,} bytes)")
 
 
 @batchplan.command

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from batchwright.cli.flags import at_least
+from batchwright.cli.gym.record import EpisodeRecord
 from batchwright.cli.output import Format, Quiet, progress_bar, say, show
+from batchwright.cli.rundir import RunDir, recorded
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError
 
 if TYPE_CHECKING:
+    from batchwright.events import EventLog
     from batchwright.streaming import GymEpisodeStream, MockGymStream, ReplayBuffer, StreamSample
     from batchwright.streaming.gym import GymPolicy
 
@@ -80,6 +83,7 @@ def run(
         bool, Parameter(negative="", help="Generated episodes of sums, without a server.")
     ] = False,
     success_rate: Annotated[float | None, Parameter(help="Of mock episodes (0.7).")] = None,
+    run_dir: RunDir = None,
     seed: Annotated[int, Parameter(help="Of puzzles, moves of a random policy and sampling.")] = 42,
     quiet: Quiet = False,
     format: Format = "text",
@@ -95,45 +99,54 @@ def run(
         num_episodes = 10
     difficulties = (difficulty_min, difficulty_max)
     buffer = ReplayBuffer(ReplayBufferConfig(max_size=buffer_size, seed=seed))
-    if mock:
-        _only("a server", puzzle=puzzle, policy=policy, connections=connections, host=host)
-        _only("a server", port=port, transport=transport, output_mode=output_mode)
-        _only("a server", timeout=timeout, retries=retries)
-        steps = steps_per_episode or 5
-        stream: MockGymStream | GymEpisodeStream = MockGymStream(
-            tokenizer,
-            num_episodes or -(-(max_samples or 1) // steps),
-            steps,
-            difficulties,
-            0.7 if success_rate is None else success_rate,
-            seed,
-        )
-        _fill(stream, buffer, num_episodes, max_samples, output, quiet, format)
-        return
-    _only("--mock", success_rate=success_rate)
-    asked: dict[str, Any] = {
-        "host": host,
-        "port": port,
-        "transport": transport,
-        "output_mode": output_mode,
-        "connect_timeout": timeout,
-        "read_timeout": timeout,
-        "puzzle_types": tuple(puzzle) if puzzle else None,
-        "max_steps": steps_per_episode,
-        "max_retries": retries,
-    }
-    given = {name: value for name, value in asked.items() if value is not None}
-    config = GymConfig(difficulty_range=difficulties, **given)
-    with _policy(policy or "hint") as player:
-        stream = GymEpisodeStream(
-            config,
-            tokenizer,
-            player,
-            num_episodes=num_episodes,
-            connections=connections or 1,
-            seed=seed,
-        )
-        _fill(stream, buffer, num_episodes, max_samples, output, quiet, format)
+    settings = {"mock": mock, "host": host, "port": port, "policy": policy, "tokenizer": tokenizer}
+    with recorded(run_dir, "gym", settings | {"seed": seed}, steps=num_episodes) as events:
+
+        def fill(stream: "MockGymStream | GymEpisodeStream") -> None:
+            record = None
+            if events is not None and run_dir is not None:
+                record = EpisodeRecord(events, run_dir, stream.tokenizer)
+            _fill(stream, buffer, num_episodes, max_samples, output, record, quiet, format)
+
+        if mock:
+            _only("a server", puzzle=puzzle, policy=policy, connections=connections, host=host)
+            _only("a server", port=port, transport=transport, output_mode=output_mode)
+            _only("a server", timeout=timeout, retries=retries)
+            steps = steps_per_episode or 5
+            stream: MockGymStream | GymEpisodeStream = MockGymStream(
+                tokenizer,
+                num_episodes or -(-(max_samples or 1) // steps),
+                steps,
+                difficulties,
+                0.7 if success_rate is None else success_rate,
+                seed,
+            )
+            fill(stream)
+            return
+        _only("--mock", success_rate=success_rate)
+        asked: dict[str, Any] = {
+            "host": host,
+            "port": port,
+            "transport": transport,
+            "output_mode": output_mode,
+            "connect_timeout": timeout,
+            "read_timeout": timeout,
+            "puzzle_types": tuple(puzzle) if puzzle else None,
+            "max_steps": steps_per_episode,
+            "max_retries": retries,
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        config = GymConfig(difficulty_range=difficulties, **given)
+        with _policy(policy or "hint", events) as player:
+            stream = GymEpisodeStream(
+                config,
+                tokenizer,
+                player,
+                num_episodes=num_episodes,
+                connections=connections or 1,
+                seed=seed,
+            )
+            fill(stream)
 
 
 def _only(what: str, **given: object) -> None:
@@ -157,7 +170,9 @@ def _check_new(output: Path | None) -> None:
 
 
 @contextmanager
-def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
+def _policy(
+    text: str, events: "EventLog | None"
+) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
     if text in POLICIES:
         yield POLICIES[text]
         return
@@ -169,7 +184,7 @@ def _policy(text: str) -> "Iterator[GymPolicy | Literal['hint', 'random']]":
         endpoint, model = parse_model(text)
     except ConfigError as error:
         raise ConfigError(f"--policy must be hint, random or a model: {error}") from None
-    with Pool(endpoint) as pool:
+    with Pool(endpoint, events=events) as pool:
         yield ModelPolicy(pool, model)
 
 
@@ -179,6 +194,7 @@ def _fill(
     num_episodes: int | None,
     max_samples: int | None,
     output: Path | None,
+    record: EpisodeRecord | None,
     quiet: bool,
     format: str,
 ) -> None:
@@ -195,6 +211,8 @@ def _fill(
             ):
                 for count, sample in enumerate(stop.between(stream), start=1):
                     add(sample)
+                    if record is not None:
+                        record.add(sample)
                     if sample.step_index == (sample.total_steps or 0) - 1:
                         part = by_difficulty[min(int((sample.difficulty or 0) * BINS), BINS - 1)]
                         part[0] += 1
@@ -217,6 +235,8 @@ def _fill(
         # As of a command that SIGTERM ends by itself.
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
+        if record is not None:
+            record.flush()
         for number, handler in before.items():
             # Once stopped, the command ends by itself, with the code of the first signal.
             signal.signal(number, signal.SIG_IGN if stop.number else handler)

@@ -310,7 +310,12 @@ def train_sft(
                 # A signal may have reached one rank and not another; all stop together.
                 *_flags(run.stop(step + 1 - begun_at)),
             ]
-            summed, tokens, capacity, due, *stops = ranks.summed(totals, world, device)
+            # Each rank fills its own places, and the sum has those of all.
+            alone = [0.0] * (2 * world.size)
+            alone[world.rank] = float(sum(b.batch_size * b.max_len for b in ready))
+            alone[world.size + world.rank] = wait
+            summed, tokens, capacity, due, *rest = ranks.summed(totals + alone, world, device)
+            stops, by_rank = rest[: -2 * world.size], rest[-2 * world.size :]
             stopping = _strongest(stops)
             if counted:
                 loss = summed / counted
@@ -346,7 +351,7 @@ def train_sft(
                 "tokens_per_s": tokens / seconds,
                 "data_wait_s": wait,
             }
-            run.event("step", step=step, **place, **metrics)
+            run.event("step", step=step, **place, **metrics, **_by_rank(by_rank, world))
             logged = metrics | (place if config.online else {})
             numbers = {name: float(v) for name, v in logged.items() if v is not None}
             tracking.log(step, {f"train/{name}": value for name, value in numbers.items()})
@@ -399,6 +404,13 @@ def train_sft(
             tracker_failures=tracking.failures,
         )
         return result
+
+
+def _by_rank(values: list[float], world: World) -> dict[str, list[float]]:
+    """Tokens that each rank computed and seconds it waited for data, if there are several."""
+    if world.size == 1:
+        return {}
+    return {"rank_padded": values[: world.size], "rank_data_wait_s": values[world.size :]}
 
 
 def microbatch_loss(
