@@ -12,13 +12,21 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Small models on a shared machine: one thread each is faster than threads that wait for others.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo quick lint test guides training test-all bench docs release-check lock clean
+.PHONY: setup chromium demo quick lint test guides training test-all bench docs release-check lock clean
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.installed chromium
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+# The tests of the page need a browser. Without one, and where this cannot install it, they are
+# skipped and say so.
+chromium:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium || echo "no chromium: the tests of the page are skipped"; \
+	else echo "no chromium: the tests of the page are skipped; install it as root"; fi
 
 demo: $(VENV)/.demo
 	$(BIN)/batchwright demo --out demo
@@ -39,7 +47,7 @@ quick: $(VENV)/.installed
 	$(BIN)/ruff check $(CODE)
 	$(PYTEST) tests --quick -m 'not slow and not guides and not training'
 
-test: lint
+test: lint chromium
 	$(PYTEST) -m 'not slow and not guides and not training'
 
 # Every page of docs/ and the README, typed as they stand, and the installer behind `make`.

@@ -75,8 +75,8 @@ test_accept test_attention test_call_cache test_checkpoint test_cli test_cli_bad
 test_cli_calls test_cli_gym test_cli_overwrite test_cli_query_mutator test_gae test_ground test_gym
 test_lengths test_limit test_local_models test_mine test_models test_optimal test_planfiles
 test_pool test_pool_faults test_ppo test_prover_env test_public_surface test_query_mutation
-test_readme test_replay test_replay_files test_simulator test_simulator_witnesses test_terminal
-test_hostile_servers test_tokenizers test_tokens
+test_readme test_replay test_replay_files test_report test_simulator test_simulator_witnesses
+test_terminal test_hostile_servers test_tokenizers test_tokens test_view
 """
 """Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 

@@ -16,6 +16,7 @@ from batchwright.data.tokenizers import load_tokenizer
 from batchwright.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from batchwright.data.tokens.store import TokenStore
 from batchwright.errors import BatchwrightError
+from batchwright.jit import interpreted
 
 __all__ = ["plan_summary", "sample_text"]
 
@@ -26,6 +27,8 @@ SAMPLED = 512
 """Microbatches that are looked at one by one; totals are of all of them."""
 DRAWN_ROWS = 160
 DRAWN_SEGMENTS = 4000
+SMALL = 1500
+"""Pieces of samples that are looked at without numba."""
 REPLANNED = 40_000
 """Samples that other budgets and layouts are worked out for; of more, an even sample."""
 BUDGETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -39,35 +42,37 @@ def plan_summary(plan: BatchPlan) -> dict[str, Any]:
     Totals are exact. What is worked out from a part of the plan says of how much: `sampled`
     microbatches, `replanned` samples.
     """
-    lengths, counts = _lengths(plan)
-    useful, padded, config = plan.useful_tokens(0), plan.padded_tokens(0), plan.config
-    count = plan.num_microbatches(0)
-    looked_at = [plan.batch(0, k) for k in _spread(count, SAMPLED)]
-    return {
-        "fingerprint": plan.fingerprint,
-        "layout": config.layout,
-        "epochs": plan.num_epochs,
-        "samples": plan.counts.samples,
-        "skipped": len(plan.skipped),
-        "counts": asdict(plan.counts),
-        "microbatches": count,
-        "steps": plan.num_steps(0),
-        "token_budget": config.token_budget,
-        "row_width": config.limit,
-        "useful_tokens": useful,
-        "padded_tokens": padded,
-        "efficiency": useful / padded,
-        "ullage": 1 - useful / padded,
-        "bound": -(-useful // config.token_budget),
-        "longest": plan.longest,
-        "edges": list(config.bucket_edges) if config.layout == "bucketed" else [],
-        "histogram": _histogram(lengths, counts),
-        "buckets": _buckets(plan, looked_at),
-        "sampled": len(looked_at),
-        "fill": [[batch.index, round(batch.efficiency, 5)] for batch in looked_at],
-        "packing": _drawn(plan, looked_at),
-        **_replanned(plan, lengths, counts),
-    }
+    # To compile the kernels takes longer than to do without for a small plan.
+    with interpreted(plan.counts.planned_pieces <= SMALL):
+        lengths, counts = _lengths(plan)
+        useful, padded, config = plan.useful_tokens(0), plan.padded_tokens(0), plan.config
+        count = plan.num_microbatches(0)
+        looked_at = [plan.batch(0, k) for k in _spread(count, SAMPLED)]
+        return {
+            "fingerprint": plan.fingerprint,
+            "layout": config.layout,
+            "epochs": plan.num_epochs,
+            "samples": plan.counts.samples,
+            "skipped": len(plan.skipped),
+            "counts": asdict(plan.counts),
+            "microbatches": count,
+            "steps": plan.num_steps(0),
+            "token_budget": config.token_budget,
+            "row_width": config.limit,
+            "useful_tokens": useful,
+            "padded_tokens": padded,
+            "efficiency": useful / padded,
+            "ullage": 1 - useful / padded,
+            "bound": -(-useful // config.token_budget),
+            "longest": plan.longest,
+            "edges": list(config.bucket_edges) if config.layout == "bucketed" else [],
+            "histogram": _histogram(lengths, counts),
+            "buckets": _buckets(plan, looked_at),
+            "sampled": len(looked_at),
+            "fill": [[batch.index, round(batch.efficiency, 5)] for batch in looked_at],
+            "packing": _drawn(plan, looked_at),
+            **_replanned(plan, lengths, counts),
+        }
 
 
 def _lengths(plan: BatchPlan) -> tuple[Ints, Ints]:

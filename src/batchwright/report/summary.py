@@ -29,7 +29,7 @@ SCHEMA = 1
 FORMAT = 2
 """Of run folders, as `stamp.json` has it; others are shown as far as they can be read."""
 EVENTS = "events.jsonl"
-STEPS = ("step", "update", "round", "epoch")
+STEPS = ("step", "update", "round", "epoch", "episode")
 """Kinds of records that are one step of a trainer each, and the names of their numbers."""
 QUIET_S = 60.0
 """A run without a lock counts as live for so long after its last record."""
@@ -54,13 +54,15 @@ def find_runs(root: Path) -> dict[str, Path]:
     """
     inside = root.resolve()
     found: dict[str, Path] = {}
+    seen: set[Path] = set()
     level = [root]
     for _ in range(DEEPEST + 1):
         below: list[Path] = []
         for folder in level:
             resolved = folder.resolve()
-            if resolved != inside and inside not in resolved.parents:
+            if resolved in seen or (resolved != inside and inside not in resolved.parents):
                 continue
+            seen.add(resolved)
             if is_run(folder):
                 found[str(folder.relative_to(root))] = folder
                 continue

@@ -18,9 +18,9 @@ EVERY_S = 1.0
 
 
 class EpisodeRecord:
-    """Writes `rollouts/<n>.jsonl` and a record `step` about it, at most once a second.
+    """Writes `rollouts/<n>.jsonl` and a record `episode` about it, at most once a second.
 
-    A step is an episode that ended; its number counts all of them.
+    Its number counts all episodes that ended.
     """
 
     def __init__(self, log: "EventLog", folder: Path, tokenizer: "Tokenizer") -> None:
@@ -60,9 +60,9 @@ class EpisodeRecord:
         samples = [sample for episode in self._ended for sample in episode]
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         self._log.write(
-            "step",
-            step=self._episodes,
-            episodes=len(self._ended),
+            "episode",
+            episode=self._episodes,
+            ended=len(self._ended),
             solved=sum(bool(episode[-1].success) for episode in self._ended) / len(self._ended),
             reward=sum(rewards) / len(rewards) if rewards else None,
             turns=len(samples),

@@ -100,7 +100,7 @@ def run(
     difficulties = (difficulty_min, difficulty_max)
     buffer = ReplayBuffer(ReplayBufferConfig(max_size=buffer_size, seed=seed))
     settings = {"mock": mock, "host": host, "port": port, "policy": policy, "tokenizer": tokenizer}
-    with recorded(run_dir, "gym", settings | {"seed": seed}, steps=num_episodes) as events:
+    with recorded(run_dir, "gym", settings | {"seed": seed}, episodes=num_episodes) as events:
 
         def fill(stream: "MockGymStream | GymEpisodeStream") -> None:
             record = None

@@ -128,7 +128,7 @@ function stairs(xs, ys, X, Y) {
 }
 // A chart of curves: series {name, x, y, low, high, c, stairs}; marks {x, y, text}.
 function chart(key, o) {
-  const W = o.wide ? 640 : 320, H = o.wide ? 150 : 128, L = 40, R = 8, T = 8, B = 20;
+  const W = o.wide && innerWidth > 600 ? 640 : 320, H = o.wide ? 150 : 128, L = 40, R = 8, T = 8, B = 20;
   const xs = o.series.flatMap((s) => s.x), ys = o.series.flatMap((s) => [...s.y, ...(s.low || []), ...(s.high || [])]).filter((v) => v !== null && v !== undefined);
   const empty = !ys.length;
   let x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = empty ? 0 : Math.min(...ys), y1 = empty ? 1 : Math.max(...ys);
@@ -148,7 +148,7 @@ function chart(key, o) {
     shade,
     o.series.map((s) => s.low && sv("path", {class: `band ${s.c}`, d: path([...s.x, ...[...s.x].reverse()], [...s.high, ...[...s.low].reverse()], X, Y).replace(/(?!^)M/g, "L") + "Z"})),
     o.series.map((s) => sv("path", {class: `curve ${s.c}`, d: (s.stairs ? stairs : path)(s.x, s.y, X, Y)})),
-    (o.marks || []).map((m) => sv("circle", {class: "c2", cx: X(Math.min(x1, Math.max(x0, m.x))), cy: Y(Math.min(y1, Math.max(y0, m.y))), r: 2.6}, sv("title", {text: m.text}))),
+    (o.marks || []).map((m) => sv("circle", {class: "c2", cx: X(Math.min(x1, Math.max(x0, m.x))), cy: Y(Math.min(y1, Math.max(y0, m.y))), r: 2}, sv("title", {text: m.text}))),
     cross);
   const near = (at) => { let best = 0; first.x.forEach((v, k) => { if (Math.abs(v - at) < Math.abs(first.x[best] - at)) best = k; }); return best; };
   const read = (k) => `${o.time ? secs(first.x[k]) : (o.unit || "step") + " " + num(first.x[k])}\n` + o.series.map((s) => {
@@ -216,7 +216,7 @@ function tip(text, x, y) {
 }
 // Bars over bins: {labels, counts, text(k), on(k), lines:[{at, text}]}
 function bars(key, o) {
-  const W = 480, H = 128, L = 40, R = 8, T = 10, B = 20, n = o.counts.length, top = Math.max(1, ...o.counts);
+  const W = innerWidth > 600 ? 480 : 320, H = 128, L = 40, R = 8, T = 10, B = 20, n = o.counts.length, top = Math.max(1, ...o.counts);
   const w = (W - L - R) / n, Y = (v) => H - B - v / top * (H - B - T);
   const body = sv("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "data-key": key, "aria-label": `${o.title}. ${plural(sum(o.counts), "value")} in ${plural(n, "bin")}; the largest bin, ${o.text(o.counts.indexOf(top))}.`},
     ticks(0, top, 3).map((v) => [sv("line", {class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v)}), sv("text", {x: L - 5, y: Y(v) + 3.5, "text-anchor": "end", text: short(v)})]),
@@ -416,7 +416,7 @@ function drawRanks(s) {
   const ranks = t.ranks.map((rank) => ({rank: rank.rank, padded: sum(cut(rank.padded)), wait: sum(cut(rank.data_wait_s))}));
   const most = Math.max(1, ...ranks.map((k) => k.padded)), all = sum(cut(t.rank_busiest));
   panel("ranks", [
-    lead("Where the time of ", r ? "the selected " : "all ", unit + "s went: ", kinds.map(([name, list], k) => [k ? ", " : "", name + " ", b(share(sum(cut(list)) / total))]), "."),
+    kinds.length > 1 && lead("Where the time of ", r ? "the selected " : "all ", unit + "s went: ", kinds.map(([name, list], k) => [k ? ", " : "", name + " ", b(share(sum(cut(list)) / total))]), "."),
     chart("time", {title: `Seconds per ${unit}`, now: secs(mean(cut(t.mean.seconds || kinds[0][1]))) + " on average", unit, zero: true, form: secs, wide: true, brush: stepBrush, series: kinds.map(([name, y, c]) => ({name, x: t.last, y, c}))}),
     ranks.length > 1 ? [el("h3", {text: "Tokens computed by each rank"}), lead("The most loaded rank sets the pace: ranks are idle ", b(share(all ? 1 - sum(ranks.map((k) => k.padded)) / ranks.length / all : 0)), " of the computation, by tokens."),
       el("div", {class: "scroll"}, el("table", null, el("thead", null, el("tr", null, ["rank", "", "tokens", "waited for data"].map((head, k) => el("th", {scope: "col", class: k > 1 ? "n" : null, text: head})))),

@@ -1,0 +1,355 @@
+"""Runs are read as they are: sums equal the files, damage is said, nothing is written."""
+
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, NoServer
+from batchwright.events import EventLog, EventTail, read_events
+from batchwright.report.advice import advise
+from batchwright.report.columns import Columns
+from batchwright.report.html import html_report
+from batchwright.report.server import View, bound
+from batchwright.report.summary import RunReader, find_runs, summarise, summarise_plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from stored_run import HOSTILE, column, records, stored_run, write_steps
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHWRIGHT_TOKENS", str(folder / "stores"))
+        return stored_run(folder / "runs" / "stored")
+
+
+def test_sums_and_shares_of_a_summary_are_those_of_the_files(run_dir: Path) -> None:
+    found = summarise(run_dir)
+    steps, calls = records(run_dir, "step"), records(run_dir, "calls")
+    shown = {cell["name"]: cell["value"] for cell in found["strip"]}
+
+    for name in ("tokens", "padded", "seconds", "data_wait_s"):
+        assert found["steps"]["totals"][name] == pytest.approx(column(steps, name))
+    for name in ("sent", "hit", "retry", "failed", "done", "busy_s"):
+        assert found["calls"]["totals"][name] == pytest.approx(column(calls, name))
+    assert shown["useful tokens"] == pytest.approx(
+        column(steps, "tokens") / column(steps, "padded")
+    )
+    assert shown["loss"] == steps[-1]["loss"]
+    assert found["steps"]["newest"]["grad_norm"] == steps[-1]["grad_norm"]
+    busiest = sum(max(step["rank_padded"]) for step in steps)
+    assert shown["rank ullage"] == pytest.approx(1 - column(steps, "padded") / 4 / busiest)
+    ended = column(calls, "done") + column(calls, "failed")
+    assert shown["calls failed"] == pytest.approx(column(calls, "failed") / ended)
+    assert found["calls"]["failed_by"] == {"timeout": column(calls, "failed")}
+    assert found["calls"]["limit_changes"] == len(records(run_dir, "limit"))
+    assert found["evals"]["mean"]["loss"] == pytest.approx(
+        [record["loss"] for record in records(run_dir, "eval")], rel=1e-6
+    )
+    assert found["state"]["name"] == "finished"
+    assert found["notes"] == []
+
+
+def test_the_plan_of_a_summary_is_the_plan_in_the_folder(run_dir: Path) -> None:
+    from batchwright.batching import BatchPlan
+
+    plan, shown = BatchPlan.load(run_dir / "plan"), summarise(run_dir)["plan"]
+    batches = list(plan.iter_epoch(0))
+
+    assert shown["fingerprint"] == plan.fingerprint
+    assert shown["microbatches"] == len(batches)
+    assert shown["useful_tokens"] == sum(batch.token_count for batch in batches)
+    assert shown["padded_tokens"] == sum(batch.padded_tokens for batch in batches)
+    assert sum(shown["histogram"]["samples"]) == 160
+    assert sum(shown["histogram"]["tokens"]) == shown["useful_tokens"]
+    for row in shown["packing"]["rows"]:
+        batch = batches[row["batch"]]
+        first, last = batch.row_offsets[row["row"]], batch.row_offsets[row["row"] + 1]
+        assert row["lengths"] == batch.lengths[first:last].tolist()
+        ids = [shown["packing"]["ids"][item] for item in row["items"]]
+        assert ids == list(batch.samples[first:last])
+    same = next(row for row in shown["budgets"] if row["token_budget"] == 1024)
+    assert same["efficiency"] == pytest.approx(plan.efficiency)
+
+
+def test_rollouts_count_every_turn_and_learn_from_none_without_a_reward(run_dir: Path) -> None:
+    files = sorted((run_dir / "rollouts").glob("*.jsonl"))
+    turns = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    valid = [turn["gain"] for turn in turns if turn["gain"] is not None]
+    found = summarise(run_dir)["rollouts"]
+
+    assert (found["turns"], found["invalid"]) == (len(turns), len(turns) - len(valid))
+    assert found["reasons"] == {"timeout": len(turns) - len(valid)}
+    assert found["mean_reward"] == pytest.approx(np.mean(valid))
+    assert sum(found["histogram"]["counts"]) == len(valid)
+    assert len(found["envs"]) == 6
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=70),
+    st.integers(1, 16),
+)
+def test_points_are_means_of_equal_runs_and_lose_no_value(values: list[Any], points: int) -> None:
+    columns = Columns()
+    for value in values:
+        columns.add({"x": value, "always": 1})
+    width = columns.width(points)
+    runs = [values[k : k + width] for k in range(0, len(values), width)]
+    known = [[v for v in run if v is not None] for run in runs]
+
+    assert len(runs) <= points
+    shown = columns.points(["x"], points) if "x" in columns.names else None
+    if shown:
+        means = [np.nan if mean is None else mean for mean in shown["mean"]["x"]]
+        expected = [np.mean(run) if run else np.nan for run in known]
+        assert means == pytest.approx(expected, rel=1e-5, abs=1e-5, nan_ok=True)
+        assert columns.sums("x", points) == pytest.approx(
+            [sum(run) for run in known], rel=1e-5, abs=1e-4
+        )
+    assert sum(columns.sums("always", points)) == len(values)  # type: ignore[arg-type]
+
+
+def test_a_log_read_in_any_pieces_gives_the_same_records(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        write_steps(log, 1, 25, 2, random.Random(1))
+    for most in (1, 50, 1000, 2**20):
+        tail, found = EventTail(path), []
+        while events := tail.read(most):
+            found += events
+        assert found == list(read_events(path))
+        assert (tail.torn, tail.bad) == (0, [])
+
+
+def test_a_run_read_while_it_grows_equals_one_read_at_its_end(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    draw = random.Random(2)
+    with EventLog(run / "events.jsonl") as log:
+        log.write("start", step=0, steps=30)
+        reader = RunReader(run)
+        for first in range(1, 30, 7):
+            write_steps(log, first, first + 6, 2, draw)
+            while reader.update():
+                pass
+        log.write("stop", step=35, why="done")
+    while reader.update():
+        pass
+    assert reader.summary() == summarise(run)
+
+
+def test_a_resumed_run_shows_each_step_once_and_says_what_was_trained_again(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with EventLog(run / "events.jsonl") as log:
+        log.write("start", step=0, steps=20)
+        write_steps(log, 1, 12, 1, random.Random(0))
+    with EventLog(run / "events.jsonl") as log:
+        log.write("resume", step=10, steps=20)
+        write_steps(log, 11, 20, 1, random.Random(5))
+    found = summarise(run)
+
+    assert found["steps"]["last"] == list(range(1, 21))
+    assert any("2 steps after its checkpoint were trained again" in note for note in found["notes"])
+    assert found["steps"]["t"] == sorted(found["steps"]["t"])
+
+
+def test_damage_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with EventLog(run / "events.jsonl") as log:
+        log.write("start", step=0, steps=20)
+        write_steps(log, 1, 5, 1, random.Random(0))
+        log.write("comet", tail=1)
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'not a record\n{"t":9,"kind":"step","step":6,"lo')
+    (run / "stamp.json").write_text('{"format": 1}')
+    os.utime(run / "events.jsonl", (0, 0))
+    notes = " ".join(summarise(run)["notes"])
+
+    assert summarise(run)["state"]["name"] == "crashed"
+    assert summarise(run)["steps"]["rows"] == 5
+    for said in ("cut off", "line 13", "format 1", "config.toml is missing", "comet"):
+        assert said in notes
+
+
+def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(BadFile, match=r"no events\.jsonl"):
+        summarise(tmp_path)
+    with pytest.raises(MissingFile, match="no folder"):
+        summarise(tmp_path / "nowhere")
+
+
+def test_links_out_of_the_folder_are_not_followed(run_dir: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    root.mkdir()
+    (root / "out").symlink_to(run_dir)
+    inside = root / "deep" / "one"
+    inside.mkdir(parents=True)
+    (inside / "events.jsonl").write_text("")
+    (root / "loop").symlink_to(root)
+    assert set(find_runs(root)) == {"deep/one"}
+
+
+def test_advice_is_given_for_what_it_names_and_not_otherwise(run_dir: Path) -> None:
+    found = summarise(run_dir)
+    said = {advice["panel"] for advice in found["advice"]}
+    assert "rollouts" in said  # a sixth of the turns is invalid
+    assert "ranks" in said  # loads of 512 to 1,024 tokens
+    better = json.loads(json.dumps(found))
+    better["rollouts"]["invalid"] = 0
+    better["steps"]["rank_busiest"] = [
+        sum(loads) / 4
+        for loads in zip(*(r["padded"] for r in found["steps"]["ranks"]), strict=True)
+    ]
+    assert {advice["panel"] for advice in advise(better)} <= said - {"rollouts", "ranks"}
+
+
+def test_a_report_is_one_file_without_foreign_addresses_and_text_stays_text(
+    run_dir: Path,
+) -> None:
+    page = html_report([summarise(run_dir)])
+    assert HOSTILE not in page
+    assert "<img" not in page
+    assert page.count("<script") == 2
+    for scheme in ("http://", "https://"):
+        assert page.replace("http://www.w3.org/2000/svg", "").count(scheme) == 0
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_million_samples_makes_a_small_report(tmp_path: Path) -> None:
+    from batchwright.batching import BatchingConfig, BatchPlanBuilder
+
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.lognormal(5, 1, 1_000_000).astype(np.int64) + 1, 2048)
+    BatchPlanBuilder(lengths, BatchingConfig(layout="sorted")).build().save(tmp_path / "plan")
+    summary = summarise_plan(tmp_path / "plan")
+    assert sum(summary["plan"]["histogram"]["samples"]) == 1_000_000
+    assert len(html_report([summary])) < 2_000_000
+
+
+def asked(run_dir: Path, *requests: dict[str, Any], **view: Any) -> list[tuple[int, str, Any]]:
+    """Status, body and headers of requests to a server over the folder of the run."""
+
+    async def main() -> list[tuple[int, str, Any]]:
+        from aiohttp import web
+
+        listening = bound("127.0.0.1", 0, None)
+        port = listening.getsockname()[1]
+        app = View(run_dir.parent, hosts=frozenset({f"127.0.0.1:{port}"}), **view).app
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.SockSite(runner, listening).start()
+        answers = []
+        jar = aiohttp.DummyCookieJar()
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", cookie_jar=jar) as client:
+            for request in requests:
+                given = {"method": "GET", "allow_redirects": False, **request}
+                async with client.request(given.pop("method"), given.pop("url"), **given) as answer:
+                    body = "" if "event-stream" in answer.content_type else await answer.text()
+                    answers.append((answer.status, body, answer.headers))
+        await runner.cleanup()
+        return answers
+
+    return asyncio.run(main())
+
+
+def test_the_server_reads_only_what_it_lists_and_says_so(run_dir: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    answers = asked(
+        run_dir,
+        {"url": "/"},
+        {"url": "/api/runs"},
+        {"url": "/api/events?run=stored"},
+        {"url": "/api/sample?run=stored&item=0"},
+        {"url": "/api/events?run=../runs/stored"},
+        {"url": "/api/events?run=/etc"},
+        {"url": "/page.js/../../../etc/passwd"},
+        {"url": "/api/sample?run=stored&item=-1"},
+        {"url": "/", "method": "POST"},
+        {"url": "/", "headers": {"Host": "evil.example"}},
+        {"url": "/", "headers": {"Host": "127.0.0.1.evil.example:80"}},
+    )
+    statuses = [status for status, _, _ in answers]
+    assert statuses == [200, 200, 200, 200, 404, 404, 404, 400, 405, 403, 403]
+    assert json.loads(answers[1][1]) == {"runs": [{"key": "stored", "name": "stored"}]}
+    assert json.loads(answers[3][1])["id"] == "s0"
+    for status, body, headers in answers:
+        assert "default-src 'none'" in headers["Content-Security-Policy"]
+        if status >= 400:
+            assert json.loads(body)["error"]
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == before
+
+
+def test_with_a_token_nothing_is_served_without_it(run_dir: Path) -> None:
+    token = "k" * 20
+    cookie = {"Cookie": f"batchwright_view={token}"}
+    answers = asked(
+        run_dir,
+        {"url": "/"},
+        {"url": "/api/runs"},
+        {"url": "/?token=wrong"},
+        {"url": f"/?token={token}"},
+        {"url": "/api/runs", "headers": cookie},
+        token=token,
+    )
+    assert [status for status, _, _ in answers] == [401, 401, 401, 303, 200]
+    assert "HttpOnly" in answers[3][2]["Set-Cookie"]
+
+
+def test_an_address_that_others_reach_needs_a_token_and_a_taken_port_is_named() -> None:
+    with pytest.raises(ConfigError, match="not a loopback address"):
+        bound("0.0.0.0", 0, None)
+    with pytest.raises(ConfigError, match="at least 16 characters"):
+        bound("0.0.0.0", 0, "short")
+    with pytest.raises(ConfigError, match="IP address"):
+        bound("example.org", 0, None)
+    with bound("127.0.0.1", 0, None) as taken, pytest.raises(NoServer, match="in use"):
+        bound("127.0.0.1", taken.getsockname()[1], None)
+
+
+def test_report_writes_text_json_html_and_pictures(run_dir: Path, tmp_path: Path, run: Any) -> None:
+    page, pictures = tmp_path / "run.html", tmp_path / "figures"
+    said = run(f"report {run_dir} --html {page} --png {pictures}", tmp_path)
+    assert said.code == 0, said.err
+    assert "useful tokens" in said.out
+    assert "advice:" in said.out
+    assert page.read_text().startswith("<!doctype html>")
+    assert {"loss.png", "packing.png", "calls_latency.png"} <= {p.name for p in pictures.iterdir()}
+    data = run(f"report {run_dir} --format json", tmp_path).data
+    assert data["steps"]["totals"]["tokens"] == column(records(run_dir, "step"), "tokens")
+    own = tmp_path / "mine.txt"
+    own.write_text("mine")
+    refused = run(f"report {run_dir} --html {own}", tmp_path)
+    assert refused.code == 1
+    assert own.read_text() == "mine"
+
+
+def test_every_error_of_reading_a_run_is_ours(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "events.jsonl").write_bytes(b"\xff\xfe\n{}\n[]\nnull\n" + b"x" * 100)
+    (run / "stamp.json").write_text("[1]")
+    (run / "config.toml").write_text("= =")
+    (run / "plan").mkdir()
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "000001.jsonl").write_text('{"env": 1}\nnull\n')
+    try:
+        found = summarise(run)
+    except BatchwrightError as error:
+        pytest.fail(f"a damaged run is shown, not refused: {error}")
+    assert len(found["notes"]) >= 4

@@ -1,0 +1,296 @@
+"""The page in a real browser: figures equal the files, updates arrive, text stays text.
+
+Screenshots for the documentation are made here, with BATCHWRIGHT_SCREENSHOTS=docs/assets.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from batchwright.events import EventLog
+from batchwright.report.html import write_html
+from batchwright.report.summary import summarise
+from conftest import COMMAND
+from stored_run import HOSTILE, column, records, stored_run, write_steps
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+PATIENCE_MS = 120_000
+VIEWPORT = {"width": 1280, "height": 900}
+
+pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed; make chromium"),
+    # One browser and one server for the module.
+    pytest.mark.xdist_group("view"),
+]
+
+
+@dataclass
+class Seen:
+    """What went wrong in a page, and what it asked for."""
+
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("view")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHWRIGHT_TOKENS", str(folder / "stores"))
+        stored_run(folder / "runs" / "packed", ranks=4)
+        stored_run(folder / "runs" / "bucketed", steps=30, layout="bucketed")
+    live = folder / "runs" / "live"
+    live.mkdir()
+    (live / "events.jsonl").touch()
+    return folder / "runs"
+
+
+@pytest.fixture(scope="module")
+def url(runs: Path) -> Iterator[str]:
+    """The command itself, serving the runs."""
+    command = [COMMAND, "view", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+            assert found, line
+            yield found[0]
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=list(ARGUMENTS))
+        yield started
+        started.close()
+
+
+def opened(browser: Any, url: str, ready: str = "yes", **options: Any) -> tuple[Any, Seen]:
+    context = browser.new_context(**{"viewport": VIEWPORT, "reduced_motion": "reduce", **options})
+    page, seen = context.new_page(), Seen()
+    page.set_default_timeout(PATIENCE_MS)
+    page.on("console", lambda m: seen.errors.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: seen.errors.append(str(error)))
+    page.on("request", lambda request: seen.requests.append(request.url))
+    page.on("dialog", lambda dialog: seen.errors.append(f"dialog {dialog.message}"))
+    page.goto(url)
+    page.wait_for_selector(f"body[data-ready={ready}]")
+    return page, seen
+
+
+def figure(page: Any, name: str) -> str:
+    return str(page.locator(f'[data-figure="{name}"]').inner_text())
+
+
+def says(page: Any, where: str, text: str) -> None:
+    """Wait until a part of the page has a text; the page's policy lets no test evaluate words."""
+    page.locator(where).filter(has_text=text).wait_for()
+
+
+def share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def whole(value: float) -> str:
+    return f"{round(value):,}"
+
+
+def photographed(page: Any, name: str) -> None:
+    if folder := os.environ.get("BATCHWRIGHT_SCREENSHOTS"):
+        page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
+        page.wait_for_timeout(150)
+        page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)
+
+
+def test_every_panel_shows_the_numbers_of_the_files(browser: Any, runs: Path, url: str) -> None:
+    page, seen = opened(browser, f"{url}?run=packed")
+    run = runs / "packed"
+    steps, calls = records(run, "step"), records(run, "calls")
+    useful = column(steps, "tokens") / column(steps, "padded")
+    ended = column(calls, "done") + column(calls, "failed")
+    texts = {
+        name: page.locator(f"#{name}").inner_text()
+        for name in ("plan", "packing", "steps", "ranks", "rollouts", "calls", "state", "advice")
+    }
+
+    assert figure(page, "useful tokens") == share(useful)
+    assert figure(page, "token ullage") == share(1 - useful)
+    waited = column(steps, "data_wait_s") / column(steps, "seconds")
+    assert figure(page, "data wait") == share(waited)
+    assert figure(page, "calls failed") == share(column(calls, "failed") / ended)
+    assert figure(page, "cache hits") == share(column(calls, "hit") / ended)
+    assert float(figure(page, "loss")) == pytest.approx(steps[-1]["loss"], rel=1e-3)
+    assert "finished" in texts["state"]
+    assert "step 40 of 40" in texts["state"]
+    manifest = json.loads((run / "plan" / "manifest.json").read_text())
+    assert f"{manifest['counts']['samples']:,} samples" in texts["plan"]
+    assert f"{manifest['counts']['planned_tokens']:,} tokens" in texts["plan"]
+    assert "40 steps recorded" in texts["steps"]
+    ranks = [whole(sum(step["rank_padded"][k] for step in steps)) for k in range(4)]
+    assert all(tokens in texts["ranks"] for tokens in ranks)
+    assert f"{whole(column(calls, 'done'))} answered" in texts["calls"]
+    assert f"{whole(column(calls, 'failed'))} failed" in texts["calls"]
+    assert "12 episodes, 24 turns, 4 of them invalid (timeout 4)" in texts["rollouts"]
+    assert "16.7% of the turns are invalid" in texts["advice"]
+    # The table of a chart has every point of it.
+    page.locator("#steps details summary").first.click()
+    cells = page.locator("#steps details").first.locator("tbody tr")
+    assert cells.count() == 40
+    assert float(cells.nth(4).locator("td").nth(1).inner_text()) == pytest.approx(
+        steps[4]["loss"], rel=1e-3
+    )
+    photographed(page, "view")
+    assert seen.errors == []
+    assert all(request.startswith(url) for request in seen.requests)
+    page.context.close()
+
+
+def test_a_selection_of_steps_is_followed_by_all_panels(browser: Any, runs: Path, url: str) -> None:
+    page, seen = opened(browser, f"{url}?run=packed")
+    chosen = records(runs / "packed", "step")[9:20]
+    page.locator('[data-key="brush-from"]').fill("9")
+    page.locator('[data-key="brush-to"]').fill("19")
+    says(page, "#brush", "steps 10 to 20")
+
+    assert figure(page, "useful tokens") == share(
+        column(chosen, "tokens") / column(chosen, "padded")
+    )
+    ranks = [whole(sum(step["rank_padded"][k] for step in chosen)) for k in range(4)]
+    text = page.locator("#ranks").inner_text()
+    assert all(tokens in text for tokens in ranks)
+    before, last = records(runs / "packed", "step")[8]["t"], chosen[-1]["t"]
+    calls = [one for one in records(runs / "packed", "calls") if before < one["t"] <= last]
+    done = column(calls, "done")
+    assert f"{whole(done)} answered" in page.locator("#calls").inner_text()
+    page.keyboard.press("Escape")
+    assert "All steps" in page.locator("#brush").inner_text()
+    # Dragging over a chart selects as well.
+    page.locator('[data-key="m-loss"]').scroll_into_view_if_needed()
+    box = page.locator('[data-key="m-loss"]').bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + 40, steps=3)
+    page.mouse.up()
+    assert "Selected" in page.locator("#brush").inner_text()
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_hostile_text_is_shown_as_text(browser: Any, url: str) -> None:
+    page, seen = opened(browser, f"{url}?run=packed")
+    page.locator("#calls details summary").last.click()
+    assert HOSTILE in page.locator("#calls").text_content()
+    page.locator('[data-key="search"]').fill("question 0")
+    page.locator("#rollouts tr.open-row").first.click()
+    assert HOSTILE in page.locator(".turns").text_content()
+    page.locator('[data-key="search"]').fill("question 3")
+    page.locator("#rollouts tr.open-row").first.click()
+    assert page.locator(".turns li.invalid").count() == 2
+    canvas = page.locator('[data-key="packing-canvas"]')
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#sample pre")
+    assert "word word" in page.locator("#sample pre").text_content()
+    assert page.locator("img").count() == 0
+    assert "owned" not in page.title()
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_new_records_and_the_end_of_a_run_arrive_by_themselves(
+    browser: Any, runs: Path, url: str
+) -> None:
+    page, seen = opened(browser, f"{url}?run=live")
+    draw = random.Random(3)
+    with EventLog(runs / "live" / "events.jsonl") as log:
+        log.write("start", step=0, steps=9)
+        write_steps(log, 1, 4, 1, draw)
+        says(page, "#state", "step 4 of 9")
+        assert "live" in page.locator("#state").inner_text()
+        write_steps(log, 5, 9, 1, draw)
+        log.write("stop", step=9, why="done")
+    says(page, "#state", "finished")
+    steps = records(runs / "live", "step")
+    assert figure(page, "useful tokens") == share(column(steps, "tokens") / column(steps, "padded"))
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_the_report_is_the_same_page_from_disk_and_asks_for_nothing(
+    browser: Any, runs: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    write_html(path, [summarise(runs / "bucketed"), summarise(runs / "packed")])
+    page, seen = opened(browser, path.as_uri(), color_scheme="dark")
+
+    both = {}
+    for name in ("bucketed", "packed"):
+        steps = records(runs / name, "step")
+        both[name] = share(column(steps, "tokens") / column(steps, "padded"))
+    assert figure(page, "useful tokens") == both["bucketed"]
+    assert f"packed: {both['packed']}" in page.locator("#strip").inner_text()
+    assert page.locator("#steps path.curve.c2").count() > 0
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    photographed(page, "report-dark")
+    assert seen.requests == [path.as_uri()]
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_the_page_fits_a_phone_and_speaks_to_screen_readers(
+    browser: Any, runs: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.html"
+    write_html(path, [summarise(runs / "packed")])
+    phone = {"width": 390, "height": 844}
+    page, seen = opened(browser, path.as_uri(), viewport=phone, color_scheme="light")
+
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    unnamed = page.evaluate(
+        """[...document.querySelectorAll('button, a, input, select, canvas, svg[role=img]')]
+        .filter((e) => !(e.getAttribute('aria-label') || e.textContent.trim() || e.labels?.length))
+        .map((e) => e.outerHTML.slice(0, 80))"""
+    )
+    assert unnamed == []
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map((e) => e.id)")
+    assert len(ids) == len(set(ids))
+    levels = page.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3')].map((e) => Number(e.tagName[1]))"
+    )
+    assert levels[0] == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    for key, panel in zip(
+        "123456", ("plan", "packing", "steps", "ranks", "rollouts", "calls"), strict=True
+    ):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.id") == panel
+    photographed(page, "report-phone")
+    page.keyboard.press("d")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert seen.errors == []
+    page.context.close()
