@@ -608,6 +608,6 @@ def test_the_help_of_a_list_of_commands_is_the_first_line_of_the_command_itself(
     listed += [(app["train"][name], text) for name, (_, text) in TRAINERS.items()]
     functions = [(one.default_command, text) for one, text in listed if one.default_command]
 
-    assert len(functions) == 8
+    assert len(functions) == 10
     for function, text in functions:
         assert (function.__doc__ or "").splitlines()[0] == text

@@ -43,6 +43,7 @@ PAGES = [
 ]
 NEEDS_MORE_THAN_A_FOLDER = (
     *("hf:", "--install-completion", "calls simulate", "serve", "--gym-port", "reasoning-gym"),
+    "batchwright view",
 )
 # test_cli.py runs the whole demo; the guides need only the lengths it leaves, see `workshop`.
 TESTED_ELSEWHERE = ("batchwright demo",)

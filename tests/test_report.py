@@ -242,6 +242,19 @@ def test_the_plan_of_a_million_samples_makes_a_small_report(tmp_path: Path) -> N
     assert len(html_report([summary])) < 2_000_000
 
 
+def test_a_notebook_shows_the_rows_of_a_plan_and_escapes_what_it_holds() -> None:
+    from batchwright.batching import BatchingConfig, BatchPlanBuilder
+
+    lengths = {f"<b>{k}": 10 + k % 50 for k in range(100)}
+    plan = BatchPlanBuilder(lengths, BatchingConfig(layout="packed", token_budget=512)).build()
+    shown = plan._repr_html_()
+    first = [plan.batch(0, k) for k in range(plan.num_microbatches())][:24]
+    assert "100 samples" in shown
+    assert "<b>" not in shown
+    blocks = sum(len(batch.items) for batch in first) + sum(batch.batch_size for batch in first)
+    assert shown.count("<rect") == blocks
+
+
 def asked(run_dir: Path, *requests: dict[str, Any], **view: Any) -> list[tuple[int, str, Any]]:
     """Status, body and headers of requests to a server over the folder of the run."""
 

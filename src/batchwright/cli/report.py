@@ -23,7 +23,7 @@ def report(
     force: Force = False,
     format: Format = "text",
 ) -> None:
-    """Say how full batches, call slots and environments were, and what to change."""
+    """Show how full batches, calls and environments were: text, JSON, HTML or pictures."""
     from batchwright.files import check_apart, check_output
     from batchwright.report.html import PAGE, with_texts, write_html
     from batchwright.report.summary import summarise

@@ -23,7 +23,7 @@ def view(
     port: Port = 7331,
     host: Host = "127.0.0.1",
 ) -> None:
-    """Show runs in a browser, live: are batches, call slots and environments full? Only reads."""
+    """Show runs in a browser, live: are batches, calls and environments full? Only reads."""
     from batchwright.report.summary import find_runs
 
     if not runs.is_dir():

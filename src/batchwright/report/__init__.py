@@ -1,6 +1,25 @@
-"""Everything that is for looking at: terminal text, pictures, pages.
+"""Everything that is for looking at: summaries of runs, advice, the page, text and pictures.
 
-Import the module you need: `batchwright.report.text` needs nothing, `figures` needs matplotlib.
+Reads run directories and writes only what it is asked to write. `batchwright.report.text` needs
+nothing, `figures` needs matplotlib.
 """
 
-__all__: list[str] = []
+from batchwright.lazy import lazy_names
+
+__all__ = [
+    "Advice",
+    "RunReader",
+    "advise",
+    "find_runs",
+    "html_report",
+    "summarise",
+    "summarise_plan",
+    "write_html",
+]
+
+__getattr__ = lazy_names(
+    __name__,
+    "batchwright.report.summary",
+    "batchwright.report.advice",
+    "batchwright.report.html",
+)

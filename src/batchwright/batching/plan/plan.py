@@ -38,6 +38,7 @@ from batchwright.batching.plan.shards import (
     Shard,
     balance,
 )
+from batchwright.batching.plan.strip import strip_html
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.errors import BadFile, ConfigError, Mismatch, UnknownSample
@@ -530,6 +531,11 @@ class BatchPlan:
             f"{self.efficiency:.1%} useful, {self.config.layout}{part}, "
             f"seed={self.config.seed}, id={self.fingerprint[:8]})"
         )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the line of `repr` and the first packed or padded rows."""
+        count = self.num_microbatches(0)
+        return strip_html(repr(self), (self.batch(0, k) for k in range(count)))
 
 
 def shard_batch_plan(
