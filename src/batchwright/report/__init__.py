@@ -4,6 +4,8 @@ Reads run directories and writes only what it is asked to write. `batchwright.re
 nothing, `figures` needs matplotlib.
 """
 
+from typing import TYPE_CHECKING
+
 from batchwright.lazy import lazy_names
 
 __all__ = [
@@ -17,9 +19,14 @@ __all__ = [
     "write_html",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    "batchwright.report.summary",
-    "batchwright.report.advice",
-    "batchwright.report.html",
-)
+if TYPE_CHECKING:
+    from batchwright.report.advice import Advice, advise
+    from batchwright.report.html import html_report, write_html
+    from batchwright.report.summary import RunReader, find_runs, summarise, summarise_plan
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        "batchwright.report.summary",
+        "batchwright.report.advice",
+        "batchwright.report.html",
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 from batchwright.report.text import percent, seconds
 
-__all__ = ["RULES", "Advice", "advise"]
+__all__ = ["Advice", "advise"]
 
 Summary = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ def advise(summary: Summary) -> list[dict[str, str]]:
     return [asdict(found) for rule in RULES for found in rule(summary)]
 
 
-def ended_early(summary: Summary) -> Iterator[Advice]:
+def _ended_early(summary: Summary) -> Iterator[Advice]:
     if summary["state"]["name"] in ("crashed", "stopped") and summary["kind"] not in (
         "calls",
         "gym",
@@ -39,7 +39,7 @@ def ended_early(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def padding(summary: Summary) -> Iterator[Advice]:
+def _padding(summary: Summary) -> Iterator[Advice]:
     """Another layout computes far fewer tokens for the same samples."""
     plan = summary["plan"]
     if not plan or not plan["layouts"]:
@@ -54,7 +54,7 @@ def padding(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def skipped(summary: Summary) -> Iterator[Advice]:
+def _skipped(summary: Summary) -> Iterator[Advice]:
     plan = summary["plan"]
     if plan and plan["skipped"]:
         yield Advice(
@@ -65,7 +65,7 @@ def skipped(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def data_wait(summary: Summary) -> Iterator[Advice]:
+def _data_wait(summary: Summary) -> Iterator[Advice]:
     totals = (summary["steps"] or {}).get("totals", {})
     if not totals.get("seconds") or "data_wait_s" not in totals:
         return
@@ -79,7 +79,7 @@ def data_wait(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def rank_balance(summary: Summary) -> Iterator[Advice]:
+def _rank_balance(summary: Summary) -> Iterator[Advice]:
     steps = summary["steps"]
     if not steps or len(steps["ranks"]) < 2:
         return
@@ -96,7 +96,7 @@ def rank_balance(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def calls_failing(summary: Summary) -> Iterator[Advice]:
+def _calls_failing(summary: Summary) -> Iterator[Advice]:
     totals = (summary["calls"] or {}).get("totals", {})
     ended = totals.get("done", 0) + totals.get("failed", 0)
     if ended and totals.get("failed", 0) / ended > 0.02:
@@ -109,7 +109,7 @@ def calls_failing(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def rejected(summary: Summary) -> Iterator[Advice]:
+def _rejected(summary: Summary) -> Iterator[Advice]:
     calls = summary["calls"]
     cuts = sum(n for why, n in (calls or {}).get("reasons", {}).items() if "429" in why)
     if calls and cuts >= 5 and cuts > calls["limit_changes"] / 4:
@@ -121,7 +121,7 @@ def rejected(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def slots_empty(summary: Summary) -> Iterator[Advice]:
+def _slots_empty(summary: Summary) -> Iterator[Advice]:
     totals = (summary["calls"] or {}).get("totals", {})
     if totals.get("room_s", 0) < 10 or totals.get("sent", 0) < 100:
         return
@@ -134,7 +134,7 @@ def slots_empty(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def invalid_turns(summary: Summary) -> Iterator[Advice]:
+def _invalid_turns(summary: Summary) -> Iterator[Advice]:
     rollouts = summary["rollouts"]
     if rollouts and rollouts["invalid"] / rollouts["turns"] > 0.05:
         why = next(iter(rollouts["reasons"]), "")
@@ -146,7 +146,7 @@ def invalid_turns(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def policy_moves(summary: Summary) -> Iterator[Advice]:
+def _policy_moves(summary: Summary) -> Iterator[Advice]:
     newest = (summary["steps"] or {}).get("newest", {})
     kl = newest.get("losses/approx_kl")
     if kl is not None and kl > 0.05:
@@ -157,7 +157,7 @@ def policy_moves(summary: Summary) -> Iterator[Advice]:
         )
 
 
-def loss_rises(summary: Summary) -> Iterator[Advice]:
+def _loss_rises(summary: Summary) -> Iterator[Advice]:
     steps = summary["steps"]
     loss = [v for v in (steps or {}).get("mean", {}).get("loss", []) if v is not None]
     tenth = len(loss) // 10
@@ -171,7 +171,7 @@ def loss_rises(summary: Summary) -> Iterator[Advice]:
             )
 
 
-def overfits(summary: Summary) -> Iterator[Advice]:
+def _overfits(summary: Summary) -> Iterator[Advice]:
     evals = summary["evals"]
     loss = [v for v in (evals or {}).get("mean", {}).get("loss", []) if v is not None]
     if len(loss) >= 3 and loss[-1] > 1.05 * min(loss):
@@ -183,6 +183,6 @@ def overfits(summary: Summary) -> Iterator[Advice]:
 
 
 RULES: tuple[Callable[[Summary], Iterator[Advice]], ...] = (
-    *(ended_early, padding, skipped, data_wait, rank_balance, calls_failing, rejected),
-    *(slots_empty, invalid_turns, policy_moves, loss_rises, overfits),
+    *(_ended_early, _padding, _skipped, _data_wait, _rank_balance, _calls_failing, _rejected),
+    *(_slots_empty, _invalid_turns, _policy_moves, _loss_rises, _overfits),
 )
