@@ -30,7 +30,9 @@ COMMANDS = {
     "demo": "Go from rows to verified, sharded batch plans, showing every command on the way.",
     "serve": "Serve a model with llama.cpp until Ctrl-C: chat, completions, /health, /metrics.",
     "doctor": "Check versions, extras, disk, clock, ranks and a timed run of the packing kernels.",
-    "prove": "Prove a query from facts and rules: answers by all evidence for them, each with its proof.",
+    "prove": (
+        "Prove a query from facts and rules: answers by all evidence for them, each with its proof."
+    ),
 }
 """Every command with its help; its module, of the same name, is imported when it is typed."""
 
