@@ -25,12 +25,19 @@ class Columns:
 
     def add(self, fields: Mapping[str, Any]) -> None:
         """Append a record; of its fields, numbers and lists of numbers are kept."""
+        columns, rows = self._columns, self.rows
         for name, value in fields.items():
-            if isinstance(value, list):
+            kind = type(value)
+            if kind is float or kind is int:
+                # Nearly all values: a column that has one of every record so far.
+                column = columns.get(name)
+                if column is not None and len(column) == rows:
+                    column.append(value)
+                else:
+                    self._put(name, value)
+            elif kind is list:
                 for k, one in enumerate(value):
                     self._put(f"{name}.{k}", one)
-            else:
-                self._put(name, value)
         self.rows += 1
 
     def _put(self, name: str, value: Any) -> None:
