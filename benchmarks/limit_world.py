@@ -1,14 +1,14 @@
 """Model servers and an always hungry client in virtual time, for judging concurrency limits.
 
-A call is a piece of work whose size is drawn from a lognormal distribution of mean `latency_s`. A
-server works on its calls side by side; what tells the four kinds apart is what happens around the
+A call is a piece of work whose size is drawn from a distribution of mean `latency_s`. A server
+works on its calls side by side; what tells the four kinds apart is what happens around the
 knee K:
 
     queue    K at a time, the others wait in line
     reject   K at a time, the others are refused at once, with Retry-After
-    thrash   all at once, but above K every one of n calls is slowed down by (n / K) ** 1.5
-    batch    each of n <= K calls is slowed down to 0.4 + 0.6 n / K of the full batch's pace;
-             the others wait in line
+    thrash   all at once, but above K every one of n calls is slowed down by (n / K) ** `power`
+    batch    each of n <= K calls is slowed down to b + (1 - b) n / K of the full batch's pace with
+             b the `base`; the others wait in line
 
 The client starts a call whenever the limit allows one. Nothing here looks at a clock or sleeps:
 6000 calls take about 0.1 s, and the same arguments give the same numbers on every machine.
@@ -18,13 +18,17 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
 
 from batchwright.calls.limit import Limit
 from batchwright.calls.simulator.service import ServerKind
 from batchwright.rng import stream
 
-__all__ = ["KINDS", "Oracle", "Run", "World", "oracle_seconds", "run"]
+__all__ = ["KINDS", "Law", "Oracle", "Run", "World", "oracle_seconds", "run"]
 
+Law = Literal["lognormal", "gamma", "uniform", "bimodal"]
 KINDS: tuple[ServerKind, ...] = ("queue", "reject", "thrash", "batch")
 
 
@@ -48,6 +52,40 @@ class World:
     0: it has them all from the beginning."""
     paced_at_start: bool = False
     """Whether a call keeps the pace of the moment it began at, or follows the load."""
+    law: Law = "lognormal"
+    """The distribution of the work; `sigma` is its coefficient of variation but for lognormal."""
+    power: float = 1.5
+    base: float = 0.4
+    drift: float = 0.0
+    """Standard deviation of the server's own slow changes of pace, on the logarithmic scale."""
+    deadline_s: float = math.inf
+    """A call that is not answered by then leaves, and is lost."""
+
+    def works(self) -> tuple[list[float], list[float]]:
+        """The work of each call in seconds, and uniform draws."""
+        draws = stream(self.seed, "limit world", round(1000 * self.sigma))
+        n, cv = self.calls, self.sigma
+        normal = draws.standard_normal(n)
+        jitter = draws.random(4096).tolist()
+        if self.law == "lognormal":
+            sizes = np.exp(cv * normal - cv**2 / 2)
+        elif self.law == "gamma":
+            sizes = draws.gamma(1 / cv**2, cv**2, n)
+        elif self.law == "uniform":
+            sizes = 1 + min(1.0, cv) * (2 * draws.random(n) - 1)
+        else:  # few long ones among many short ones
+            rare = 0.1
+            long = 1 + cv * math.sqrt((1 - rare) / rare)
+            short = max(0.05, 1 - cv * math.sqrt(rare / (1 - rare)))
+            sizes = np.where(draws.random(n) < rare, long, short)
+            sizes /= rare * long + (1 - rare) * short
+        if self.drift:
+            # An autoregression that forgets within some hundred calls.
+            steps, pace = draws.standard_normal(n), 0.0
+            for i in range(n):
+                pace = 0.995 * pace + self.drift * 0.1 * steps[i]
+                sizes[i] *= math.exp(pace)
+        return (self.latency_s * sizes).tolist(), jitter
 
     def knee(self, done: int) -> int:
         return self.knees[min(len(self.knees) - 1, done * len(self.knees) // self.calls)]
@@ -59,6 +97,8 @@ class Run:
 
     seconds: float = 0.0
     rejects: int = 0
+    lost: int = 0
+    """Calls that missed their deadline."""
     seconds_in_flight: float = 0.0
     limits: list[tuple[int, int]] = field(default_factory=list)
     """(calls done, limit) at every change."""
@@ -95,6 +135,8 @@ class _Server:
         self.pace = 1.0
         self.active: list[tuple[float, int, float]] = []  # (worked when finished, call, started)
         self.line: deque[tuple[int, float, float]] = deque()
+        self.working: set[int] = set()
+        self.gone: set[int] = set()  # they left, and are skipped when their turn comes
 
     def forward(self, now: float) -> None:
         self.worked += (now - self.now) * self.pace
@@ -103,15 +145,15 @@ class _Server:
     def slowness(self, n: int) -> float:
         over = n / self.knee
         if self.world.kind == "thrash":
-            return max(1.0, over) ** 1.5
+            return float(max(1.0, over) ** self.world.power)
         if self.world.kind == "batch":
             # Above the knee only while it shrinks: the calls at work are not thrown out.
-            return max(0.4 + 0.6 * over, over)
+            return max(self.world.base + (1 - self.world.base) * over, over)
         return 1.0
 
     def admit(self, call: int, work: float, started: float) -> bool:
         """Take a call up, into the line or to work; False if it is refused."""
-        full = self.world.kind != "thrash" and len(self.active) >= self.knee
+        full = self.world.kind != "thrash" and len(self.working) >= self.knee
         if full and self.world.kind == "reject":
             return False
         if full:
@@ -122,43 +164,52 @@ class _Server:
 
     def _begin(self, call: int, work: float, started: float) -> None:
         if self.world.paced_at_start:
-            work *= self.slowness(len(self.active) + 1)
+            work *= self.slowness(len(self.working) + 1)
+        self.working.add(call)
         heapq.heappush(self.active, (self.worked + work, call, started))
         self._repace()
 
     def _repace(self) -> None:
-        n = len(self.active)
+        n = len(self.working)
         self.pace = 1.0 if self.world.paced_at_start or not n else 1.0 / self.slowness(n)
 
     def next_end(self) -> float:
+        while self.active and self.active[0][1] in self.gone:
+            heapq.heappop(self.active)
         if not self.active:
             return math.inf
         return self.now + max(0.0, self.active[0][0] - self.worked) / self.pace
 
     def finish(self) -> tuple[int, float]:
         self.worked, call, started = heapq.heappop(self.active)
+        self.working.remove(call)
         self.fill()
         return call, started
 
+    def leave(self, call: int) -> None:
+        """A client that gave up."""
+        self.gone.add(call)
+        self.working.discard(call)
+        self.fill()
+
     def fill(self) -> None:
-        while self.line and len(self.active) < self.knee:
-            self._begin(*self.line.popleft())
+        while self.line and len(self.working) < self.knee:
+            following = self.line.popleft()
+            if following[0] not in self.gone:
+                self._begin(*following)
         self._repace()
 
 
 def run(world: World, limit: "Limit | Oracle") -> Run:
     """Make all calls of `world` under `limit`, as fast as it allows."""
-    draws = stream(world.seed, "limit world", round(1000 * world.sigma))
-    normal = draws.standard_normal(world.calls)
-    works = [
-        world.latency_s * math.exp(world.sigma * float(z) - world.sigma**2 / 2) for z in normal
-    ]
-    jitter = draws.random(4096).tolist()
+    works, jitter = world.works()
     server = _Server(world)
     wave = world.wave or world.calls
     waiting = deque(range(wave))
     refused: list[tuple[float, int]] = []  # on their way back to the client
     later: list[tuple[float, int]] = []  # waiting for their next try
+    deadlines: deque[tuple[float, int]] = deque()
+    ended: set[int] = set()
     result = Run()
     now, done, in_flight, shown = 0.0, 0, 0, -1
     while done < world.calls:
@@ -170,6 +221,8 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
         if waiting and in_flight + held < allowed and now >= limit.pause_until:
             call = waiting.popleft()
             in_flight += 1
+            if world.deadline_s < math.inf:
+                deadlines.append((now + world.deadline_s, call))
             if not server.admit(call, works[call], now):
                 heapq.heappush(refused, (now + 0.02 * world.latency_s, call))
             continue
@@ -177,11 +230,25 @@ def run(world: World, limit: "Limit | Oracle") -> Run:
         back = refused[0][0] if refused else math.inf
         again = later[0][0] if later else math.inf
         resume = limit.pause_until if waiting and limit.pause_until > now else math.inf
-        before, now = now, min(end, back, again, resume)
+        while deadlines and deadlines[0][1] in ended:
+            deadlines.popleft()
+        late = deadlines[0][0] if deadlines else math.inf
+        before, now = now, min(end, back, again, resume, late)
         result.seconds_in_flight += in_flight * (now - before)
         server.forward(now)
-        if now == end:
+        if now == late and late < end:
+            _, call = deadlines.popleft()
+            ended.add(call)
+            server.leave(call)
+            result.lost += 1
+            done += 1
+            limit.on_done(now, world.deadline_s, in_flight, False)
+            in_flight -= 1
+            if done % wave == 0:
+                waiting.extend(range(done, min(done + wave, world.calls)))
+        elif now == end:
             call, started = server.finish()
+            ended.add(call)
             done += 1
             knee = world.knee(done)
             if knee != server.knee:

@@ -25,6 +25,7 @@ from batchwright.calls.engine.engine import Engine, Rules
 from batchwright.calls.engine.retry import Retry
 from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, Stream, check
+from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.limit.fixed import Limit
 from batchwright.calls.loop import Background, background, forgets_after_fork, unforked
 from batchwright.calls.outcome import Outcome
@@ -45,17 +46,19 @@ class Pool:
     """Calls to one or several endpoints, with as many in flight as they sustain.
 
     Every request ends as exactly one outcome, in order: `Done`, or `Failed` with its kind, within
-    `deadline_s` seconds of its first try, retries and waits included. A request that cannot be
-    sent at all fails once nothing has come back for `deadline_s`. With a `cache` a response is on
+    `deadline_s` seconds of its first try, retries and waits included. A try that hangs while calls
+    sent later are answered is cut off earlier and made again, elsewhere if possible. A request that
+    cannot be sent at all fails once nothing has come back for `deadline_s`, or for a minute if the
+    server cannot be reached. With a `cache` a response is on
     disk before the caller has it, equal exact requests are made once, in this process and in all
     that share the file, and a run that was killed resumes where it was.
 
-    `limit` is the number of calls in flight for each endpoint: a number, an object of
-    `batchwright.calls.limit`, or "auto", which finds it and starts from it in the next run
-    (unless `remember` is False). `rpm` and `tpm` hold for each endpoint and all processes of this
-    user. `prices` are dollars for a million tokens, (prompt, completion) by model; `max_cost` is
-    a spending cap: no call is sent that could exceed it by its `max_tokens` (or, without, by the
-    longest response so far).
+    `limit` is the number of calls in flight for each endpoint: a number, below which rejections
+    bring it until they end, an object of `batchwright.calls.limit`, or "auto", which finds it and
+    starts from it in the next run (unless `remember` is False). `rpm` and `tpm` hold for each
+    endpoint and all processes of this user. `prices` are dollars for a million tokens, (prompt,
+    completion) by model; `max_cost` is a spending cap: no call is sent that could exceed it by its
+    `max_tokens` (or, without, by the longest response so far).
 
     >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
@@ -67,7 +70,7 @@ class Pool:
         self,
         *endpoints: Endpoint | str,
         limit: Literal["auto"] | int | Limit = "auto",
-        deadline_s: float = 60.0,
+        deadline_s: float = DEADLINE_S,
         tries: int = 5,
         cache: str | os.PathLike[str] | Cache | None = None,
         budget: ErrorBudget | None = None,
@@ -268,12 +271,13 @@ class Pool:
         return running, engine
 
     def _upstream(self, endpoint: Endpoint) -> Upstream:
-        limit, found = limit_for(endpoint, self._limit, self._rules.remember)
+        rules = self._rules
+        limit, found = limit_for(endpoint, self._limit, rules.remember, rules.deadline_s)
         rates = None
         if self._rates != (None, None):
             rates = SharedRateLimit(models.home() / "rates.db", endpoint.name, *self._rates)
         alone = len(self.endpoints) == 1
-        return Upstream(endpoint, limit, found and self._rules.remember, rates, alone)
+        return Upstream(endpoint, limit, found and rules.remember, rates, alone)
 
 
 def _forgotten(running: Background, engine: Engine, own_cache: bool) -> None:

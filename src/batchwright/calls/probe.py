@@ -68,7 +68,7 @@ def ramp(
     calls_a_slot: int = 6,
     max_tokens: int = 32,
     prompt: str = "Name three animals that live near water. List",
-    deadline_s: float = 120.0,
+    deadline_s: float = 600.0,
     progress: Callable[[Level], None] | None = None,
 ) -> list[Level]:
     """Measure each level in turn; stops after two without a gain, or when calls fail.

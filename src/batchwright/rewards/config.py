@@ -62,7 +62,7 @@ class RewardsConfig(BaseModel):
     """Calls in flight."""
     cache: Path | None = None
     """File that caches responses."""
-    deadline_s: float = Field(default=120.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
     """Timeout of a call in seconds, including its retries."""
     error_budget: float | None = Field(default=None, gt=0, lt=1)
     """Stop when more than this fraction of the last 1000 calls failed."""

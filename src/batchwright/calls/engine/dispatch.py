@@ -16,6 +16,10 @@ __all__ = ["Attempt", "Dispatch", "Job", "Send", "Sink", "Spent", "Wait"]
 
 HEDGE_FROM = 16
 """So many latencies must be known before a call can be called late."""
+OVERTAKEN = 4
+"""Calls sent later that must have been answered before a try hangs, for each one in flight."""
+SILENT = 8
+"""Or so many times the longest try without any response of the endpoint."""
 HEDGE_SHARE = 0.05
 """At most this share of all tries are hedges."""
 
@@ -74,10 +78,19 @@ class Attempt:
     task: "asyncio.Task[None]"
     started: float
     hedge: bool
+    overtaken_from: int = 0
+    """Beyond so many responses of the endpoint, each is to a call that was sent later."""
     dropped: bool = False
     late: bool = False
+    hung: bool = False
+    """Cut off before the deadline, because calls sent later were answered."""
     timer: asyncio.TimerHandle | None = None
     """Cancels it at the deadline."""
+
+    @property
+    def overtaken(self) -> int:
+        """How many calls that were sent later were answered first, at least."""
+        return max(0, self.upstream.answered - self.overtaken_from)
 
     def drop(self) -> None:
         """Cancel it, because nobody wants the response any more."""
@@ -89,6 +102,11 @@ class Attempt:
         """Cancel it, because the deadline is here and the response is not."""
         self.late = True
         self.task.cancel()
+
+    def give_up(self) -> None:
+        """Cancel it as a try that hangs; the call may be tried again."""
+        self.hung = True
+        self.expire()
 
 
 class Send(NamedTuple):
@@ -186,6 +204,30 @@ class Dispatch:
         if self._cap is not None:
             self._cap.held -= job.held
             job.held = 0.0
+
+    def hanging(self, now: float, most_tries: int) -> Iterator[Attempt]:
+        """Tries that take far longer than calls do, while the server answers calls sent later.
+
+        In the queue of a server that is merely slow nobody is overtaken by many, so nothing is
+        sent twice there. If it has gone silent, one call at a time is sent again. A further try of
+        a call may take twice as long, the last one all the time there is; and no more than 2 and
+        one in twenty tries are given up.
+        """
+        stats = self._stats
+        if stats.measured < HEDGE_FROM or not self.in_flight:
+            return
+        allowed = {upstream: upstream.try_s() for upstream in self._upstreams}
+        least = min(allowed.values())
+        for job, attempt in list(self.in_flight.items()):
+            upstream, age = attempt.upstream, now - attempt.started
+            if age <= least or stats.given_up >= 2 + HEDGE_SHARE * stats.sent:
+                return  # the others are younger still
+            if age <= allowed[upstream] * 2.0**job.tries or job.tries + 1 >= most_tries:
+                continue
+            silent = now - max(upstream.quiet_since, attempt.started) > SILENT * allowed[upstream]
+            if silent or attempt.overtaken >= OVERTAKEN * max(2, upstream.in_flight):
+                upstream.quiet_since = now
+                yield attempt
 
     def stragglers(self, now: float) -> Iterator[Job]:
         """Calls to a server that take over twice the 95th percentile, the longest first.

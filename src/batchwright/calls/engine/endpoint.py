@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +11,7 @@ from batchwright.calls.cache.limits import load_limit
 from batchwright.calls.cache.rates import RateFile
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.limit.auto import AutoLimit
+from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.limit.fixed import FixedLimit, Limit
 from batchwright.calls.limit.rates import RateLimit
 from batchwright.calls.outcome import Done, Kind, Outcome
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from batchwright.calls.wire.http import Transport
 
 __all__ = ["Breaker", "SharedRateLimit", "Upstream", "limit_for"]
+
+LATENCIES = 256
+TRY_FROM = 16
+"""So many latencies must be known before a try can be called late."""
+TRY_FACTOR, TRY_LEAST_S = 4.0, 1.0
+"""A try may take so many times the 99th percentile, and so many seconds at least."""
 
 SILENT = {Kind.TIMEOUT, Kind.UNREACHABLE}
 MOST_PAUSE_S = 60.0
@@ -135,6 +143,11 @@ class Upstream:
     in_flight: int = 0
     blocked_until: float = 0.0
     """When the rate limit allows the next call."""
+    answered: int = 0
+    """Responses so far."""
+    quiet_since: float = 0.0
+    """When the last response came, or a try was given up because none came."""
+    latencies: "deque[float]" = field(default_factory=lambda: deque(maxlen=LATENCIES))
     transport: "Transport | None" = None
     _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -164,6 +177,9 @@ class Upstream:
     def learn(self, now: float, seconds: float, outcome: Outcome) -> None:
         """Update limit and breaker by one try, which still counts as in flight."""
         if isinstance(outcome, Done):
+            self.answered += 1
+            self.quiet_since = now
+            self.latencies.append(seconds)
             self.limit.on_done(now, seconds, self.in_flight, True)
             self.breaker.on_success()
         elif outcome.kind is Kind.RATE_LIMITED:
@@ -180,6 +196,13 @@ class Upstream:
             else:
                 self.breaker.on_success()
 
+    def try_s(self) -> float:
+        """How long a try may take if calls sent later are answered; infinite if unknown."""
+        if len(self.latencies) < TRY_FROM:
+            return float("inf")
+        ordered = sorted(self.latencies)
+        return max(TRY_LEAST_S, TRY_FACTOR * ordered[round(0.99 * (len(ordered) - 1))])
+
     def as_dict(self, now: float) -> dict[str, Any]:
         return {
             "endpoint": self.endpoint.name,
@@ -192,7 +215,10 @@ class Upstream:
 
 
 def limit_for(
-    endpoint: Endpoint, given: Literal["auto"] | int | Limit, remember: bool
+    endpoint: Endpoint,
+    given: Literal["auto"] | int | Limit,
+    remember: bool,
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[Limit, bool]:
     """The limit of an endpoint from the `limit` of a pool, and whether it is found automatically.
 
@@ -209,12 +235,12 @@ def limit_for(
     if not endpoint.remote:
         # While one batch runs, the next one gathers.
         return FixedLimit(2 * endpoint.batch), False
-    limit = AutoLimit()
+    limit = AutoLimit(deadline_s=deadline_s)
     state = load_limit(endpoint.address) if remember else None
     if state is not None:
         try:
             limit.load_state_dict(state)
         except (KeyError, TypeError, ValueError):
             # Written by another version; what it knew is learned again.
-            limit = AutoLimit()
+            limit = AutoLimit(deadline_s=deadline_s)
     return limit, True

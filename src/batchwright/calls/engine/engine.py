@@ -50,6 +50,8 @@ COMMIT_ROWS = 128
 POLL_S = 0.1
 """How often calls that another process is making are looked up in the cache."""
 RENEW_LEASES_S = 10.0
+UNREACHABLE_S = 60.0
+"""How long a server that cannot be reached is waited for."""
 SAVE_LIMITS_S = 30.0
 MEMORY_RESPONSES, MEMORY_BYTES = 4096, 16 * 2**20
 """Exact responses that a pool without a cache remembers: so many, of so many bytes together."""
@@ -294,7 +296,7 @@ class Engine:
             job.begun, job.deadline = now, now + self._rules.deadline_s
         task = asyncio.current_task(self.loop)
         assert task is not None
-        attempt = Attempt(upstream, task, now, hedge)
+        attempt = Attempt(upstream, task, now, hedge, upstream.answered + upstream.in_flight - 1)
         if not first or job.deadline <= now + DEADLINE_SOON_S:
             attempt.timer = self.loop.call_at(job.deadline, attempt.expire)
         job.attempts.append(attempt)
@@ -311,12 +313,12 @@ class Engine:
             while task.cancelling():
                 task.uncancel()
             if attempt.late:
-                outcome = Failed(Kind.TIMEOUT, f"no response within {self._rules.deadline_s:g} s")
+                outcome = Failed(Kind.TIMEOUT, self._why_late(attempt))
         finally:
             now = self.loop.time()
             if attempt.timer is not None:
                 attempt.timer.cancel()
-            if outcome is not None:
+            if outcome is not None and not attempt.hung:
                 upstream.learn(now, now - attempt.started, outcome)
             self._stats.busy_s += now - attempt.started
             upstream.in_flight -= 1
@@ -327,6 +329,19 @@ class Engine:
                     self._dispatcher.release(job)
         if outcome is not None and not attempt.dropped:
             self._settle(job, attempt, outcome, now)
+
+    def _why_late(self, attempt: Attempt) -> str:
+        """Whether a try hangs, waits in the server's queue, or nobody is there."""
+        seconds = self.loop.time() - attempt.started
+        text = f"no response within {seconds:.3g} s"
+        if attempt.overtaken:
+            return f"{text}, while {attempt.overtaken:,} calls sent later were answered: it hangs"
+        if attempt.upstream.answered and self._response_at > attempt.started:
+            return (
+                f"{text}: it was still in the server's queue; allow fewer calls in flight, or more "
+                f"time"
+            )
+        return f"{text}, nor to any other call"
 
     def _settle(self, job: Job, attempt: Attempt, outcome: Outcome, now: float) -> None:
         """A response ends a job; a failure may be retried."""
@@ -601,6 +616,9 @@ class Engine:
             self._dispatch()
         self._watch_cache(now)
         self._watch_deadlines(now)
+        for attempt in self._dispatcher.hanging(now, self._rules.retry.tries):
+            self._stats.given_up += 1
+            attempt.give_up()
         if idle and self._rules.hedge:
             self._hedge(now)
         if now - self._log.since >= 1.0 or not self._live:
@@ -616,20 +634,30 @@ class Engine:
         """Fail what was never sent, once nothing has come back for a whole deadline.
 
         A job's own deadline counts from its first try: in a long queue on a healthy server
-        nobody is late. On a dead one everybody is, after the same time.
+        nobody is late. On a dead one everybody is, after the same time; on one that cannot be
+        reached even after a minute.
         """
-        since = now - self._rules.deadline_s
+        last = self._last_failure
+        patience = self._rules.deadline_s
+        away = last is not None and last.kind is Kind.UNREACHABLE
+        if away:
+            patience = min(patience, UNREACHABLE_S)
+        since = now - patience
         if self._response_at > since:
             return
         if any(upstream.blocked_until > now for upstream in self.upstreams):
             return
-        last = self._last_failure
         kind = last.kind if last is not None else Kind.TIMEOUT
         why = f": {last.error}" if last is not None else ""
-        text = f"not sent; nothing came back for {self._rules.deadline_s:g} s{why}"
+        text = f"nothing came back for {patience:g} s{why}"
         for job in list(self._queue):
-            if not job.over and not job.deadline and job.born <= since:
-                self._finish(job, Failed(kind, text, None, now - job.born, 0))
+            if job.over or job.born > since:
+                continue
+            if not job.deadline:
+                self._finish(job, Failed(kind, f"not sent; {text}", None, now - job.born, 0))
+            elif away:
+                tries = job.tries + job.rejects
+                self._finish(job, Failed(kind, text, None, now - job.begun, tries))
         self._purge()
 
     def _watch_cache(self, now: float) -> None:

@@ -103,6 +103,8 @@ class Stats:
     retries: int = 0
     rejects: int = 0
     hedges: int = 0
+    given_up: int = 0
+    """Tries that hung while calls sent later were answered, and were cut off."""
     failed: Counter[Kind] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     """Sentences of failed calls; when there are too many different ones, the rest as one."""
@@ -184,6 +186,7 @@ class Stats:
             "retries": self.retries,
             "rejects": self.rejects,
             "hedges": self.hedges,
+            "given_up": self.given_up,
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "uncounted": self.uncounted,

@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 from batchwright.calls.limit.ceiling import Ceiling
 from batchwright.calls.limit.curve import Curve
+from batchwright.calls.limit.deadline import DEADLINE_S, QueueTime, start_for
 from batchwright.calls.limit.fixed import Change
 from batchwright.calls.limit.probes import Probes
+from batchwright.calls.limit.ramp import Ramp
 from batchwright.calls.limit.window import (
-    RampStep,
+    Step,
     Window,
     far_from_expected,
     probe_verdict,
-    ramp_verdict,
     scatter,
 )
 from batchwright.errors import ConfigError, Mismatch
@@ -24,26 +25,28 @@ __all__ = ["AutoLimit"]
 VERSION = 1
 HISTORY = 256
 
-GROWTH, GROWTH_IN_PART = 2.0, 1.6
-"""Factors of the ramp, where goodput grew in full and in part."""
-EXIT = 1.25
+FIRST_GROWTH, GROWTH, GROWTH_IN_PART = 4.0, 2.0, 1.6
+"""Factors of the ramp: from up to 4 calls, and where goodput grew in full and in part."""
+EXIT = 1.1
 """Where the ramp ends: its last good step times this and the growth of goodput since."""
 DIVE = 0.6
 """Factor of a dive, after a first step that depends on how much goodput fell."""
-HOLD_CALLS, PROBE_CALLS, DIVE_CALLS, DOUBT_CALLS = 48, 72, 32, 16
+HOLD_CALLS, PROBE_CALLS, DIVE_CALLS, DOUBT_CALLS = 12, 16, 8, 8
 """Calls that a window needs, or as many as the limit if that is more."""
 DOUBT_SHARE = 0.35
 """The share of the limit that is enough to confirm a fall."""
-ALARM = 6.0
-"""CUSUM statistic from which the latest calls of a window count as a fall."""
+ALARM, SLOW_ALARM = 6.0, 1.5
+"""CUSUM statistics of counts and latencies from which the latest calls count as a fall."""
 HEADROOM = 1.15
 """Limit above the knee where that costs no goodput: if the knee moves up, goodput shows it."""
-SKIP_UP, SKIP_DOWN = 0.25, 0.4
+SKIP_UP, SKIP_DOWN = 1.0, 1.0
 """Shares of the limit that are not counted after it went up or down."""
 YOUNG = 4
 """With fewer windows than these, there is no expectation yet."""
 NARROW = 0.08
 """Levels closer than this on the logarithmic scale show no slope."""
+FIRST_CALLS, LAST_CALLS = 5, 64
+"""Latencies that a ramp needs to begin, and the most that it uses."""
 MEMORY_CALLS = 4000.0
 """Measurements decay to a third in so many calls."""
 Phase = Literal["ramp", "dive", "hold", "probe", "doubt", "climb"]
@@ -52,7 +55,7 @@ Phase = Literal["ramp", "dive", "hold", "probe", "doubt", "climb"]
 class AutoLimit:
     """Finds the server's knee by its goodput, and follows it.
 
-    ramp    double while goodput grows with it
+    ramp    start small, double while goodput grows with it
     dive    go down while goodput does not fall; after a drop, or if the start was too high
     hold    stay at the estimated knee
     probe   a little more or less for a moment, to see whether the knee has moved
@@ -60,23 +63,30 @@ class AutoLimit:
     climb   a few calls at a time above the number at which the server rejected
 
     A rejection means that this many calls are one too many: the limit goes just below, once for
-    each burst of them and to no less than half. While the caller does not fill the limit, nothing
-    is learned and nothing moves. A pure state machine: the same calls give the same limits.
+    each burst of them and to no less than half. Whatever goodput says, no more calls are allowed
+    than end well inside `deadline_s` if the server queues them, and a call that was not answered by
+    then brings the limit down at once. While the caller does not fill the limit, nothing is learned
+    and nothing moves. A pure state machine: the same calls give the same limits.
 
-    >>> limit = AutoLimit()
-    >>> limit.limit
-    16
+    >>> limit = AutoLimit(start=16)
     >>> limit.on_reject(now=0.1, in_flight=13, retry_after_s=None)
     >>> limit.limit
     12
     """
 
-    def __init__(self, start: int = 16, least: int = 1, most: int = 4096) -> None:
+    def __init__(
+        self,
+        start: int | None = None,
+        least: int = 1,
+        most: int = 4096,
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
         if not 1 <= least <= most:
             raise ConfigError(f"a limit needs 1 <= least <= most, got least={least}, most={most}")
         self.least = least
         self.most = most
-        self.start = max(least, min(most, start))
+        self.deadline_s = deadline_s
+        self.start = max(least, min(most, start_for(deadline_s) if start is None else start))
         self.pause_until = 0.0
         self.history: deque[Change] = deque(maxlen=HISTORY)
         """The last changes. One entry for a burst of rejections; a single call tried above the
@@ -90,8 +100,13 @@ class AutoLimit:
         self._phase: Phase = "ramp"
         self._curve = Curve()
         self._latency_s = 0.0
-        self._last_step: RampStep | None = None
-        """The last finished step of a ramp or dive."""
+        self._queue = QueueTime(self.deadline_s)
+        self._took: deque[float] = deque(maxlen=LAST_CALLS)
+        """The last latencies, but for those of a ramp."""
+        self._ramp: Ramp | None = None
+        """None until a ramp has measured where it begins."""
+        self._last_step: Step | None = None
+        """The last finished step of a dive."""
         self._probes = Probes()
         self._doubt = 0.0
         self._ceiling = Ceiling()
@@ -116,26 +131,33 @@ class AutoLimit:
         if ok:
             self._latency_s += (seconds - self._latency_s) * (0.05 if self._latency_s else 1.0)
         window = self._window
+        quick = not ok and seconds < 0.5 * self._latency_s
+        if not ok and seconds > 0.9 * self.deadline_s:
+            self._queue.on_timeout(in_flight)
         if not self._fills(now, seconds, in_flight):
             return
-        if not ok and seconds < 0.5 * self._latency_s:
+        if quick:
             window.quick += 1
             if window.quick > 2 + 0.1 * window.ended:
                 self._begin(None)
             return
-        if self._tries_ceiling(now):
+        self._queue.on_end(seconds, in_flight)
+        if self._within_deadline(now) or self._tries_ceiling(now):
             return
+        if self._phase == "ramp":
+            self._on_ramp(now, seconds, in_flight, ok)
+            return
+        if ok:
+            self._took.append(seconds)
         if window.skip:
             window.skip -= 1
             window.begun = now
             if not window.skip and len(self._curve):
                 expected, spread = self._curve.expect(self._limit)
-                window.usual = math.exp(expected - spread)
+                window.usual = math.exp(expected - spread) / self._limit
             return
         window.count(now, seconds, in_flight, ok)
-        if self._phase == "ramp":
-            self._on_ramp(now)
-        elif self._phase == "climb":
+        if self._phase == "climb":
             if window.ended >= max(4, 0.5 * self._limit):
                 self._on_climbed(now)
         else:
@@ -145,8 +167,11 @@ class AutoLimit:
         """Whether the caller fills the limit; only then does a call say anything about it."""
         limit, window = self._limit, self._window
         if in_flight < 0.8 * limit - 1:
-            if self._phase in ("ramp", "climb"):
-                # What these compare must be one window; a caller that pauses begins another.
+            if self._phase == "ramp":
+                if self._ramp is not None:
+                    return True
+                self._begin(None)
+            elif self._phase == "climb":
                 self._begin(now if in_flight > 1 else None)
             elif window.full:
                 window.pause(limit)
@@ -211,6 +236,8 @@ class AutoLimit:
         if state["ceiling"] is not None:
             self._ceiling.lower(max(self._limit, state["ceiling"]))
         self._latency_s = max(0.0, float(state["latency_s"]))
+        if self._latency_s:
+            self._queue.on_end(self._latency_s, self._limit)
         self._curve = Curve.of(rows, float(state["noise"]))
         # The server may have changed since, but enough is known to notice it.
         self._curve.decay(0.5)
@@ -221,7 +248,17 @@ class AutoLimit:
         self._begin(None)
 
     def _within(self, level: float) -> float:
-        return max(float(self.least), min(float(self.most), level))
+        return max(float(self.least), min(float(self.most), level, self._queue.most))
+
+    def _within_deadline(self, now: float) -> bool:
+        """Whether the limit had to come down, because calls would wait too long for the server."""
+        if self._window.skip or self._limit <= max(self.least, self._queue.most):
+            return False
+        self._base = self._within(min(self._base, DIVE * self._limit))
+        self._last_step = None
+        self._curve = Curve(self._curve.noise)
+        self._move(now, self._base, "the queue would take too much of the deadline", "hold")
+        return True
 
     def _note(self, change: Change | None) -> None:
         """Record a burst that is over, and a change."""
@@ -243,51 +280,66 @@ class AutoLimit:
         self._limit = round(self._within(level))
         self._note(Change(now, before, self._limit, why))
         self._phase = phase
+        self._ramp = None
         self._ceiling.end_trial(rejected=False)
         self._begin(now, down=self._limit < before)
 
-    def _finished_step(self, now: float, level: float) -> RampStep:
-        """The window as a finished step of a ramp or dive."""
-        window, noise = self._window, self._curve.noise
-        variance = scatter(window.ended, self._limit, noise) ** 2
-        return RampStep(level, window.rate(now), window.elapsed(now), variance)
+    def _on_ramp(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        """Measure where the ramp begins, then raise the limit while that pays."""
+        limit, ramp = self._limit, self._ramp
+        if ramp is None:
+            if ok:
+                self._took.append(seconds)
+            if len(self._took) >= FIRST_CALLS:
+                if not len(self._curve):
+                    self._curve.add(limit, len(self._took), sum(self._took) / limit)
+                self._raise(now, Ramp.of(self._took), FIRST_GROWTH if limit <= 4 else GROWTH)
+            return
+        if not ramp.on_end(now - seconds, in_flight, ok):
+            # The caller has no calls for it. Once it fills the limit again, so does the ramp.
+            self._move(now, ramp.level, "ramp: too few calls", "ramp")
+            self._begin(None)
+            return
+        verdict, gain = ramp.verdict(now)
+        if verdict == "no":
+            self._end_ramp(now, ramp, gain)
+        elif verdict != "open":
+            ramp.advance(gain)
+            self._raise(now, ramp, GROWTH if verdict == "paid" else GROWTH_IN_PART)
 
-    def _on_ramp(self, now: float) -> None:
-        limit, step = self._limit, self._last_step
-        verdict = ramp_verdict(self._window, now, limit, self._curve.noise, step)
-        if verdict == "open":
+    def _raise(self, now: float, ramp: Ramp, growth: float) -> None:
+        """The next step of a ramp, or its end at the most that is allowed."""
+        before = self._limit
+        self._base = float(before)
+        limit = round(self._within(max(before + 1, before * growth)))
+        if limit <= before:
+            self._move(now, before, "", "hold")
             return
-        if verdict == "did not pay" and step is not None:
-            self._end_ramp(now, step.level, self._window.rate(now) / step.rate)
-            return
-        self._base = float(limit)
-        if limit >= self.most:
-            self._move(now, limit, "", "hold")
-            return
-        self._last_step = self._finished_step(now, limit)
-        growth = GROWTH if verdict == "paid" else GROWTH_IN_PART
-        self._move(now, max(limit + 1, limit * growth), "ramp: goodput grows", "ramp")
+        self._move(now, limit, "ramp: goodput grows", "ramp")
+        self._ramp = ramp
+        ramp.step(now, before, limit)
 
-    def _end_ramp(self, now: float, before: float, ratio: float) -> None:
-        self._last_step = None
+    def _end_ramp(self, now: float, ramp: Ramp, gain: float) -> None:
+        """Stay near the last step that paid; the rounds that follow tell the knee."""
         self._probes.restart()
-        if before <= self.start:
-            self._base = before
-            self._move(now, before, "ramp over at once", "dive")
+        if ramp.level <= self.start:
+            self._base = float(ramp.level)
+            self._move(now, self._base, "ramp over at once", "dive")
             return
-        # Where goodput even fell, the knee is nearer to the good step than to the bad one.
-        top = self._limit if ratio > 0.9 else math.sqrt(before * self._limit)
-        self._curve.bounds = (before / 1.25, top)
-        self._base = max(before, min(0.9 * self._limit, EXIT * ratio * before))
+        self._curve.bounds = (0.0, float(self._limit))
+        self._base = self._within(max(ramp.level, min(0.9 * self._limit, EXIT * gain * ramp.level)))
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
 
     def _on_round(self, now: float) -> None:
         """Judge a window of dive, hold, probe or doubt when it has enough calls."""
         limit, phase, window = self._limit, self._phase, self._window
-        falls = window.alarm > ALARM and phase != "dive"
-        if falls and phase != "doubt":
-            self._phase, self._doubt = "doubt", -1.0
-            window.again(now)
+        falls = window.alarm > ALARM and window.slow_alarm > SLOW_ALARM and phase != "dive"
+        if falls and (phase != "doubt" or window.ended >= 8):
+            if phase == "doubt" and self._doubt < 0:
+                self._changed(now)
+            else:
+                self._phase, self._doubt = "doubt", -1.0
+                window.again(now)
             return
         need: float = max(HOLD_CALLS, limit)
         if phase == "probe":
@@ -318,7 +370,7 @@ class AutoLimit:
         if phase == "doubt":
             self._phase = "hold" if limit == round(self._base) else "probe"
         self._curve.decay(math.exp(-ended / MEMORY_CALLS))
-        self._learn(now)
+        self._learn()
         self._settle(now)
 
     def _surprised(self, now: float) -> bool:
@@ -334,34 +386,36 @@ class AutoLimit:
             self._window.again(now)
         return True
 
-    def _learn(self, now: float) -> None:
+    def _learn(self) -> None:
         """Add the window to the curve, weighted by its variance."""
         window, noise = self._window, self._curve.noise
         weight = (noise / scatter(window.ended, self._limit, noise)) ** 2 / window.ended
         good = max(0.5, window.good)
-        self._curve.add(window.level, weight * good, weight * window.elapsed(now))
+        self._curve.add(window.level, weight * good, weight * good / window.rate)
 
     def _changed(self, now: float) -> None:
         """The knee has moved: forget the measurements, ramp up or dive."""
-        level = self._window.level
-        expected, _ = self._curve.expect(level)
-        step = self._last_step = self._finished_step(now, level)
+        window = self._window
+        expected, _ = self._curve.expect(window.level)
+        # Latencies show a fall late, so responses are counted.
+        fell = self._doubt < 0
+        counted = max(1, window.good) / window.elapsed(now)
+        rate = min(window.rate, counted) if fell else window.rate
+        self._last_step = Step(window.level, rate)
         self._curve = Curve(self._curve.noise)
-        self._learn(now)
+        self._curve.add(window.level, window.ended, window.ended / rate)
         self._probes.restart()
-        if self._doubt > 0:
-            # Only part of the new calls of a ramp step end in its window.
-            self._last_step = step._replace(rate=0.7 * step.rate)
-            self._move(now, self._limit * GROWTH, "goodput rose", "ramp")
-        else:
+        if fell:
             # Goodput falls as much as the knee where calls queue, and more where they thrash.
-            share = max(0.25, min(0.7, (step.rate / math.exp(expected)) ** 0.75))
+            share = max(0.25, min(0.7, (rate / math.exp(expected)) ** 0.75))
             self._move(now, self._limit * share, "goodput fell", "dive")
+        else:
+            self._raise(now, Ramp.of(self._took), GROWTH)
 
     def _on_dive(self, now: float) -> None:
         level, before = self._window.level, self._last_step
-        step = self._finished_step(now, level)
-        self._learn(now)
+        step = Step(level, self._window.rate)
+        self._learn()
         if before is not None:
             allowed = 0.25 * math.log(max(1.0, before.level / level))
             if math.log(before.rate / step.rate) > allowed or self._limit <= self.least:
@@ -392,6 +446,9 @@ class AutoLimit:
         if sure:
             self._curve.bounds = (0.0, math.inf)
         probes.calm += self._window.ended
+        if best > 1.1 * self._curve.highest and self._took:
+            self._raise(now, Ramp.of(self._took), GROWTH_IN_PART)
+            return
         there = abs(math.log(best / self._limit)) < 0.09
         if there and probes.due(self._limit, knee, at_ceiling):
             target = probes.target(best, height, knee, self._curve)
@@ -421,9 +478,8 @@ class AutoLimit:
         if limit >= 1.25 * begun or limit >= self.most:
             # So far above there is room for a ramp, which looks at goodput too.
             self._ceiling.height = None
-            self._last_step = None
             self._curve = Curve(self._curve.noise)
-            self._move(now, limit * GROWTH, "no reject far above the ceiling", "ramp")
+            self._raise(now, Ramp.of(self._took), GROWTH)
             return
         self._ceiling.height = limit
         step = 2 * (limit - begun + 1)

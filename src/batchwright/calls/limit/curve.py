@@ -141,7 +141,7 @@ class Curve:
             calls, seconds = np.array([self._bins[place] for place in places]).T
             trust = 1.0 / (self.noise**2 / calls + FLOOR**2)
             first = max(x[0] - REACH, min(x[-1], math.log(max(1e-9, self.bounds[0]))))
-            last = min(x[-1] + REACH, max(x[0], math.log(self.bounds[1])))
+            last = max(first, min(x[-1] + REACH, max(x[0], math.log(self.bounds[1]))))
             knees = np.arange(first, last + STEP / 2, STEP)
             # [knee, shape, bin]
             rest = np.log(calls / seconds) - _stick(x - knees[:, None])

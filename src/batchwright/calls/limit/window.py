@@ -10,16 +10,8 @@ from typing import Literal, NamedTuple
 
 from batchwright.calls.limit.curve import Curve
 
-__all__ = ["RampStep", "Window", "far_from_expected", "probe_verdict", "ramp_verdict", "scatter"]
+__all__ = ["Step", "Window", "far_from_expected", "probe_verdict", "scatter"]
 
-RAMP_SHARE, RAMP_CALLS = 0.4, 10
-"""A ramp step is judged when this share of the limit has ended, and so many calls."""
-PAYS = 0.25
-"""The ramp continues if goodput grew by the growth of the limit to this power."""
-RAMP_CLEAR = 1.0
-"""Log likelihood ratio at which a ramp step has paid, or has not."""
-SLOWER = 0.6
-"""The power below which a step has paid, but not in full."""
 CLEAR, CLEAR_UP = 2.0, 4.0
 """Log likelihood ratios at which a probe is over: as expected, and as if the knee had moved."""
 TEST_SHARE, TEST_CALLS = 0.35, 16
@@ -48,11 +40,14 @@ class Window:
     quick: int = 0
     """Failures that took less time than a response; they say nothing about the load."""
     usual: float = 0.0
-    """Expected responses per second at least; 0 if unknown."""
+    """Expected responses per second and call in flight, at least; 0 if unknown."""
     alarm: float = 0.0
     """CUSUM statistic of the log likelihood ratio that goodput has fallen to `FALLEN`: a sum that
     restarts at 0 whenever it would become negative, so that calls before the fall do not hide
     it."""
+    slow_alarm: float = 0.0
+    """The same by latencies. Calls that take equally long end in waves with silence between them,
+    which only the first takes for a fall."""
     _last: float = 0.0
     _in_flight: int = 0
     _seconds: float = 0.0
@@ -67,28 +62,35 @@ class Window:
         self._seconds += seconds
         self._squares += seconds * seconds
         if self.usual:
-            for term in ((1 - FALLEN) * self.usual * since, ok * math.log(FALLEN)):
-                self.alarm = max(0.0, self.alarm + term)
+            less, usual = ok * math.log(FALLEN), (1 - FALLEN) * self.usual
+            self.alarm = max(0.0, self.alarm + usual * since * in_flight + less)
+            self.slow_alarm = max(0.0, self.slow_alarm + usual * seconds + less)
 
     def again(self, now: float) -> None:
         """Count from now on, under the same limit."""
         self.begun, self.spent, self.ended, self.good, self.quick = now, 0.0, 0, 0, 0
-        self.alarm = 0.0
+        self.alarm = self.slow_alarm = 0.0
         self._in_flight, self._seconds, self._squares = 0, 0.0, 0.0
 
     def pause(self, skip: int) -> None:
         """The caller no longer fills the limit; once it does, `skip` calls are not counted."""
         if self.ended and self.begun is not None:
             self.spent += max(0.0, self._last - self.begun)
-        self.begun, self.full, self.skip, self.alarm = None, False, skip, 0.0
+        self.begun, self.full, self.skip = None, False, skip
+        self.alarm = self.slow_alarm = 0.0
 
     def elapsed(self, now: float) -> float:
         """Seconds of counting."""
         return max(1e-9, self.spent + now - (now if self.begun is None else self.begun))
 
-    def rate(self, now: float) -> float:
-        """Responses per second; a window without any counts as half of one."""
-        return max(0.5, self.good) / self.elapsed(now)
+    @property
+    def rate(self) -> float:
+        """Responses per second by Little's law: calls in flight over their mean latency.
+
+        Unlike a count it does not depend on where the window begins and ends if calls end in
+        waves. A window without any response counts as half of one.
+        """
+        return self.level * max(0.5, self.good) / max(1e-9, self._seconds)
 
     @property
     def level(self) -> float:
@@ -102,14 +104,11 @@ class Window:
         return math.sqrt(max(0.0, self._squares / self.ended - mean * mean)) / max(1e-12, mean)
 
 
-class RampStep(NamedTuple):
-    """A finished step of a ramp or dive."""
+class Step(NamedTuple):
+    """A finished step of a dive."""
 
     level: float
     rate: float
-    seconds: float
-    variance: float = 0.0
-    """Of the logarithm of the rate."""
 
 
 def scatter(ended: int, limit: int, noise: float) -> float:
@@ -123,31 +122,6 @@ def scatter(ended: int, limit: int, noise: float) -> float:
     """
     alone = math.exp(-ended / limit)
     return math.sqrt((noise**2 + max(0.0, 1.0 - noise**2) * alone) / ended)
-
-
-def ramp_verdict(
-    window: Window, now: float, limit: int, noise: float, before: RampStep | None
-) -> Literal["open", "paid", "paid in part", "did not pay"]:
-    """Whether the ramp step from `before` to `limit` has paid; the first is only measured."""
-    ended, elapsed = window.ended, window.elapsed(now)
-    if before is None or before.level >= limit:
-        return "paid" if ended >= max(RAMP_CALLS, RAMP_SHARE * limit) else "open"
-    if ended < RAMP_CALLS and before.rate * elapsed < 2 * RAMP_CALLS:
-        return "open"
-    grown, span = math.log(window.rate(now) / before.rate), math.log(limit / before.level)
-    variance = scatter(ended, limit, noise) ** 2 + before.variance
-    if grown < -max(0.3, 2.5 * math.sqrt(variance)):
-        return "did not pay"  # also the calls sent before the step got slower
-    likelier = 2 * PAYS * span * (grown - PAYS * span) / variance
-    full, late = RAMP_SHARE * limit, before.seconds
-    if likelier < 0:
-        # The new calls end last: growth may still show.
-        waited = ended >= 2 * full or elapsed > 1.5 * late
-        waited_long = ended >= 3 * full or elapsed > 3 * late
-        return "did not pay" if waited_long or (waited and likelier < -RAMP_CLEAR) else "open"
-    if ended < full or (likelier < RAMP_CLEAR and ended < 2 * full and elapsed < 1.5 * late):
-        return "open"
-    return "paid" if grown > SLOWER * span else "paid in part"
 
 
 def probe_verdict(
@@ -164,7 +138,7 @@ def probe_verdict(
         return "open"
     expected, spread = curve.expect(window.level)
     moved = curve.expect(base)[0] + max(0.0, PAID * apart)
-    seen = math.log(window.rate(now))
+    seen = math.log(window.rate)
     variance = scatter(window.ended, limit, curve.noise) ** 2
     variance += spread**2 if seen > expected else 0.0
     likelier = ((seen - expected) ** 2 - (seen - moved) ** 2) / (2 * variance)
@@ -184,7 +158,7 @@ def far_from_expected(
     same side.
     """
     expected, spread = curve.expect(window.level)
-    apart = math.log(window.rate(now)) - expected
+    apart = math.log(window.rate) - expected
     noise = math.hypot(scatter(window.ended, limit, curve.noise), spread)
     sigmas = 0.6 * SURPRISE_SIGMAS if doubted else SURPRISE_SIGMAS
     return apart if apart * doubted >= 0 and abs(apart) > max(SURPRISE, sigmas * noise) else 0.0

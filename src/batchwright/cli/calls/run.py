@@ -61,7 +61,7 @@ def run(
     ] = None,
     deadline: Annotated[
         float, Parameter(help="Timeout of a call in seconds, retries included.")
-    ] = 120.0,
+    ] = 600.0,
     tries: Annotated[int, Parameter(help="Tries per call; a 429 does not count.")] = 5,
     temperature: Annotated[
         float | None, Parameter(help="Sampling temperature of rows that set none.")

@@ -51,7 +51,7 @@ class QueryMutationEnv:
     least_similarity: float = 0.3
     temperature: float = 0.7
     max_tokens: int = 64
-    deadline_s: float = 120.0
+    deadline_s: float = 600.0
     seed: int = 42
 
     def __post_init__(self) -> None:

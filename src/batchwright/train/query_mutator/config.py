@@ -85,7 +85,7 @@ class QueryMutatorConfig(RunConfig):
     """Sampling temperature of the mutator; the target answers at 0."""
     max_tokens: int = 64
     """Token limit of a rewriting and of an answer."""
-    deadline_s: Annotated[float, Parameter(name="--deadline")] = 120.0
+    deadline_s: Annotated[float, Parameter(name="--deadline")] = 600.0
     """Timeout of a call in seconds, its retries included."""
     error_budget: float = 0.2
     """Error rate of the last 200 calls at which the run stops."""

@@ -1,0 +1,112 @@
+"""OpenAI-compatible servers that share no code with the simulator: slots, queue, rejects, thrash.
+
+`http.server` with a thread for each connection, and one condition variable around the slots.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Literal
+
+
+@dataclass
+class Foreign:
+    """What the server does, and what it saw."""
+
+    kind: Literal["queue", "reject", "thrash"] = "queue"
+    slots: int = 4
+    seconds: float = 0.02
+    status: int = 429
+    """Of a rejection."""
+    retry_after: str | None = None
+    hang: frozenset[str] = frozenset()
+    """The first try of these prompts is never answered."""
+    power: float = 1.5
+    received: int = 0
+    rejected: int = 0
+    peak: int = 0
+    prompts: list[str] = field(default_factory=list)
+    _working: int = 0
+    _next: int = 0
+    _turn: int = 0
+    _free: threading.Condition = field(default_factory=threading.Condition)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    def respond(self, prompt: str) -> tuple[int, dict[str, str], Any]:
+        with self._free:
+            self.received += 1
+            first = prompt not in self.prompts
+            self.prompts.append(prompt)
+        if first and prompt in self.hang:
+            self._over.wait(60)
+            return 500, {}, {}
+        with self._free:
+            if self.kind == "reject" and self._working >= self.slots:
+                self.rejected += 1
+                headers = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+                return self.status, headers, {"error": {"message": "too many requests, busy"}}
+            if self.kind == "queue":
+                ticket, self._next = self._next, self._next + 1
+                # First come, first served.
+                self._free.wait_for(lambda: self._turn == ticket and self._working < self.slots)
+                self._turn += 1
+            self._working += 1
+            self.peak = max(self.peak, self._working)
+            over = max(1.0, self._working / self.slots)
+            self._free.notify_all()
+        time.sleep(self.seconds * (over**self.power if self.kind == "thrash" else 1.0))
+        with self._free:
+            self._working -= 1
+            self._free.notify_all()
+        message = {"role": "assistant", "content": f"re: {prompt}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+
+    @contextmanager
+    def running(self) -> Iterator[str]:
+        """Serve on a free port of this machine; gives the address."""
+        foreign = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_POST(self) -> None:
+                size = int(self.headers["Content-Length"])
+                body = json.loads(self.rfile.read(size))
+                status, headers, told = foreign.respond(body["messages"][-1]["content"])
+                data = json.dumps(told).encode()
+                try:
+                    self.send_response(status)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    self.send_header("Content-Length", str(len(data)))
+                    self.end_headers()
+                    self.wfile.write(data)
+                except OSError:
+                    self.close_connection = True
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 512
+            block_on_close = False
+
+            def handle_error(self, *_: Any) -> None:
+                pass
+
+        server = Server(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            self._over.set()
+            server.shutdown()
+            server.server_close()

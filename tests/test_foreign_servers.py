@@ -1,0 +1,138 @@
+"""The pool against servers that share no code with ours: nothing is lost, nothing is sent twice."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from batchwright.calls import Kind, Outcome, Pool, Request, chat
+from foreign_server import Foreign
+from raw_server import RawServer, Seen, answer
+
+
+@pytest.fixture(autouse=True)
+def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def prompts(n: int) -> list[Request]:
+    return [chat("m", f"prompt {i}") for i in range(n)]
+
+
+def run(url: str, n: int, **settings: Any) -> tuple[list[Outcome], dict[str, Any]]:
+    with Pool(url, **{"hedge": False, "remember": False, **settings}) as pool:
+        outcomes = pool.map(prompts(n))
+        return outcomes, pool.stats()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_auto_loses_nothing_on_a_slow_server_with_few_slots_and_sends_nothing_twice(
+    slots: int,
+) -> None:
+    server = Foreign("queue", slots, seconds=0.05)
+    with server.running() as url:
+        outcomes, stats = run(url, 40)
+
+    assert all(outcomes)
+    assert server.received == stats["sent"] == 40
+    assert server.peak == slots
+
+
+@pytest.mark.parametrize(("status", "retry_after"), [(429, None), (429, "0.05"), (503, None)])
+@pytest.mark.parametrize("limit", ["auto", 60])
+def test_a_server_that_rejects_above_five_loses_no_call(
+    limit: Any, status: int, retry_after: str | None
+) -> None:
+    server = Foreign("reject", 5, seconds=0.02, status=status, retry_after=retry_after)
+    with server.running() as url:
+        outcomes, stats = run(url, 150, limit=limit)
+
+    assert all(outcomes)
+    assert server.peak == 5
+    # Sixty at a time would be rejected many times a call.
+    assert server.rejected == stats["rejects"] < 300
+    assert stats["endpoints"][0]["limit"] <= 16
+
+
+def test_a_number_is_a_ceiling_that_comes_back_after_rejects() -> None:
+    server = Foreign("reject", 3, seconds=0.005)
+    with server.running() as url, Pool(url, limit=12, hedge=False) as pool:
+        assert all(pool.map(prompts(60)))
+        low = pool.stats()["endpoints"][0]["limit"]
+        server.slots = 100
+        assert all(pool.map(prompts(300)))
+        back = pool.stats()["endpoints"][0]["limit"]
+
+    assert low <= 6
+    assert back == 12
+
+
+def test_a_thrashing_server_is_not_flooded() -> None:
+    server = Foreign("thrash", 3, seconds=0.01, power=2.0)
+    with server.running() as url:
+        outcomes, _ = run(url, 120)
+
+    assert all(outcomes)
+    assert server.peak <= 16
+
+
+def test_a_try_that_hangs_is_made_again_long_before_the_deadline() -> None:
+    server = Foreign("queue", 4, seconds=0.01, hang=frozenset({"prompt 30"}))
+    with server.running() as url:
+        outcomes, stats = run(url, 400, limit=4)
+
+    assert all(outcomes)
+    assert outcomes[30].tries == 2
+    assert server.received == 401
+    assert stats["given_up"] == 1
+
+
+def test_a_server_that_pauses_for_everybody_is_waited_for_and_nothing_is_sent_twice() -> None:
+    server = Foreign("queue", 2, seconds=0.005)
+    with server.running() as url, Pool(url, limit=8, hedge=False) as pool:
+        assert all(pool.map(prompts(60)))
+        server.seconds = 1.5  # far more than four times the 99th percentile
+        assert all(pool.map(prompts(6)))
+        assert pool.stats()["sent"] == 66
+
+
+def test_a_timeout_says_whether_the_call_hung_or_was_still_in_the_queue() -> None:
+    with Foreign("queue", 1, seconds=0.3).running() as url:
+        outcomes, _ = run(url, 8, limit=8, deadline_s=1.0, tries=1)
+    late = [outcome for outcome in outcomes if not outcome]
+    assert late
+    assert all(outcome.kind is Kind.TIMEOUT for outcome in late)
+    assert any("in the server's queue" in outcome.error for outcome in late)
+
+    with Foreign("queue", 8, seconds=0.01, hang=frozenset({"prompt 2"})).running() as url:
+        outcomes, _ = run(url, 30, limit=4, deadline_s=1.0, tries=1)
+    assert [outcome.kind for outcome in outcomes if not outcome] == [Kind.TIMEOUT]
+    assert "sent later were answered: it hangs" in outcomes[2].error
+
+
+@pytest.mark.parametrize("usage", [(10**15, 3), (7, -(10**9)), (-5, 2)])
+def test_impossible_token_counts_neither_hang_the_pool_nor_earn_money(
+    usage: tuple[int, int],
+) -> None:
+    async def handler(seen: Seen) -> None:
+        await asyncio.sleep(0)
+        await seen.reply(body=answer("yes", usage=usage))
+
+    with (
+        RawServer(handler) as server,
+        Pool(server.url, limit=2, tpm=600_000, prices={"m": (1.0, 1.0)}, max_cost=1.0) as pool,
+    ):
+        outcomes = pool.map([chat("m", f"{i}", max_tokens=10) for i in range(20)])
+        stats = pool.stats()
+
+    assert all(outcomes)
+    assert all(outcome.usage is None for outcome in outcomes)
+    assert stats["uncounted"] == 20
+    assert 0 < stats["cost"] < 1.0
