@@ -82,6 +82,9 @@ def mine_constants(
 ) -> Rules:
     """Rules with constants, at most `most` for each end of each predicate, the best.
 
+    `min_confidence` is for those with a body. The others say how frequent an answer is, which
+    orders what no other rule tells apart.
+
     >>> vocab = Vocab.of(["a", "b", "c", "d", "it", "ro"], ["in", "of"])
     >>> facts = [(e, 0, 5) for e in range(4)] + [(e, 1, 4) for e in range(3)]
     >>> rules = mine_constants(facts, vocab, min_confidence=0.3)
