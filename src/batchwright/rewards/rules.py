@@ -25,6 +25,7 @@ __all__ = [
     "Numeric",
     "Pattern",
     "Rule",
+    "TimedPattern",
     "Verbosity",
     "compile_pattern",
     "tagged_list",
