@@ -32,7 +32,7 @@ from batchwright.calls.wire.batches import (
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
 from batchwright.files import fsync_folder
 
-__all__ = ["DISCOUNT", "BatchRun", "Journal", "custom_id", "split"]
+__all__ = ["DISCOUNT", "BatchRun", "Journal", "Part", "custom_id", "split"]
 
 DISCOUNT = 0.5
 """What a token costs in a batch, of its usual price."""
