@@ -489,21 +489,29 @@ def test_a_full_disk_is_one_sentence_and_the_run_resumes(tmp_path):
 
 def test_probe_draws_both_curves_and_prints_the_line_to_use(call, tmp_path):
     with Simulator(kind="queue", knee=4, latency_s=0.02, sigma=0.0).running() as url:
-        told = call(f"calls probe -e {url} -m sim --most 8 --plot knee.png", tmp_path)
-        data = call(f"calls probe -e {url} -m sim --most 4 --format json", tmp_path)
+        told = call(f"calls probe -e {url} -m sim --most 8 --max-calls 150 --plot k.png", tmp_path)
+        data = call(f"calls probe -e {url} -m sim --most 1 --format json", tmp_path)
+        few = call(f"calls probe -e {url} -m sim --max-calls 24", tmp_path)
+        none = call(f"calls probe -e {url} -m sim --max-calls 2", tmp_path)
 
     assert told.code == 0, told.err
     assert "throughput" in told.out
     assert "latency p95" in told.out
+    assert "90 % interval: " in told.out
     assert (
         f"use: batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {url}" in told.out
     )
-    assert (tmp_path / "knee.png").read_bytes().startswith(b"\x89PNG")
-    levels = data.data["levels"]
-    assert [level["concurrency"] for level in levels] == [1, 2, 4]
-    assert data.data["knee"] in (1, 2, 4)
-    assert f"--batch-size {data.data['knee']}" in data.data["use"]
-    assert all(level["failed"] == {} for level in levels)
+    assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+    assert [level["concurrency"] for level in data.data["levels"]] == [1]
+    assert (data.data["knee"], data.data["interval"], data.data["sure"]) == (1, [1, 1], True)
+    assert data.data["use"].endswith("--batch-size 1")
+    assert data.data["failed"] == {}
+    assert few.code == 0
+    assert "not sure: " in few.out
+    assert "after 24 calls" in few.out
+    assert few.out.rstrip().endswith("--batch-size auto")
+    assert none.code == 1
+    assert none.err.startswith("error: 2 calls in 0 s are too few to measure a level; ")
 
 
 def test_probing_nobody_is_one_sentence(call, tmp_path):

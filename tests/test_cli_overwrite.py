@@ -60,7 +60,7 @@ def commands(url: str) -> dict[str, str]:
         "dry run": f"calls run -i prompts.jsonl -o {{}} {to} --dry-run",
         "run with a cache": f"calls run -i prompts.jsonl -o new.jsonl --cache {{}} {to}",
         "export": "calls cache export calls.db -o {}",
-        "probe": f"calls probe {to} --most 1 --calls-a-slot 1 --plot {{}}",
+        "probe": f"calls probe {to} --most 1 --max-calls 30 --plot {{}}",
         "prune": "calls cache prune {} --older-than 1d",
     }
 

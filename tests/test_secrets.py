@@ -78,7 +78,7 @@ calls run -i rows.jsonl -o out3.jsonl --endpoint URL --model refuse --key-env OT
 calls run -i one.jsonl -o 4.jsonl --endpoint URL --model m --key-env OTTER --cache c.db --rpm 99 -q
 calls cache export c.db -o exported.jsonl
 calls cache stats c.db
-calls probe --endpoint URL --model m --key-env OTTER --most 2 --calls-a-slot 1 -q
+calls probe --endpoint URL --model m --key-env OTTER --most 2 --max-calls 40 -q
 --debug calls probe --endpoint URL --model refuse --key-env OTTER --most 2 -q
 --debug calls probe --endpoint URL --model garbage --key-env OTTER --most 2 -q
 reward score -i rows.jsonl -c judge.toml -o scores.jsonl --allow-missing -q

@@ -127,7 +127,7 @@ prove p(a,X) -d graph -r bad{EVIL}.txt
 calls run -i prompts.jsonl -o out.jsonl --endpoint URL --model m -q --tries 1
 calls run -i rows.jsonl -o out{EVIL}.jsonl --endpoint URL --model m{EVIL} -q --tries 1
 calls run -i prompts.jsonl -o o2.jsonl --endpoint ht{EVIL}tp://x --model m
-calls probe --endpoint URL --model fail --most 2 --calls-a-slot 1 -q
+calls probe --endpoint URL --model fail --most 2 --max-calls 40 -q
 calls cache stats calls.db{EVIL}
 reward score -i answers.jsonl -c rewards.toml -o scores.jsonl -q
 reward explain a{EVIL} -i answers.jsonl -c rewards.toml

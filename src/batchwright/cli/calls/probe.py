@@ -9,7 +9,7 @@ from batchwright.cli.calls.flags import KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 
 if TYPE_CHECKING:
-    from batchwright.calls.probe import Level
+    from batchwright.calls.probe import Probe
 
 __all__ = ["probe"]
 
@@ -22,17 +22,16 @@ def probe(
     model: ModelFlag,
     most: Annotated[int, Parameter(help="The highest concurrency to try.")] = 128,
     max_tokens: Annotated[int, Parameter(help="Completion tokens of each call.")] = 32,
-    calls_a_slot: Annotated[
-        int, Parameter(help="Calls at each level, per slot of its concurrency.")
-    ] = 6,
+    max_calls: Annotated[int, Parameter(help="Calls to make at most.")] = 8000,
+    max_seconds: Annotated[float, Parameter(help="Seconds to measure at most.")] = 600.0,
     key_env: KeyEnv = None,
     plot: Annotated[Path | None, Parameter(help="Plot throughput and latency to this PNG.")] = None,
     force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
-    """Measure throughput and latency at 1, 2, 4, ... calls in flight, and find the knee."""
-    from batchwright.calls.probe import knee, ramp
+    """Find the fewest calls in flight with 95 % of the best throughput, and how sure that is."""
+    from batchwright.calls.probe import probe as measure
 
     target = endpoint_at(endpoint, key_env)
     if plot is not None:
@@ -40,62 +39,71 @@ def probe(
         from batchwright.report.figures import PICTURE
 
         check_output(plot, PICTURE, force=force)
-    with progress_bar("measuring levels", quiet) as progress:
-        count = 0
+    with progress_bar("calls, at most", quiet) as progress:
 
-        def seen(level: "Level") -> None:
-            nonlocal count
-            count += 1
+        def seen(calls: int) -> None:
             if progress is not None:
-                progress(count, max(count, most.bit_length() + 1))
+                progress(calls, max_calls)
 
-        measured = ramp(
+        found = measure(
             target,
             model,
             most=most,
             max_tokens=max_tokens,
-            calls_a_slot=calls_a_slot,
+            max_calls=max_calls,
+            max_seconds=max_seconds,
             progress=seen,
         )
-    best = knee(measured)
+    answer = found.answer
     line = f"batchwright calls run -i prompts.jsonl -o answers.jsonl --endpoint {target.name} "
-    line += f"--model {model} --batch-size {best.concurrency}"
+    line += f"--model {model} --batch-size {answer.concurrency if answer.sure else 'auto'}"
     if plot is not None:
         from batchwright.report.figures import levels_png
 
         levels = [
-            (one.concurrency, one.per_second, one.p50_s or 0, one.p95_s or 0) for one in measured
+            (one.concurrency, one.per_second, one.p50_s or 0, one.p95_s or 0)
+            for one in found.levels
         ]
-        levels_png(plot, levels, best.concurrency)
+        levels_png(plot, levels, answer.concurrency)
     data = {
         "endpoint": target.name,
         "model": model,
-        "levels": [level.as_dict() for level in measured],
-        "knee": best.concurrency,
+        "levels": [level.as_dict() for level in found.levels],
+        "knee": answer.concurrency,
+        "interval": [answer.low, answer.high],
+        "probability": round(answer.probability, 4),
+        "sure": answer.sure,
+        "still_grows": answer.at_most,
+        "calls": found.calls,
+        "seconds": round(found.seconds, 3),
+        "failed": found.failed,
         "use": line,
     }
-    show(data, _drawn(measured, best, line), format)
+    show(data, _drawn(found, most, line), format)
 
 
-def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
+def _drawn(found: "Probe", most: int, line: str) -> str:
     from batchwright.report.text import histogram, seconds, table
 
-    names = [f"{level.concurrency:,}" for level in measured]
+    answer = found.answer
+    names = [f"{level.concurrency:,}" for level in found.levels]
     rows = [
         [
-            name + (" <- knee" if level is best else ""),
-            f"{level.per_second:.2f}",
+            name + (" <- knee" if level.concurrency == answer.concurrency else ""),
+            f"{level.calls:,}",
+            f"{level.per_second:.2f}" if level.sustained else "too many",
             seconds(level.p50_s),
             seconds(level.p95_s),
-            ", ".join(f"{n} {kind}" for kind, n in level.failed.items()) or "-",
+            f"{level.failed:,}",
+            f"{level.rejected:,}",
         ]
-        for name, level in zip(names, measured, strict=True)
+        for name, level in zip(names, found.levels, strict=True)
     ]
-    rates = [round(100 * level.per_second) for level in measured]
-    latencies = [round(1000 * (level.p95_s or 0)) for level in measured]
+    rates = [round(100 * level.per_second) for level in found.levels]
+    latencies = [round(1000 * (level.p95_s or 0)) for level in found.levels]
     return "\n".join(
         [
-            table(["in flight", "calls/s", "p50", "p95", "failed"], rows),
+            table(["in flight", "calls", "calls/s", "p50", "p95", "failed", "rejected"], rows),
             "",
             "throughput (calls in 100 s)",
             histogram(rates, names, width=40),
@@ -103,8 +111,24 @@ def _drawn(measured: "list[Level]", best: "Level", line: str) -> str:
             "latency p95 (ms)",
             histogram(latencies, names, width=40),
             "",
-            f"the knee is at {best.concurrency:,} calls in flight: {best.per_second:.2f} calls/s "
-            f"at {seconds(best.p50_s)}; more only adds latency",
+            *_sentences(found, most),
             f"use: {line}",
         ]
     )
+
+
+def _sentences(found: "Probe", most: int) -> list[str]:
+    answer = found.answer
+    told = [
+        f"{answer.concurrency:,} calls in flight are the fewest with 95 % of the best throughput "
+        f"(90 % interval: {answer.low:,} to {answer.high:,}); more only adds latency"
+    ]
+    if answer.at_most:
+        told.append(f"throughput still grows at {most:,} calls in flight; give a higher --most")
+    if not answer.sure:
+        told.append(
+            f"not sure: right within a factor of 1.25 with probability {answer.probability:.2f} "
+            f"after {found.calls:,} calls in {found.seconds:.0f} s; give more --max-calls or "
+            "--max-seconds, and leave the server to the probe"
+        )
+    return told
