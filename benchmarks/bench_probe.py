@@ -6,6 +6,7 @@ that reaches 95 % of the best throughput, by the server's own law. The seeds are
 were never used to tune the search; `--tuning` takes those below.
 """
 
+import contextlib
 import math
 import statistics
 from dataclasses import replace
@@ -47,10 +48,8 @@ def right_answer(world: World) -> int:
 
 def search(world: World, budget: int) -> KneeSearch:
     found = Searching(MOST, max_calls=budget)
-    try:
+    with contextlib.suppress(Over):
         run(replace(world, calls=2 * budget, wave=0), found)
-    except Over:
-        pass
     return found
 
 

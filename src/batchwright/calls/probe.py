@@ -9,7 +9,7 @@ from typing import Any
 
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.limit.knee import Answer, KneeSearch, Visit
-from batchwright.calls.outcome import Done
+from batchwright.calls.outcome import Done, Kind
 from batchwright.calls.pool import Pool
 from batchwright.calls.request import chat
 from batchwright.errors import ConfigError, NoServer
@@ -112,13 +112,11 @@ def probe(
         try:
             with pool.stream(requests) as outcomes:
                 for number, (_, outcome) in enumerate(outcomes):
-                    if search.over:
-                        break
-                    if not isinstance(outcome, Done):
+                    if not isinstance(outcome, Done) and outcome.kind is not Kind.CANCELLED:
                         failed[str(outcome.kind)] += 1
                         error = f"({outcome.kind}): {outcome.error}"
-                        if number == 0:
-                            break
+                    if search.over or (failed and number == 0):
+                        break
                     if progress is not None:
                         progress(search.calls)
         finally:

@@ -38,7 +38,7 @@ BENDS = (1.0, 0.7, 0.45, 0.3, 0.2, 0.1)
 throughput grows in proportion up to the knee, below it growth gets slower and slower."""
 FALLS = (0.0, 0.3, 0.6, 1.0)
 """How fast throughput falls above the knee, as a power."""
-DRIFTS = ((0.02, 100.0), (0.06, 200.0), (0.15, 200.0))
+DRIFTS = ((0.02, 100.0), (0.06, 200.0), (0.15, 200.0), (0.5, 200.0))
 """Slow changes of the server's pace: standard deviation, and calls after which it is forgotten."""
 FAILED = 0.2
 """A level with more failures than this share is too high."""
@@ -344,4 +344,3 @@ def _variation(visits: list[Visit]) -> float:
         math.sqrt((8 * 0.25 + sum(each * each for each in apart)) / (8 + len(apart)))
         for apart in by_level.values()
     )
-
