@@ -112,6 +112,37 @@ def write_rollouts(folder: Path, draw: random.Random) -> None:
         (folder / f"{number:06d}.jsonl").write_text(lines, "utf-8")
 
 
+def proof_run(folder: Path) -> Path:
+    """What a prover leaves: one proof, and an episode that ended with a goal left."""
+    (folder / "rollouts").mkdir(parents=True)
+    with EventLog(folder / "events.jsonl") as log:
+        log.write("start", round=0, rounds=1)
+        log.write("eval", round=0, mrr=0.5, proved=0.5, right=0.5)
+        log.write("stop", round=1, why="done")
+
+    def line(episode: int, proved: bool, last: str) -> str:
+        leaves = [("parent(anna, bo)", "fact"), (f"parent(bo, {HOSTILE})", last)]
+        children = [{"goal": goal, "by": by, "children": []} for goal, by in leaves]
+        return json.dumps(
+            {
+                "env": episode,
+                "episode": episode,
+                "step": 1,
+                "question": "grandparent(anna, X)",
+                "proved": proved,
+                "right": proved,
+                "reward": 1.0 if proved else -1.0,
+                "depth": 3 if proved else 2,
+                "why": "" if proved else "stuck",
+                "proof": {"goal": "grandparent(anna, cy)", "by": "rule gp", "children": children},
+            }
+        )
+
+    text = line(0, True, "fact") + "\n" + line(1, False, "open") + "\n"
+    (folder / "rollouts" / "000000.jsonl").write_text(text, "utf-8")
+    return folder
+
+
 def records(folder: Path, kind: str) -> list[dict[str, Any]]:
     """The records of one kind, read without the package: an independent witness."""
     lines = (folder / "events.jsonl").read_text("utf-8").splitlines()

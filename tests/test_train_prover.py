@@ -1,8 +1,10 @@
 """Training of a prover, and the chances it gives to answers."""
 
 import dataclasses
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +30,9 @@ from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
+from batchwright.report.summary import summarise
 from batchwright.train.prover.config import REWARD_NAMES, ProverConfig
+from batchwright.train.prover.episodes import SHOWN
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.learners import Practice, kge_potential
 from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
@@ -290,6 +294,73 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bits(
     assert outcome.code == 0, outcome.err
     assert outcome.data["finished"]
     same_end(tmp_path / "killed", whole)
+
+
+def atoms(text: str) -> list[tuple[str, str, str]]:
+    return re.findall(r"(\w+)\(\s*([^\s,()]+)\s*,\s*([^\s,()]+)\s*\)", text)
+
+
+def nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for child in node["children"]:
+        yield from nodes(child)
+
+
+def is_an_instance(node: dict[str, Any], rule: str) -> bool:
+    """Whether one substitution makes the rule's head the goal and its body the children."""
+    *body, head = atoms(rule)
+    (goal,), children = atoms(node["goal"]), [atoms(c["goal"])[0] for c in node["children"]]
+    if len(body) != len(children) or head[0] != goal[0]:
+        return False
+    for order in itertools.permutations(children):
+        pairs = [(head, goal), *zip(body, order, strict=True)]
+        bound: dict[str, str] = {}
+        if all(
+            rp == gp and all(bound.setdefault(v, g) == g for v, g in zip(rest, given, strict=True))
+            for (rp, *rest), (gp, *given) in pairs
+        ):
+            return True
+    return False
+
+
+def test_the_rollouts_of_a_run_are_proofs_that_hold_and_are_read_by_the_report(
+    whole: Path, family: Graph
+) -> None:
+    rules = dict(
+        line.split(":")[::2]
+        for line in (whole / "rules.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    facts = {tuple(line.split("\t")) for line in (FAMILY / "train.txt").read_text().splitlines()}
+    records = [json.loads(line) for line in (whole / "events.jsonl").read_text().splitlines()]
+    rounds = {record["round"] for record in records if record["kind"] == "eval"}
+    files = sorted((whole / "rollouts").glob("*.jsonl"))
+    shown = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    proved = [one for one in shown if one["proved"]]
+
+    assert {int(file.stem) for file in files} == rounds
+    assert len(shown) == len(files) * min(SHOWN, 2 * len(family.valid))
+    assert proved
+    for one in shown:
+        found = list(nodes(one["proof"]))
+        ends = {node["by"] for node in found if not node["children"]}
+        assert ends == {"fact"} if one["proved"] else "open" in ends
+        # As many steps as goals that were resolved.
+        assert sum(node["by"] != "open" for node in found) == one["depth"]
+        ((predicate, x, y),) = atoms(one["question"])
+        own = (predicate, *(one["expected"] if term == "X" else term for term in (x, y)))
+        for node in found:
+            ((p, h, t),) = atoms(node["goal"])
+            if node["by"] == "fact":
+                assert (h, p, t) in facts
+                assert (p, h, t) != own
+            elif node["by"] != "open":
+                assert is_an_instance(node, rules[node["by"].removeprefix("rule ")])
+        if one["proved"]:
+            assert one["right"] == (atoms(one["proof"]["goal"])[0] == own)
+    found = summarise(whole)["rollouts"]
+    assert (found["episodes"], found["invalid"]) == (len(shown), 0)
+    assert found["mean_reward"] == pytest.approx(np.mean([one["reward"] for one in shown]))
 
 
 def test_the_command_trains_and_the_prover_is_evaluated_alone_and_beside_an_embedding(

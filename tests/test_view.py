@@ -24,7 +24,7 @@ from batchwright.events import EventLog
 from batchwright.report.html import write_html
 from batchwright.report.summary import summarise
 from conftest import COMMAND
-from stored_run import HOSTILE, column, records, stored_run, write_steps
+from stored_run import HOSTILE, column, proof_run, records, stored_run, write_steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = (
@@ -57,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("BATCHWRIGHT_TOKENS", str(folder / "stores"))
         stored_run(folder / "runs" / "packed", ranks=4)
         stored_run(folder / "runs" / "bucketed", steps=30, layout="bucketed")
+    proof_run(folder / "runs" / "prover")
     live = folder / "runs" / "live"
     live.mkdir()
     (live / "events.jsonl").touch()
@@ -218,6 +219,21 @@ def test_hostile_text_is_shown_as_text(browser: Any, url: str) -> None:
     assert "word word" in page.locator("#sample pre").text_content()
     assert page.locator("img").count() == 0
     assert "owned" not in page.title()
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_a_proof_is_shown_as_a_tree(browser: Any, url: str) -> None:
+    page, seen = opened(browser, f"{url}?run=prover")
+    tree = page.locator(".turns .tree .tree")
+    page.locator("#rollouts tr.open-row").nth(1).click()
+    assert tree.count() == 2
+    assert "proved, the right answer · 3 steps · reward 1" in page.locator(".turns").inner_text()
+    assert page.locator(".turns .by").all_inner_texts() == ["rule gp", "fact", "fact"]
+    assert HOSTILE in page.locator(".turns").text_content()
+    page.locator("#rollouts tr.open-row").first.click()
+    assert "not proved · 2 steps" in page.locator(".turns").inner_text()
+    assert page.locator(".turns .by.left").all_inner_texts() == ["open"]
     assert seen.errors == []
     page.context.close()
 

@@ -23,6 +23,9 @@ __all__ = ["Node", "Proof", "Proofs", "Shortest", "hidden_facts", "prove", "prov
 
 Ints = NDArray[np.int32]
 
+OPEN = -1
+"""In the place of a rule: a goal that an unfinished proof leaves unresolved."""
+
 MAX_NODES = 10_000_000
 """Steps one search may try: some seconds. A search that stops here is not `complete`."""
 
@@ -35,13 +38,14 @@ class Node:
 
     atom: Atom
     rule: int | None
-    """None: it is a fact."""
+    """None: it is a fact; OPEN: no step of the proof is about it."""
     children: tuple["Node", ...] = ()
 
     def lines(self, rules: Rules, vocab: Vocab, indent: str = "") -> Iterator[str]:
         """The tree as text, a goal a line."""
         leaf = "embedding" if vocab.accepts(self.atom[0]) else "fact"
-        reason = leaf if self.rule is None else f"by {rules.names[self.rule]}"
+        by = leaf if self.rule is None else f"by {rules.names[self.rule]}"
+        reason = "open" if self.rule == OPEN else by
         yield f"{vocab.atom(*self.atom)}  [{reason}]"
         for i, child in enumerate(self.children):
             last = i == len(self.children) - 1
@@ -70,7 +74,10 @@ class Proof:
         return float(np.prod(rules.weight[used]))
 
     def tree(self, rules: Rules) -> Node:
-        """The proof as a tree; a variable that was bound is shown as what it stands for."""
+        """The proof as a tree; a variable that was bound is shown as what it stands for.
+
+        Where the steps end before all goals are resolved, the rest of the goals are `OPEN`.
+        """
         bound: dict[int, int] = {}
         fresh = rules.num_entities + 2
         steps = iter(self.steps)
@@ -88,7 +95,9 @@ class Proof:
 
         def build(goal: Atom) -> Node:
             nonlocal fresh
-            kind, number, s, o = next(steps)
+            kind, number, s, o = next(steps, (OPEN, 0, 0, 0))
+            if kind == OPEN:
+                return Node(goal, OPEN)
             if kind == FACT:
                 equal(goal[1], s)
                 equal(goal[2], o)

@@ -426,6 +426,13 @@ function drawRanks(s) {
   ]);
 }
 
+// A proof as nested lists: a goal, by which rule or fact it holds, and the goals of the rule.
+function branch(node, deep = 0) {
+  if (!node || typeof node !== "object" || deep > 40) return null;
+  const kind = {fact: "fact", embedding: "fact", open: "left"}[node.by] || "rule";
+  const item = el("li", null, el("span", {class: "goal", text: node.goal}), " ", el("span", {class: "by " + kind, text: node.by}), Array.isArray(node.children) && node.children.length ? node.children.map((child) => branch(child, deep + 1)) : null);
+  return el("ul", {class: "tree", "aria-label": deep ? null : "Proof"}, item);
+}
 function drawRollouts(s) {
   const o = s.rollouts, r = range(s);
   if (!o && !s.windows.length) return panel("rollouts", null, s.kind === "plan" ? "a plan has no rollouts." : "no episodes are recorded.");
@@ -456,8 +463,8 @@ function drawRollouts(s) {
       el("tbody", null, found.slice(0, 200).map((e) => { const key = `${e.file}/${e.env}/${e.episode}`, go = () => { S.episode = S.episode === key ? null : key; keep(() => drawRollouts(S.main)); };
         return el("tr", {class: "open-row", onclick: go}, el("td", null, el("button", {type: "button", "data-key": "e-" + key, "aria-expanded": String(S.episode === key), text: `${Number(e.file) || e.file}, env ${e.env}`})), el("td", {text: e.question}), el("td", {class: "n", text: num(e.turns.length) + (e.invalid ? ` (${num(e.invalid)} invalid)` : "")}), el("td", {class: "n", text: num(e.reward)})); })))),
     chosen ? el("ol", {class: "turns", "aria-label": "Transcript"}, chosen.turns.map((t) => el("li", {class: t.invalid ? "invalid" : null},
-      el("div", {class: "meta", text: [`turn ${t.step ?? ""}`, t.operator, t.score === undefined ? null : `score ${num(t.score)}`, `reward ${num(t.gain ?? t.reward)}`, t.why ? `${t.invalid ? "invalid, not learnt from" : "note"}: ${t.why}` : null].filter(Boolean).join(" · ")}),
-      [t.wording, t.prompt].filter(Boolean).map((text) => el("p", {text})), t.tree ? el("pre", {text: t.tree}) : null, [t.answer, t.response].filter(Boolean).map((text) => el("p", null, el("span", {class: "meta", text: "answer: "}), text))))) : null,
+      el("div", {class: "meta", text: [t.proof ? (t.proved ? t.right ? "proved, the right answer" : "proved, another answer" : "not proved") : `turn ${t.step ?? ""}`, t.operator, t.depth === undefined ? null : plural(t.depth, "step"), t.score === undefined ? null : `score ${num(t.score)}`, `reward ${num(t.gain ?? t.reward)}`, t.why ? `${t.invalid ? "invalid, not learnt from" : "note"}: ${t.why}` : null].filter(Boolean).join(" · ")}),
+      [t.wording, t.prompt].filter(Boolean).map((text) => el("p", {text})), branch(t.proof), [t.answer, t.response].filter(Boolean).map((text) => el("p", null, el("span", {class: "meta", text: "answer: "}), text))))) : null,
     windows,
   ]);
 }

@@ -24,6 +24,7 @@ from batchwright.permutation import permutation
 from batchwright.rl.policy import Policy, choose
 from batchwright.rl.ppo import PPO, PPOConfig
 from batchwright.train.prover.config import REWARD_NAMES, ProverConfig
+from batchwright.train.prover.episodes import Episodes
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
@@ -231,10 +232,22 @@ class Asking(NamedTuple):
 
 
 def ask_once(
-    asked: Asked, policy: Policy, triples: Ints, num_envs: int, ask: str, *, seed: int = 0
+    asked: Asked,
+    policy: Policy,
+    triples: Ints,
+    num_envs: int,
+    ask: str,
+    *,
+    seed: int = 0,
+    episodes: Episodes | None = None,
 ) -> Asking:
-    """Ask both queries of every triple once, each answered by one sample of the policy."""
+    """Ask both queries of every triple once, each answered by one sample of the policy.
+
+    `episodes` follows some of them.
+    """
     questions = asked.questions(triples)
+    if episodes is not None:
+        episodes.follow(questions)
     env = asked.env(questions, min(num_envs, len(questions)), ask=ask, once=True)
     obs = env.reset()
     proved = right = turn = 0
@@ -244,7 +257,10 @@ def ask_once(
         mask = obs["mask"].copy()
         mask[~env.active, 0] = True
         actions, _ = choose(logits, mask, rng.key(seed, "prover/ask", turn))
+        chosen = None if episodes is None else episodes.chosen(obs, actions)
         step = env.step(actions)
+        if episodes is not None and chosen is not None:
+            episodes.took(chosen, step, questions)
         proven = step.info["proven"]
         wanted = questions[step.info["query_index"][proven], 2]
         proved += int(proven.sum())

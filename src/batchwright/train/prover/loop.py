@@ -28,6 +28,7 @@ from batchwright.logic.rank.ranking import evenly_spread, rank
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.rl.policy import Policy
 from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.episodes import Episodes
 from batchwright.train.prover.learners import (
     Cloning,
     Learner,
@@ -209,6 +210,7 @@ def _train(
         best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
     begun_at, used = at.round, len(asked.rules) // 2
     run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
+    episodes = Episodes(asked, rules, wider.vocab) if run.writes else None
 
     def evaluated(at: _At) -> _At:
         """Measure the policy on valid, and keep it if it is the best so far."""
@@ -218,8 +220,16 @@ def _train(
         scorer = _scorer(config, asked, policy)
         mrr = rank(scorer, valid, graph.known).metrics().mrr
         shares = ask_once(
-            asked, policy, valid, int(config.n_eval_envs), config.ask, seed=config.seed
+            asked,
+            policy,
+            valid,
+            int(config.n_eval_envs),
+            config.ask,
+            seed=config.seed,
+            episodes=episodes,
         )
+        if episodes is not None:
+            episodes.write(run.folder / "rollouts" / f"{at.round:06d}.jsonl")
         run.event("eval", round=at.round, mrr=mrr, proofs=scorer.how(), **shares._asdict())
         at = replace(at, last_mrr=mrr, last_right=shares.right)
         if at.round == 0:
