@@ -11,9 +11,8 @@ import numbers
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
 from batchwright.files import existing
@@ -21,8 +20,7 @@ from batchwright.files import existing
 __all__ = ["Event", "EventLog", "EventTail", "finite", "read_events"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """One record: when, of what kind, and its fields."""
 
     t: float
@@ -114,7 +112,7 @@ class EventTail:
         self._lines = 0
         self._closed_torn = 0
 
-    def read(self, most_bytes: int = 2**23) -> list[Event]:
+    def read(self, most_bytes: int = 2**18) -> list[Event]:
         """The next records, from at most `most_bytes` of the file; an empty list at its end.
 
         A file that became shorter was replaced: `Mismatch`.
@@ -130,8 +128,20 @@ class EventTail:
                 data += more
         whole, newline, rest = data.rpartition(b"\n")
         self.offset += len(whole) + len(newline)
+        lines = whole.split(b"\n") if newline else []
+        events = _parse_all(lines)
+        if events is None:
+            events = self._one_by_one(lines)
+        else:
+            self._lines += len(lines)
+        at_end = self.offset + len(rest) >= self.size
+        self.torn = self._closed_torn + bool(rest and at_end)
+        return events
+
+    def _one_by_one(self, lines: list[bytes]) -> list[Event]:
+        """The records among lines of which some are none; those are counted."""
         events = []
-        for line in whole.split(b"\n") if newline else ():
+        for line in lines:
             self._lines += 1
             event = _parse(line)
             if event is not None:
@@ -140,14 +150,29 @@ class EventTail:
                 self._closed_torn += 1
             elif line:
                 self.bad.append(self._lines)
-        at_end = self.offset + len(rest) >= self.size
-        self.torn = self._closed_torn + bool(rest and at_end)
         return events
 
     @property
     def share(self) -> float:
         """How much of the file is read, from 0 to 1."""
         return min(1.0, self.offset / self.size) if self.size else 1.0
+
+
+def _parse_all(lines: list[bytes]) -> list[Event] | None:
+    """All lines as records, parsed as one array, which is much faster; None if one is none.
+
+    A damaged line does not join with its neighbours unseen: every line has to begin as an object
+    does and end as one, and there have to be as many records as lines.
+    """
+    if not all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):
+        return None
+    try:
+        records = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(records) != len(lines):
+            return None
+        return [Event(float(r.pop("t")), str(r.pop("kind")), r) for r in records]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _parse(line: bytes) -> Event | None:

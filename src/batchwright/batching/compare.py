@@ -1,5 +1,6 @@
 """Every layout on the same samples, with batches of a fixed size as the baseline."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
@@ -41,16 +42,19 @@ class LayoutRow:
 
 
 def compare_layouts(
-    lengths: Lengths, config: BatchingConfig, fixed_rows: int = 8
+    lengths: Lengths,
+    config: BatchingConfig,
+    fixed_rows: int = 8,
+    layouts: Sequence[Layout] = get_args(Layout),
 ) -> list[LayoutRow]:
-    """Every layout under the limits of `config`, after batches of `fixed_rows` in random order.
+    """Each of the layouts under the limits of `config`, after batches of `fixed_rows` in random order.
 
     The layouts get the same budget and overflow policy, and the packed one rows as wide as the
     padded ones may be, so the rows of the table plan the same tokens.
     """
     limit = config.limit
     rows = [_fixed(lengths, config, fixed_rows)]
-    for layout in get_args(Layout):
+    for layout in layouts:
         changed = config.model_copy(
             update={
                 "layout": layout,

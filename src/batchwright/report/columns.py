@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Iterable, Mapping
+from itertools import groupby, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ Floats = NDArray[np.float64]
 
 POINTS = 512
 """Points of a curve; more would not be seen."""
+TOGETHER = 512
+"""Records that wait to be taken into the columns together."""
+NUMBERS = {int, float}
 
 
 class Columns:
@@ -21,48 +25,60 @@ class Columns:
 
     def __init__(self) -> None:
         self._columns: dict[str, array[float]] = {}
-        self.rows = 0
+        self._new: list[Mapping[str, Any]] = []
+        self._kept = 0
+        """Records that are in the columns; those in `_new` follow."""
+
+    @property
+    def rows(self) -> int:
+        return self._kept + len(self._new)
 
     def add(self, fields: Mapping[str, Any]) -> None:
-        """Append a record; of its fields, numbers and lists of numbers are kept."""
-        columns, rows = self._columns, self.rows
-        for name, value in fields.items():
-            kind = type(value)
-            if kind is float or kind is int:
-                # Nearly all values: a column that has one of every record so far.
-                column = columns.get(name)
-                if column is not None and len(column) == rows:
-                    column.append(value)
-                else:
-                    self._put(name, value)
-            elif kind is list:
-                for k, one in enumerate(value):
-                    self._put(f"{name}.{k}", one)
-        self.rows += 1
+        """Append a record, which must not change any more; numbers and lists of them are kept."""
+        self._new.append(fields)
+        if len(self._new) >= TOGETHER:
+            self._keep()
 
-    def _put(self, name: str, value: Any) -> None:
-        # A bool is an int to Python, and no measurement.
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return
-        column = self._columns.get(name)
-        if column is None:
-            column = self._columns[name] = array("d")
-        if (missing := self.rows - len(column)) > 0:
-            column.extend([math.nan] * missing)
-        column.append(value)
+    def _keep(self) -> None:
+        """Move the new records into the columns, those in a row with the same fields at once."""
+        new, self._new = self._new, []
+        for names, group in groupby(new, tuple):
+            records = list(group)
+            for name in names:
+                self._extend(name, [record[name] for record in records])
+            self._kept += len(records)
+
+    def _extend(self, name: str, values: list[Any]) -> None:
+        kinds = set(map(type, values))
+        if kinds <= NUMBERS:
+            column = self._columns.get(name)
+            if column is None:
+                column = self._columns[name] = array("d")
+            if (missing := self._kept - len(column)) > 0:
+                column.extend([math.nan] * missing)
+            column.extend(values)
+        elif kinds == {list}:
+            for k, place in enumerate(zip_longest(*values)):
+                self._extend(f"{name}.{k}", list(place))
+        elif kinds & NUMBERS:
+            # A bool is an int to Python, and no measurement.
+            self._extend(name, [v if type(v) in NUMBERS else math.nan for v in values])
 
     def cut(self, rows: int) -> None:
         """Keep the first `rows` records."""
-        self.rows = min(self.rows, rows)
+        self._keep()
+        self._kept = min(self._kept, rows)
         for column in self._columns.values():
-            del column[self.rows :]
+            del column[self._kept :]
 
     @property
     def names(self) -> list[str]:
+        self._keep()
         return list(self._columns)
 
     def column(self, name: str) -> Floats:
         """All values of a field."""
+        self._keep()
         values = np.full(self.rows, math.nan)
         if (found := self._columns.get(name)) is not None:
             values[: len(found)] = np.frombuffer(found) if len(found) else ()
@@ -103,9 +119,9 @@ class Columns:
                 highs[name] = plain(_or_nan(np.where(there, runs, -np.inf).max(axis=1)))
         return {"width": width, "mean": means, "low": lows, "high": highs}
 
-    def sums(self, name: str, points: int = POINTS) -> list[float | None]:
-        """The sum of a field over the same runs."""
-        return plain(np.nansum(self._runs(name, self.width(points)), axis=1))
+    def sums(self, of: str | Floats, points: int = POINTS) -> list[float | None]:
+        """The sum of a field, or of one value for each record, over the same runs."""
+        return plain(np.nansum(self._runs(of, self.width(points)), axis=1))
 
     def firsts(self, name: str, points: int = POINTS) -> list[float | None]:
         """The first value of each run."""
@@ -117,8 +133,8 @@ class Columns:
         ends = np.minimum(np.arange(0, self.rows, width) + width, self.rows) - 1
         return plain(self.column(name)[ends])
 
-    def _runs(self, name: str, width: int) -> Floats:
-        values = self.column(name)
+    def _runs(self, of: str | Floats, width: int) -> Floats:
+        values = self.column(of) if isinstance(of, str) else of
         short = -len(values) % width
         return np.append(values, np.full(short, math.nan)).reshape(-1, width)
 

@@ -25,12 +25,14 @@ Ints = NDArray[np.int64]
 BINS = 48
 SAMPLED = 512
 """Microbatches that are looked at one by one; totals are of all of them."""
+DRAWN_BATCHES = 4
 DRAWN_ROWS = 160
 DRAWN_SEGMENTS = 4000
-SMALL = 1500
-"""Pieces of samples that are looked at without numba."""
+PIECES = 5000
+"""Pieces of samples in the microbatches that are looked at."""
 REPLANNED = 40_000
-"""Samples that other budgets and layouts are worked out for; of more, an even sample."""
+REPACKED = 5000
+"""Samples that other budgets and layouts, and packing, are worked out for; an even sample."""
 BUDGETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 TEXT = 1200
 """Characters of a sample that are shown."""
@@ -42,12 +44,14 @@ def plan_summary(plan: BatchPlan) -> dict[str, Any]:
     Totals are exact. What is worked out from a part of the plan says of how much: `sampled`
     microbatches, `replanned` samples.
     """
-    # To compile the kernels takes longer than to do without for a small plan.
-    with interpreted(plan.counts.planned_pieces <= SMALL):
+    # Somebody waits for a page: to compile the kernels may take minutes, and to do without them
+    # takes a second for as much as is looked at.
+    with interpreted():
         lengths, counts = _lengths(plan)
         useful, padded, config = plan.useful_tokens(0), plan.padded_tokens(0), plan.config
         count = plan.num_microbatches(0)
-        looked_at = [plan.batch(0, k) for k in _spread(count, SAMPLED)]
+        most = max(DRAWN_BATCHES, min(SAMPLED, PIECES * count // plan.counts.planned_pieces))
+        looked_at = [plan.batch(0, k) for k in _spread(count, most)]
         return {
             "fingerprint": plan.fingerprint,
             "layout": config.layout,
@@ -165,29 +169,47 @@ def _packing(plan: BatchPlan, rows: list[dict[str, Any]], ids: dict[int, str]) -
 def _replanned(plan: BatchPlan, lengths: Ints, counts: Ints) -> dict[str, Any]:
     """The same lengths under other budgets and in other layouts."""
     every = np.repeat(lengths, counts)
-    every = every[:: -(-len(every) // REPLANNED)]
-    config = plan.config
-    budgets = []
+    some, few = (every[:: -(-len(every) // most)] for most in (REPLANNED, REPACKED))
+    config = plan.config.model_copy(update={"overflow": "truncate"})
+    rows = [
+        *compare_layouts(Lengths.of(some), config, layouts=("bucketed", "sorted")),
+        *compare_layouts(Lengths.of(few), config, layouts=("packed",))[1:],
+    ]
+    return {
+        "replanned": len(some),
+        "repacked": len(few),
+        "budgets": _budgets(plan, some, len(every) / len(some)),
+        "layouts": [
+            {
+                "layout": row.layout,
+                "efficiency": row.efficiency,
+                # By token, as they are not all of the same samples.
+                "cost": row.cost / row.useful_tokens,
+            }
+            for row in rows
+        ],
+    }
+
+
+def _budgets(plan: BatchPlan, some: Ints, times: float) -> list[dict[str, Any]]:
+    config, found = plan.config, []
     for factor in BUDGETS:
         budget = int(config.token_budget * factor)
         if budget < config.limit:
             continue
-        changed = config.model_copy(update={"token_budget": budget, "overflow": "truncate"})
-        row = layout_row(_planned(every, changed))
-        budgets.append(
-            {
-                "token_budget": budget,
-                "microbatches": round(row.microbatches * counts.sum() / len(every)),
-                "efficiency": row.efficiency,
-            }
+        if config.layout == "packed":
+            # The same rows, more or fewer of them in a microbatch.
+            width = config.get_pad_length(-1, config.pack_max_length)
+            rows = plan.padded_tokens(0) // width
+            microbatches, efficiency = -(-rows // (budget // width)), plan.efficiency
+        else:
+            changed = config.model_copy(update={"token_budget": budget, "overflow": "truncate"})
+            row = layout_row(_planned(some, changed))
+            microbatches, efficiency = round(row.microbatches * times), row.efficiency
+        found.append(
+            {"token_budget": budget, "microbatches": microbatches, "efficiency": efficiency}
         )
-    layouts = [
-        {"layout": row.layout, "efficiency": row.efficiency, "cost": row.cost}
-        for row in compare_layouts(
-            Lengths.of(every), config.model_copy(update={"overflow": "truncate"})
-        )
-    ]
-    return {"replanned": len(every), "budgets": budgets, "layouts": layouts}
+    return found
 
 
 def _planned(lengths: Ints, config: Any) -> BatchPlan:

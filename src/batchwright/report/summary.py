@@ -188,16 +188,18 @@ class RunReader:
     def _step(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._unit = kind
         part = fields.get("part")
-        row = {"at": fields.get(kind, self._steps.rows + 1), "t": self._now}
-        self._steps.add(row | {n: v for n, v in fields.items() if n not in (kind, "first")})
+        row = {"at": fields.get(kind, self._steps.rows + 1), **fields, "t": self._now}
+        row.pop(kind, None)
+        row.pop("first", None)
+        self._steps.add(row)
         if isinstance(part, str) and isinstance(at := row["at"], int | float):
             span = self._parts.setdefault(part, [at, at])
             span[1] = at
 
     def _call(self, fields: Mapping[str, Any]) -> None:
-        self._calls.add({"t": self._now, **fields})
+        self._calls.add({**fields, "t": self._now})
         for name, counter in (("failed_by", self._failed_by), ("errors", self._errors)):
-            if isinstance(found := fields.get(name), dict):
+            if (found := fields.get(name)) and isinstance(found, dict):
                 counter.update({str(k): int(v) for k, v in found.items()})
 
     def summary(self, *, quick: bool = False) -> dict[str, Any]:
@@ -339,11 +341,9 @@ class RunReader:
             return []
         import numpy as np
 
-        found = Columns()
-        most = np.max([self._steps.column(f"rank_padded.{rank}") for rank in ranks], axis=0)
-        for value in most.tolist():
-            found.add({"most": value})
-        return found.sums("most")
+        return self._steps.sums(
+            np.max([self._steps.column(f"rank_padded.{rank}") for rank in ranks], axis=0)
+        )
 
     def _eval_summary(self) -> dict[str, Any] | None:
         evals = self._evals
