@@ -21,7 +21,11 @@ STEP = re.compile(r"^\d+\. `(?P<file>[\w/]+\.py)` `(?P<name>[\w.]+)`", re.MULTIL
 
 
 @pytest.mark.parametrize(
-    "script", ["tools/tree.py", "tools/picture.py", "benchmarks/readme_numbers.py"]
+    "script",
+    [
+        *("tools/tree.py", "tools/picture.py", "tools/explain.py", "tools/reference.py"),
+        "benchmarks/readme_numbers.py",
+    ],
 )
 def test_what_is_generated_is_up_to_date(script: str) -> None:
     words = [sys.executable, ROOT / script, "--check"]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,49 @@ def test_a_log_read_in_any_pieces_gives_the_same_records(tmp_path: Path) -> None
             found += events
         assert found == list(read_events(path))
         assert (tail.torn, tail.bad) == (0, [])
+
+
+LINES = st.one_of(
+    st.builds(
+        lambda t, kind, x: json.dumps({"t": t, "kind": kind, "x": x}),
+        st.integers(0, 9),
+        st.sampled_from(["step", "calls", "},{"]),
+        st.one_of(st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers())),
+    ),
+    st.sampled_from(
+        ['{"t":1,"ki', '{"t":2,"x":[{}', "", "{}", "[]", "1", '{"t":1,"kind":"a"},{}', "}"]
+    ),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lines=st.lists(LINES, max_size=8))
+def test_lines_parsed_together_are_the_records_that_each_line_is(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "together.jsonl"
+    path.write_text("".join(line + "\n" for line in lines), "utf-8")
+    tail, expected = EventTail(path), []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            expected.append((float(record.pop("t")), record.pop("kind"), record))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+
+    assert [tuple(event) for event in tail.read()] == expected
+    assert len(expected) + tail.torn + len(tail.bad) == sum(map(bool, lines))
+
+
+def test_a_plan_is_summarised_without_a_compiler(run_dir: Path) -> None:
+    words = (
+        "import sys; from pathlib import Path; from batchwright.report import summarise;"
+        f"found = summarise({str(run_dir)!r}); assert found['plan']['budgets'];"
+        "assert 'numba' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_read_while_it_grows_equals_one_read_at_its_end(tmp_path: Path) -> None:

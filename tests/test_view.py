@@ -7,10 +7,12 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +22,8 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
+from batchwright.data.tokens import TokenStore
 from batchwright.events import EventLog
 from batchwright.report.html import write_html
 from batchwright.report.summary import summarise
@@ -219,6 +223,58 @@ def test_hostile_text_is_shown_as_text(browser: Any, url: str) -> None:
     assert "word word" in page.locator("#sample pre").text_content()
     assert page.locator("img").count() == 0
     assert "owned" not in page.title()
+    assert seen.errors == []
+    page.context.close()
+
+
+def test_edges_of_buckets_can_be_moved_and_the_page_works_out_what_they_give(
+    browser: Any, runs: Path, url: str, tmp_path: Path
+) -> None:
+    page, seen = opened(browser, f"{url}?run=bucketed")
+    edge = page.locator('[data-key="lengths-edge-0"]')
+    assert edge.get_attribute("aria-valuenow") == "128"
+    edge.focus()
+    for key in ("PageDown", "PageDown", "PageDown", "ArrowRight"):
+        page.keyboard.press(key)
+    assert edge.get_attribute("aria-valuenow") == "81"
+    edges = tomllib.loads(page.locator("#whatif-toml").text_content())["bucket_edges"]
+    assert edges[0] == 81
+    # The planner itself, over many epochs as batches are drawn anew in each.
+    config = BatchPlan.load(runs / "bucketed" / "plan").config
+    lengths = TokenStore(runs / "bucketed" / "tokens").lengths
+    epochs = 40
+    changed = BatchingConfig(**{**config.model_dump(), "bucket_edges": tuple(edges)})
+    plan = BatchPlanBuilder(lengths, changed).build(epochs)
+    expected = [plan.useful_tokens(k) / plan.padded_tokens(k) for k in range(epochs)]
+    words = page.locator("#whatif-result").inner_text()
+    shown = re.search(r"([\d,]+) microbatches per epoch, ([\d.]+)% useful", words)
+    assert shown, words
+    assert int(shown[1]) == plan.num_microbatches(0)
+    assert float(shown[2]) / 100 == pytest.approx(sum(expected) / epochs, abs=0.006)
+    # Dragging moves it too, and never past its neighbour.
+    edge.scroll_into_view_if_needed()
+    box, next_edge = edge.bounding_box(), page.locator('[data-key="lengths-edge-1"]')
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 900, box["y"] + 20, steps=4)
+    page.mouse.up()
+    stopped = int(edge.get_attribute("aria-valuenow"))
+    assert stopped == int(next_edge.get_attribute("aria-valuenow")) - 1
+    command = page.locator("#whatif-command").text_content()
+    assert f"--bucket-edges {stopped}," in command
+    length_file = tmp_path / "lengths.jsonl"
+    data = runs / "bucketed.jsonl"
+    for line in (
+        f"batchwright data lengths build -d {data} -t bytes -o {length_file}",
+        command.replace("lengths.jsonl", str(length_file)),
+    ):
+        done = subprocess.run(
+            [COMMAND, *shlex.split(line)[1:]], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    page.get_by_text("Edges as planned").click()
+    assert edge.get_attribute("aria-valuenow") == "128"
     assert seen.errors == []
     page.context.close()
 

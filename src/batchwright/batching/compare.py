@@ -47,7 +47,7 @@ def compare_layouts(
     fixed_rows: int = 8,
     layouts: Sequence[Layout] = get_args(Layout),
 ) -> list[LayoutRow]:
-    """Each of the layouts under the limits of `config`, after batches of `fixed_rows` in random order.
+    """Each layout under the limits of `config`, after batches of `fixed_rows` in random order.
 
     The layouts get the same budget and overflow policy, and the packed one rows as wide as the
     padded ones may be, so the rows of the table plan the same tokens.

@@ -34,6 +34,8 @@ REPLANNED = 40_000
 REPACKED = 5000
 """Samples that other budgets and layouts, and packing, are worked out for; an even sample."""
 BUDGETS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+DISTINCT = 2048
+"""Lengths that edges of buckets can be moved over."""
 TEXT = 1200
 """Characters of a sample that are shown."""
 
@@ -70,7 +72,11 @@ def plan_summary(plan: BatchPlan) -> dict[str, Any]:
             "bound": -(-useful // config.token_budget),
             "longest": plan.longest,
             "edges": list(config.bucket_edges) if config.layout == "bucketed" else [],
+            "pad_policy": str(config.pad_policy),
+            "width_multiple": config.width_multiple,
+            "drop_last": config.drop_last,
             "histogram": _histogram(lengths, counts),
+            "distinct": _distinct(lengths, counts) if config.layout == "bucketed" else None,
             "buckets": _buckets(plan, looked_at),
             "sampled": len(looked_at),
             "fill": [[batch.index, round(batch.efficiency, 5)] for batch in looked_at],
@@ -114,6 +120,18 @@ def _histogram(lengths: Ints, counts: Ints) -> dict[str, Any]:
         "p95": p95,
         "p99": p99,
         "longest": high,
+    }
+
+
+def _distinct(lengths: Ints, counts: Ints) -> dict[str, Any]:
+    """Lengths and how often they occur, for what-ifs in the page; many are rounded up in groups."""
+    step = -(-int(lengths.max()) // DISTINCT)
+    grouped, place = np.unique(-(-lengths // step) * step, return_inverse=True)
+    return {
+        "step": step,
+        "length": grouped.tolist(),
+        "count": np.bincount(place, counts).astype(np.int64).tolist(),
+        "tokens": np.bincount(place, counts * lengths).astype(np.int64).tolist(),
     }
 
 

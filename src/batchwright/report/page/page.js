@@ -4,7 +4,7 @@
 (() => {
 const SVG = "http://www.w3.org/2000/svg";
 const S = {main: null, other: null, pick: null, more: new Set(), hide: new Set(), open: new Set(),
-  episode: null, bar: null, search: "", onlyInvalid: false, budget: null, tables: false, drawn: {}};
+  episode: null, bar: null, search: "", onlyInvalid: false, budget: null, edges: null, tables: false, drawn: {}};
 const $ = (id) => document.getElementById(id);
 
 // ---- elements and numbers
@@ -223,6 +223,10 @@ function bars(key, o) {
     o.counts.map((v, k) => sv("rect", {class: o.on && o.on(k) === false ? "cp" : "c1", x: L + k * w + 0.5, width: Math.max(0.8, w - 1), y: v ? Math.min(Y(v), H - B - 1) : H - B, height: v ? Math.max(1, H - B - Y(v)) : 0})),
     (o.lines || []).map((line) => [sv("line", {class: "edge", x1: L + line.at * w, x2: L + line.at * w, y1: T - 4, y2: H - B}), sv("text", {x: L + line.at * w + 3, y: T + 3, text: line.text})]),
     [0, Math.floor(n / 4), Math.floor(n / 2), Math.floor(3 * n / 4), n].filter((k, i, all) => all.indexOf(k) === i).map((k) => sv("text", {x: L + k * w, y: H - 5, "text-anchor": k === n ? "end" : "middle", text: o.labels(k)})));
+  if (o.edges) {
+    body.setAttribute("role", "group");
+    body.append(...o.edges.values.map((_, k) => handle(key, o.edges, k, body, {W, H, L, R, T, B, X: (v) => L + Math.max(0, Math.min(n, o.edges.place(v))) * w, at: (x) => o.edges.length((x - L) / w)})));
+  }
   let at = 0;
   const where = (event) => { const box = body.getBoundingClientRect(); return Math.floor(((event.clientX - box.left) / box.width * W - L) / w); };
   body.addEventListener("pointermove", (event) => { const k = where(event); tip(k >= 0 && k < n ? o.text(k) : null, event.clientX, event.clientY); });
@@ -243,6 +247,71 @@ function bars(key, o) {
     table(`${key}-table`, `${o.title} as a table`, o.heads, () => o.counts.map((v, k) => o.row(k))));
 }
 
+// An edge of a bucket that can be moved: dragged, or with the arrow keys.
+function handle(key, edges, k, body, g) {
+  const line = sv("line", {class: "edge", y1: g.T - 4, y2: g.H - g.B}), label = sv("text", {y: g.T + 3 + (k % 3) * 10}), grip = sv("circle", {r: 4, cy: g.H - g.B}), reach = sv("rect", {class: "reach", y: g.T - 4, width: 16, height: g.H - g.B - g.T + 12});
+  const node = sv("g", {class: "handle", role: "slider", tabindex: 0, "data-key": `${key}-edge-${k}`, "aria-orientation": "horizontal"}, reach, line, grip, label);
+  const show = () => {
+    const v = edges.values[k], x = g.X(v), late = x > g.W - 40;
+    for (const [name, value] of [["x1", x], ["x2", x]]) line.setAttribute(name, value);
+    grip.setAttribute("cx", x); reach.setAttribute("x", x - 8);
+    label.setAttribute("x", late ? x - 4 : x + 4); label.setAttribute("text-anchor", late ? "end" : "start"); label.textContent = num(v);
+    const [low, high] = edges.between(k);
+    for (const [name, value] of [["aria-label", `Edge ${k + 1} of ${edges.values.length} of the buckets`], ["aria-valuenow", v], ["aria-valuemin", low], ["aria-valuemax", high], ["aria-valuetext", `${num(v)} tokens, ${edges.text()}`]]) node.setAttribute(name, value);
+  };
+  const move = (v) => { const [low, high] = edges.between(k); edges.values[k] = Math.max(low, Math.min(high, Math.round(v))); edges.moved(); show(); };
+  let held = false;
+  node.addEventListener("pointerdown", (event) => { if (event.button === 0) { held = true; node.setPointerCapture(event.pointerId); event.stopPropagation(); event.preventDefault(); node.focus({preventScroll: true}); } });
+  node.addEventListener("pointermove", (event) => {
+    event.stopPropagation();
+    const box = body.getBoundingClientRect();
+    if (held) move(g.at((event.clientX - box.left) / box.width * g.W));
+    tip(`edge at ${num(edges.values[k])} tokens\n${edges.text()}`, event.clientX, event.clientY);
+  });
+  for (const name of ["pointerup", "pointercancel"]) node.addEventListener(name, () => { held = false; });
+  node.addEventListener("click", (event) => event.stopPropagation());
+  node.addEventListener("keydown", (event) => {
+    const step = {ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -16, PageUp: 16}[event.key], ends = {Home: 0, End: 1}[event.key];
+    if (step === undefined && ends === undefined) return;
+    event.preventDefault(); event.stopPropagation();
+    move(ends === undefined ? edges.values[k] + step * (event.shiftKey ? 16 : 1) : edges.between(k)[ends]);
+  });
+  show();
+  return node;
+}
+// What buckets with these edges would give, from the lengths alone. Batches of a bucket are drawn at
+// random from its samples, so a batch padded to its longest has an expected width.
+function bucketed(p, edges, budget) {
+  const fit = (v) => Math.ceil(v / p.width_multiple) * p.width_multiple, d = p.distinct, uppers = [...edges, Math.max(p.row_width, edges[edges.length - 1] || 0)];
+  let useful = 0, padded = 0, batches = 0, from = 0;
+  for (const upper of uppers) {
+    let to = from, n = 0, tokens = 0;
+    while (to < d.length.length && (d.length[to] <= upper || upper === uppers[uppers.length - 1])) { n += d.count[to]; tokens += d.tokens[to]; to++; }
+    const size = Math.max(1, Math.floor(budget / fit(upper))), full = Math.floor(n / size), rest = p.drop_last ? 0 : n - full * size;
+    const width = (m) => {
+      if (p.pad_policy === "pad_to_bucket") return fit(upper);
+      // Of m samples without replacement: the probability that none is longer than each length.
+      let expected = 0, below = n, above = 1;
+      for (let k = to - 1; k >= from && above > 1e-9; k--) {
+        below -= d.count[k];
+        let none = 1;
+        for (let i = 0; i < m && none > 1e-12; i++) none *= Math.max(0, below - i) / (n - i);
+        expected += (above - none) * fit(d.length[k]);
+        above = none;
+      }
+      return expected;
+    };
+    if (n) {
+      const kept = full * size + rest;
+      useful += tokens * kept / n;
+      padded += (full ? full * size * width(size) : 0) + (rest ? rest * width(rest) : 0);
+      batches += full + (rest ? 1 : 0);
+    }
+    from = to;
+  }
+  return {efficiency: padded ? useful / padded : null, microbatches: batches, token_budget: budget};
+}
+
 // ---- panels
 
 const KEYS = {plan: 1, packing: 2, steps: 3, ranks: 4, rollouts: 5, calls: 6};
@@ -259,39 +328,49 @@ function drawPlan(s, o) {
   const p = s.plan;
   if (!p) return panel("plan", null, s.planning ? "is being worked out." : "this run has no batch plan.");
   const h = p.histogram, place = (v) => (v - h.low) / h.step;
-  const lines = p.edges.filter((e) => e >= h.low && e < h.longest).map((e) => ({at: place(e + 1), text: num(e)}));
+  const free = p.layout === "bucketed" && p.distinct && p.edges.length > 0;
+  const lines = free ? [] : p.edges.filter((e) => e >= h.low && e < h.longest).map((e) => ({at: place(e + 1), text: num(e)}));
+  if (!S.edges || S.edges.of !== p.fingerprint) S.edges = {of: p.fingerprint, values: [...p.edges]};
+  const edges = S.edges.values, moved = () => edges.some((v, k) => v !== p.edges[k]);
   const other = o && o.plan;
   const layouts = p.layouts.map((row) => [row.layout, share(row.efficiency), (row.cost / p.layouts[0].cost).toFixed(2)]);
   const here = p.layouts.findIndex((row) => row.layout === p.layout);
   if (S.budget === null || S.budget >= p.budgets.length) S.budget = Math.max(0, p.budgets.findIndex((row) => row.token_budget === p.token_budget));
   const perToken = s.steps && s.steps.totals.padded ? s.steps.totals.seconds / s.steps.totals.padded : null;
-  const toml = () => `layout = "${p.layout}"\ntoken_budget = ${p.budgets[S.budget].token_budget}`;
-  const result = el("output", {id: "whatif-result"}), code = el("pre", {id: "whatif-toml"});
+  const widest = p.layout === "packed" ? "pack_max_length" : "overflow_max";
+  const budget = () => p.budgets[S.budget].token_budget, row = () => moved() ? bucketed(p, edges, budget()) : p.budgets[S.budget];
+  const toml = () => `layout = "${p.layout}"\ntoken_budget = ${budget()}\n${widest} = ${p.row_width}` + (free ? `\nbucket_edges = [${edges.join(", ")}]` : "");
+  const command = () => `batchwright data batchplan build --lengths lengths.jsonl --layout ${p.layout} --token-budget ${budget()} ${p.layout === "packed" ? "--pack-max-len" : "--overflow-max"} ${p.row_width}` + (free ? ` --bucket-edges ${edges.join(",")}` : "") + " --output batch_plan/";
+  const result = el("output", {id: "whatif-result"}), code = el("pre", {id: "whatif-toml"}), line = el("pre", {id: "whatif-command"}), back = el("button", {type: "button", text: "Edges as planned", hidden: true, onclick: () => { S.edges = null; drawPlan(S.main, S.other); }});
   const tell = () => {
-    const row = p.budgets[S.budget];
-    result.replaceChildren(b(num(row.token_budget)), " tokens: ", b(num(row.microbatches)), " microbatches per epoch, ", b(share(row.efficiency)), " useful",
-      perToken === null ? "" : `, about ${secs(row.token_budget * perToken)} each at the measured speed`);
-    code.textContent = toml();
+    const found = row();
+    result.replaceChildren(b(num(found.token_budget)), " tokens: ", b(num(found.microbatches)), " microbatches per epoch, ", b(share(found.efficiency)), " useful",
+      moved() ? ` with edges ${edges.map(num).join(", ")}, against ${share(bucketed(p, p.edges, budget()).efficiency)} with those of the plan` : "",
+      perToken === null ? "" : `, about ${secs(found.token_budget * perToken)} each at the measured speed`);
+    code.textContent = toml(); line.textContent = command(); back.hidden = !moved();
   };
-  const slider = el("input", {type: "range", min: 0, max: p.budgets.length - 1, step: 1, value: S.budget, "data-key": "budget", "aria-label": "Token budget", oninput: (event) => { S.budget = Number(event.target.value); tell(); }});
-  const copy = el("button", {type: "button", text: "Copy as TOML", onclick: async () => {
-    try { await navigator.clipboard.writeText(toml()); copy.textContent = "Copied"; } catch { getSelection().selectAllChildren(code); copy.textContent = "Select and copy below"; }
-  }});
+  const slider = el("input", {type: "range", min: 0, max: p.budgets.length - 1, step: 1, value: S.budget, "data-key": "budget", "aria-label": "Token budget", "aria-valuetext": num(budget()), oninput: (event) => { S.budget = Number(event.target.value); event.target.setAttribute("aria-valuetext", num(budget())); tell(); }});
+  const copies = [["Copy as TOML", toml, code], ["Copy as command", command, line]].map(([name, text, from]) => { const button = el("button", {type: "button", text: name, onclick: async () => {
+    try { await navigator.clipboard.writeText(text()); button.textContent = "Copied"; setTimeout(() => { button.textContent = name; }, 1500); } catch { from.closest("details").open = true; getSelection().selectAllChildren(from); button.textContent = "Select and copy below"; }
+  }}); return button; });
+  const between = (k) => [(k ? edges[k - 1] : 0) + 1, (k + 1 < edges.length ? edges[k + 1] : p.row_width) - 1];
+  const handles = free ? {values: edges, place: (v) => place(v + 1), length: (at) => h.low + at * h.step - 1, between, text: () => `${share(bucketed(p, edges, budget()).efficiency)} useful`, moved: () => tell()} : null;
   tell();
   panel("plan", [
     lead(b(num(p.samples)), " samples, ", b(num(p.useful_tokens)), " tokens an epoch, ", p.layout, ": ", b(num(p.microbatches)), ` microbatches of up to ${num(p.token_budget)} tokens (fewest possible ${num(p.bound)}), `, b(share(p.efficiency)), " useful",
       other ? el("span", {text: `; ${o.run}: ${num(other.microbatches)} microbatches, ${share(other.efficiency)}`}) : ""),
     p.skipped ? lead(b(num(p.skipped)), " samples are in no batch.") : null,
-    bars("lengths", {title: "Samples by length in tokens", now: `median ${num(h.p50)}, 95% below ${num(h.p95)}, longest ${num(h.longest)}`, counts: h.samples, lines,
+    bars("lengths", {title: "Samples by length in tokens", now: `median ${num(h.p50)}, 95% below ${num(h.p95)}, longest ${num(h.longest)}`, counts: h.samples, lines, edges: handles,
       labels: (k) => num(h.low + k * h.step), text: (k) => `${num(h.low + k * h.step)} to ${num(h.low + (k + 1) * h.step - 1)} tokens: ${plural(h.samples[k], "sample")}, ${num(h.tokens[k])} tokens`,
       heads: ["length", "samples", "tokens"], row: (k) => [`${num(h.low + k * h.step)} to ${num(h.low + (k + 1) * h.step - 1)}`, num(h.samples[k]), num(h.tokens[k])]}),
     p.buckets.length ? [el("h3", {text: p.sampled < p.microbatches ? `Useful tokens by bucket, in ${num(p.sampled)} of ${num(p.microbatches)} microbatches` : "Useful tokens by bucket"}),
       el("div", {class: "scroll"}, grid(["bucket", "microbatches", "samples", "useful"], p.buckets.map((k) => [`${num(k.low)} to ${num(k.high)}`, num(k.microbatches), num(k.samples), share(k.useful / k.padded)])))] : null,
-    el("h3", {text: "What if: another token budget"}),
-    el("div", {class: "whatif"}, slider, copy), el("p", {class: "lead"}, result), el("details", {"data-key": "toml", open: S.open.has("toml")}, el("summary", {text: "As TOML"}), code),
+    el("h3", {text: free ? "What if: another token budget, other edges" : "What if: another token budget"}),
+    free ? lead("Drag an edge in the chart, or move it with the arrow keys.") : null,
+    el("div", {class: "whatif"}, slider, copies, back), el("p", {class: "lead"}, result), el("details", {"data-key": "toml", open: S.open.has("toml"), ontoggle: (event) => event.target.open ? S.open.add("toml") : S.open.delete("toml")}, el("summary", {text: "As TOML and as a command"}), code, line),
     el("h3", {text: "What if: another layout"}),
     el("div", {class: "scroll"}, grid(["layout", "useful", "compute"], layouts, here)),
-    p.replanned < p.counts.planned_pieces ? lead(`What-ifs are worked out from an even sample of ${num(p.replanned)} of ${num(p.counts.planned_pieces)} pieces.`) : null,
+    p.repacked < p.counts.planned_pieces ? lead(`What-ifs are worked out from an even sample of ${num(p.replanned)} of ${num(p.counts.planned_pieces)} pieces, packing from ${num(p.repacked)}.`) : null,
   ]);
 }
 
