@@ -36,6 +36,110 @@ def entries() -> list[Entry]:
 
 FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
     (
+        "irrational",
+        "2",
+        [r"\boxed{\sqrt{4}}", "Answer: √4", "sqrt(4)"],
+        [
+            *(r"\boxed{2\pi}", r"\boxed{\sqrt{2}}", r"\boxed{2\sqrt{2}}", r"\boxed{\pi}"),
+            *("Answer: 2π", "2 pi", "#### 2π", "Answer: 2pi", "2√2", "√2", "So x = 2√3"),
+            *("The answer is 2√2 cm", "Thus the area is 2π."),
+        ],
+        [
+            *("The answer is 2θ", "∛2", "Answer: square root of 2", "The answer is 2 - π"),
+            "2 - pi",
+        ],
+    ),
+    (
+        "irrational",
+        "3.14159265",
+        ["3.14159265", "Answer: 3.141592653"],
+        ["3.24159265"],
+        [r"\boxed{\pi}", "Answer: π", r"\boxed{\frac{\pi}{1}}", r"\boxed{\sqrt{10}}"],
+    ),
+    (
+        "function",
+        "10",
+        ["10", "The function gives 10.", "The remainder is 10", "The square root is 10."],
+        ["11", "The cosine is 1"],
+        [
+            *("sin 10", "Answer: sin(10)", "ln 10", "The answer is log 10", "Answer: 10!", "10C2"),
+            *("10 choose 3", "10 mod 3", "⌊10⌋", "The answer is cube root of 10", "⌈10⌉"),
+            *("The answer is 10 factorial", "Answer: 10 modulo 4", "|10|"),
+        ],
+    ),
+    (
+        "words that calculate",
+        "10",
+        [
+            *("It takes 10 more days", "10 apples remain", "5 plus 5 is 10"),
+            *("The answer is 10, since half of 20 is 10", "The answer is 10 (twice 5)"),
+            *("10 km/h", "The answer is 10 🎉", "The double of 5 is 10"),
+        ],
+        ["It takes 11 more days"],
+        [
+            *("10 plus 2", "The answer is 10 squared", "twice 10", "The answer is half of 10"),
+            *("10 cubed", "The answer is 10 divided by 2", "Answer: 10 times 2", "10 less than 4"),
+            *("Answer: 10 more than 3", "The answer is a third of 10", "10 multiplied by 3"),
+            *("10 raised to 2", "10 out of 80", "10 remainder 2", "Answer: 10 % 3"),
+        ],
+    ),
+    (
+        "magnitude",
+        "5000",
+        ["$5K", "$5k", "Answer: $5 K", "Answer: 5k", "5 thousand", "£5k"],
+        ["$5", "$50K", "$5M", "5 lakh"],
+        ["Answer: 5K", r"\boxed{5\text{K}}", "5 K"],
+    ),
+    (
+        "other notation",
+        "10",
+        ["10.0"],
+        ["101"],
+        [
+            *("0x10", "0b10", "Answer: 10h30", "Answer: 10..12", "-∞ to 10"),
+            *("Answer: 10/12/2024", "Answer: all except 10", "Answer: 10 is wrong"),
+            *("Answer: unknown (maybe 10)",),
+        ],
+    ),
+    (
+        "fraction words",
+        "3.5",
+        [
+            "3 and a half",
+            "Answer: three and a half",
+            "3 and one half",
+            "Answer: ３．５",
+            "seven halves",
+        ],
+        ["3", "3 and a quarter", "Answer: half"],
+        [],
+    ),
+    (
+        "fraction words",
+        "2/3",
+        ["two thirds", "Answer: two-thirds", "The answer is two thirds"],
+        ["one third", "two fifths", "Answer: two"],
+        [],
+    ),
+    (
+        "prefix",
+        "-5",
+        ["negative five", "Answer: minus five", "Answer: ‒5", "Answer: negative 5"],
+        ["five", "Answer: Rs. 5", "Answer - 5"],
+        [],
+    ),
+    (
+        "prefix",
+        "1234",
+        [
+            *("Answer: Rs. 1,234", "Answer: C$1234", "Answer: 1，234", "Answer: 1.234e3"),
+            *("答えは1234です", "Answer: 1) 1234", "Answer - 1234", "Answer: 1234.e0"),
+            *("Answer: 1.234·10**3",),
+        ],
+        ["Answer: 1) 7", "Answer - 5", "答えは42です"],
+        [],
+    ),
+    (
         "hashes",
         "72",
         [
@@ -634,6 +738,7 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             "Profit: $1,250!",
             "1 250 €",
             "CHF 1'250",
+            "$1.25k",
         ],
         [
             "$125",
@@ -646,7 +751,7 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             "$0.1250",
             "$1.250 million",
         ],
-        ["€1.250", "$1.25k"],
+        ["€1.250"],
     ),
     (
         "currency",
@@ -1077,9 +1182,12 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             "The answer is 3 million.",
             r"3 \text{ million}",
             "3,000 thousand",
+            "$3M",
+            "3 mn",
+            "30 lakh",
         ],
         ["30 million", "3 billion", "3 thousand", "0.3 million", "30", "-3 million", "3.1 million"],
-        ["$3M"],
+        ["3M", "3 M"],
     ),
     (
         "word",

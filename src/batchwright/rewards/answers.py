@@ -62,7 +62,8 @@ _SAID = re.compile(
     [\s"'*_`#]*
     (?: \b(?:to|of|for|here)\b [^.\n:=]{0,60}? )?
     \s* (?: (?: \b(?:is|are|was|be|equals|ist|est|es|será)\b | \b(?:would|should|must|will)\s+be\b )
-            [ \t]* [:：]? | [是为] [:：]? | [=:：→—] | (?<=\*\*)\s*\n | (?<=answer)\s*\n )
+            [ \t]* [:：]? | [是为は] [:：]? | [=:：→—] | -(?=\s+[\d$])
+            | (?<=\*\*)\s*\n | (?<=answer)\s*\n )
     [\s"'*_`]*
     """,
     re.MULTILINE,
@@ -79,11 +80,12 @@ _SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n
 _VERBS = "is are was be equals makes gives get has have costs cost needs need pays earns"
 _NAMED = frozenset((":", *_VERBS.split()))
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
+_NO_NUMBER = (Several("other"), Several("irrational"))
 _MOST_BOXES = 9
 _LONGEST = 600
 """Characters of an answer; of a text without a mark only so many are searched for it."""
 _PROSE = re.compile(r"\n|[.!?]\s+\w|(?s:.){200}")
-_ABBREVIATED = re.compile(r"\b(sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m)\.(?=\s|$)")
+_ABBREVIATED = re.compile(r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m)\.(?=\s|$)")
 
 
 def find_answer(text: str) -> Place:
@@ -141,8 +143,10 @@ def read_answer(text: str) -> Answer:
     else:
         found = None if _PROSE.search(shown) else readings(shown, latex=False)
         where = "whole"
-        if found is None or found[0].value == Several("other"):
+        if found is None or _no_number(found):
             found, where = _last(shown), "last"
+    if not found and found is not None and r"\pi" in shown:
+        found = (Reading(Several("irrational")),)
     if not found and found is not None and _ZERO.search(shown):
         found = (Reading(Number(Fraction(0)), "meaning"),)
     return Answer(where, written, found)
@@ -161,7 +165,7 @@ def read_truth(truth: Any) -> Answer | None:
         # No sentence: an expression such as 2x + 1.
         return None
     first = found.readings[0]
-    return None if first.doubt or first.value == Several("other") else found
+    return None if first.doubt or first.value in _NO_NUMBER else found
 
 
 def compare(answer: Answer, truth: Answer, tolerance: float | None = None) -> Verdict:
@@ -249,6 +253,9 @@ def _first_sentence(text: str) -> str:
     text = text.lstrip()
     text = _ABBREVIATED.sub(r"\1", text)
     end = _SENTENCE.search(text)
+    if re.fullmatch(r"\d+!\s*", text):
+        # Perhaps a factorial.
+        return text
     return text if end is None else text[: end.start()]
 
 
@@ -256,7 +263,7 @@ def _in_sentence(text: str, *, said: bool) -> tuple[Reading, ...] | None:
     """The first value; if words stand before it and it is not the only one, all are doubtful."""
     text = _NOT.sub(" ", text) if said else text
     whole = readings(text, latex=False)
-    if whole is not None and whole[0].value != Several("other"):
+    if whole is not None and not _no_number(whole):
         return whole
     found = values(text)
     if not found:
@@ -291,6 +298,10 @@ def _last(text: str) -> tuple[Reading, ...] | None:
     return ()
 
 
+def _no_number(found: Sequence[Reading]) -> bool:
+    return len(found) == 1 and found[0].value in _NO_NUMBER
+
+
 def _doubtful(found: Sequence[tuple[Reading, ...] | None]) -> tuple[Reading, ...] | None:
     if None in found:
         return None
@@ -299,11 +310,15 @@ def _doubtful(found: Sequence[tuple[Reading, ...] | None]) -> tuple[Reading, ...
 
 def _equal(one: Value, other: Value, tolerance: float | None) -> bool | None:
     """Whether two values are equal; None if that depends on what was meant."""
+    if one == Several("irrational"):
+        # It is no integer and no fraction; a decimal may be its rounded value.
+        rounded = isinstance(other, Number) and other.place is not None
+        return None if rounded or other == one else False
     if isinstance(one, Number) and isinstance(other, Number):
         return _equal_numbers(one, other, tolerance)
     if not isinstance(one, Several) or not isinstance(other, Several):
         return False
-    if "other" in (one.shape, other.shape) or len(one.items) != len(other.items):
+    if {"other", "irrational"} & {one.shape, other.shape} or len(one.items) != len(other.items):
         return False
     ordered = _pairs(one.items, other.items, tolerance)
     shapes = {one.shape, other.shape}

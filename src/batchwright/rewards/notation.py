@@ -13,6 +13,18 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>\n]*>>", ""),
+        # A date or a number in another base is no subtraction and no product: ∎ is never read.
+        (r"(?<![\d/-])(?=\d{4}-\d\d?-\d\d?(?![\d-])|\d{1,2}/\d{1,2}/\d{4}(?!\d))", "∎"),
+        (r"(?<![\w.])(?=0[xob][0-9a-fA-F]+\b|\d+\.{2,}\d)", "∎"),
+        (r"(?<=\d)\.(?=[eE][-+]?\d)", ""),
+        (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[kK]\b", r"\1 thousand"),
+        (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[mM]\b", r"\1 million"),
+        (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[bB]\b", r"\1 billion"),
+        (r"(?i)\bsqrt\s*(?=[({\d])|√", r"\\sqrt "),
+        (r"(?<=[\d\s(/*+-])pi\b|\bpi(?=[\s/*+-])|π|\bPi\b", r"\\pi "),
+        (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+half\b", " 1/2"),
+        (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+quarter\b", " 1/4"),
+        (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+third\b", " 1/3"),
         (r"(?<=\d),\s*\\!\s*(?=\d{3})", ","),
         (r"\\\\(?=[a-zA-Z({\[$%])", r"\\"),
         (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle|\\!", ""),
@@ -28,8 +40,11 @@ _REWRITES = [
         (r"\\\}", "⦄"),
         (r"\\%|％|(?<=[\d\s$}])(?:per\s?cent(?:age)?|pct)\b", "%"),
         (r"\\?¢", " cents "),
-        (r"\b(?:US|CA|AU)\$|\\?\$|[€£¥₹₩₽₪]|\b(?:USD|EUR|GBP|CHF|INR|Rs\.?)(?=\s*-?\d)", ""),
-        (r"(?<=\d)\s?\*\*\s?(?=\d)", "^"),
+        (
+            r"\b(?:US|CA|AU|NZ|HK|C|A|S|R)\$|\\?\$|[€£¥₹₩₽₪]|\b(?:USD|EUR|GBP|CHF|INR|Rs\.?)(?=\s*-?\d)",
+            "",
+        ),
+        (r"(?<=\d)\s?\*\*\s?(?=\d)|(?<=\d)\*\*(?=-\d)", "^"),
         (r"\*\*|__|[`\"“”✅✔]", ""),
         (r"(?<![\w)*])\*(?=\S)([^*\n]+)(?<=\S)\*(?![\w(*])", r"\1"),
         (r"\b0·(?=\d)", "0."),
@@ -42,7 +57,7 @@ _REWRITES = [
         (r"\\equiv|\\implies|\\iff|\\Rightarrow|\\to(?![a-z])|\\in(?![a-z])", "="),
         (r"[∈→⇒＝]|:=|==|=>|->", "="),
         (r"\\approx|\\simeq|[≈≃≅]", "≈"),
-        (r"[−－﹣‐‑]", "-"),
+        (r"[−－﹣‐‑‒]", "-"),
         (r"(?<=\d)\s*–\s*(?=\d)", "–"),
         (r"(?<![\w\s])–(?=\d)|(?<=\s)–(?=\d)|^–(?=\d)", "-"),
         (r"(?<!\d)–|–(?!\d)|—", " "),
@@ -65,7 +80,19 @@ SCALES = {
     "quadrillion": 10**15,
     "quintillion": 10**18,
     "dozen": 12,
+    "lakh": 10**5,
+    "crore": 10**7,
+    "mn": 10**6,
+    "bn": 10**9,
+    "tn": 10**12,
 }
+_ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
+_BELOW = {word: number for number, word in enumerate(_ORDINALS.split(), start=3)}
+_BELOW |= {"half": 2, "halves": 2, "quarter": 4}
+_PARTS = re.compile(
+    rf"(?i)(?:(?<!\w)(\d+)\s+and\s+)?\b(?:(\d+|an?)[\s-])\s*({'|'.join(_BELOW)})s?\b"
+    r"|^\s*(half)\b(?!\s+(?:of|the|as)\b)"
+)
 _PHRASE = re.compile(
     rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join([*_WORDS, *SCALES])}))*\b"
 )
@@ -85,6 +112,9 @@ def plain(text: str) -> str:
             # A vulgar fraction such as ½; its compatibility form has a fraction slash.
             form = unicodedata.normalize("NFKC", char)
             found.append(f" {form}" if "⁄" in form else char)
+        elif "！" <= char <= "～":
+            # Full width.
+            found.append(chr(ord(char) - 0xFEE0))
         elif not char.isascii() and char.isdecimal():
             found.append(str(unicodedata.decimal(char)))
         else:
@@ -115,7 +145,16 @@ def in_digits(text: str) -> str:
     '205 apples, 1 dozen pears'
     """
     text = re.sub(r"(?i)\ban? (?=(?:dozen|hundred|thousand|million|billion)\b)", "1 ", text)
-    return _PHRASE.sub(lambda match: _phrase(match[0]), text)
+    text = _PHRASE.sub(lambda match: _phrase(match[0]), text)
+    text = _PARTS.sub(lambda match: _part(match), text)
+    return re.sub(r"(?i)\b(?:minus|negative)\s+(?=\d)", "-", text)
+
+
+def _part(match: re.Match[str]) -> str:
+    """`2 thirds` is 2/3, `1 half` and `half` are 1/2."""
+    whole, above, below = match[1], match[2], (match[3] or match[4]).lower()
+    count = "1" if above is None or above.lower() in ("a", "an") else above
+    return (f"{whole} " if whole else "") + f"{count}/{_BELOW[below]}"
 
 
 def _phrase(written: str) -> str:

@@ -2,6 +2,7 @@
 """What a written answer is worth: exact numbers, and lists, ranges and ratios of them."""
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ class Several:
     """Numbers that are one answer together, or an expression that is no rational number."""
 
     shape: str
-    """`list`, `set`, `range`, `ratio`, the brackets (`()`, `[)`, ...), or `other`."""
+    """`list`, `set`, `range`, `ratio`, the brackets (`()`, `[)`, ...), `irrational` or `other`."""
     items: "tuple[Value, ...]" = ()
 
 
@@ -62,7 +63,11 @@ class _Unread(Exception):
 
 
 class _Other(Exception):
-    """Certainly no rational number: a variable, an inequality, an irrational number."""
+    """Certainly no rational number: a variable, an inequality."""
+
+
+class _Irrational(_Other):
+    """A root or a multiple of π: no integer and no fraction, but perhaps near a decimal."""
 
 
 _TOKEN = re.compile(
@@ -91,6 +96,17 @@ _HEDGES_TEXT = "about approximately approx roughly around exactly only at most l
 _HEDGES = frozenset(f"{_HEDGES_TEXT} of the is just nearly almost from answer".split())
 _CLAUSES = frozenset("but because since so which after not when if where then while".split())  # noqa: SIM905
 _NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())  # noqa: SIM905
+# Words that calculate, deny or doubt: a number beside one of them is not yet the answer.
+_CALCULATE = frozenset(
+    """plus times divided multiplied mod modulo choose squared cubed factorial remainder raised
+    root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
+    gcd lcm floor ceil ceiling twice thrice double triple pi theta alpha beta power except maybe
+    perhaps unknown cannot without wrong incorrect""".split()  # noqa: SIM905
+)
+_SHARES = frozenset("half third quarter tenth".split())  # noqa: SIM905
+_HARMLESS = frozenset("()[]{}⦃⦄,;:=≈.-+*/^_±≤≠'\"#%!?–&~|<>@$\\•’‘′″…。、，：！？（）「」*")
+_DECORATION = frozenset(("So", "Mn", "Cf", "Sk"))  # Emoji and what modifies them.
+_POWERED_UNIT = re.compile(r"(?i)(?:[kcmdµμn]?m|ft|in|yd|mi|co|h|o)[23]o?")
 _DEEPEST = 30
 """Brackets in brackets; deeper ones are not read."""
 _MOST_BITS = 20_000
@@ -146,6 +162,8 @@ def _merged(
             here = parse()
         except _Unread:
             continue
+        except _Irrational:
+            here = [Reading(Several("irrational"))]
         except _Other:
             here = [Reading(Several("other"))]
         for reading in here:
@@ -233,6 +251,61 @@ def _has_number(line: Iterable[_Token]) -> bool:
     return any(token.kind == "number" or token.text in (r"\frac", r"\sqrt") for token in line)
 
 
+def _phrase(line: Sequence[_Token]) -> list[_Token]:
+    """The tokens before the next mark or conjunction."""
+    found: list[_Token] = []
+    for token in line:
+        if (token.kind == "mark" and token.text in _HARMLESS) or token.text.lower() in _JOINS:
+            break
+        if token.kind == "number" or token.text.lower() in _CLAUSES:
+            break
+        found.append(token)
+    return found
+
+
+def _before(line: Sequence[_Token], at: int) -> list[_Token]:
+    """The words and symbols of the same phrase right before a value."""
+    found: list[_Token] = []
+    for token in reversed(line[max(0, at - 4) : at]):
+        if token.text == "|" and found:
+            break
+        if token.kind == "number" or token.text.lower() in (*_JOINS, "is", "are", "was"):
+            break
+        if token.kind == "mark" and token.text in _HARMLESS - {"("}:
+            break
+        found.insert(0, token)
+    return found
+
+
+def _strange(line: Sequence[_Token]) -> bool:
+    """Whether something here is no unit, no article, no punctuation: the value is not read."""
+    words = [token.text.lower() for token in line]
+    for at, token in enumerate(line):
+        if token.kind == "mark":
+            if token.text not in _HARMLESS and unicodedata.category(token.text) not in _DECORATION:
+                return True
+            if token.text == "|" and at + 1 < len(line) and line[at + 1].glued:
+                return True
+        elif token.kind == "word":
+            behind = at > 0 and line[at - 1].kind == "number"
+            if behind and token.glued and re.search(r"\d", token.text):
+                return _POWERED_UNIT.fullmatch(token.text) is None
+            if behind and "GREEK" in _name(token.text[0]):
+                return True
+            if words[at] in _CALCULATE or words[at : at + 2] in _PAIRS:
+                return True
+            if words[at] in _SHARES and words[at + 1 : at + 2] == ["of"]:
+                return True
+    return False
+
+
+_PAIRS = [["less", "than"], ["more", "than"], ["fewer", "than"], ["out", "of"], ["is", "wrong"]]
+
+
+def _name(char: str) -> str:
+    return "" if char.isascii() or char in "µμ" else unicodedata.name(char, "")
+
+
 class _Item(NamedTuple):
     """One member of a list, with its unit; `others` are doubtful readings."""
 
@@ -250,7 +323,7 @@ class _Parser:
     def whole(self) -> list[Reading]:
         """Everything: items with labels such as `x =`, and nothing else."""
         line = self._trimmed()
-        if any(token.text.lower() in _CLAUSES for token in line):
+        if any(token.text.lower() in _CLAUSES for token in line) or _strange(line):
             raise _Unread
         if line[1:2] and line[1].text == "and" and [t.text for t in line[3:4]] == ["/"]:
             # Three and 1/2 is one number.
@@ -270,7 +343,8 @@ class _Parser:
                     raise parser.stuck()
                 items.append(parser.item())
         if not items:
-            raise _Other
+            constant = [token.text for token in line] in (["e"], [r"\pi"])
+            raise _Irrational if constant and self.latex else _Other
         return _combined(items, [token.text.lower() for token in line])
 
     def partial(self) -> list[Reading]:
@@ -283,6 +357,9 @@ class _Parser:
             self.at += 1
             raise _Unread
         first = self.at
+        if _strange(_before(self.line, first)) or (before == "|" and self.line[first].glued):
+            self.at += 1
+            raise _Unread
         items = [self.item()]
         while self._joined(items[-1].unit):
             mark = self.at
@@ -295,6 +372,11 @@ class _Parser:
                 self.at = mark
                 break
             items.append(following)
+        behind = self.line[self.at : self.at + 4]
+        goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
+        if goes_on or _strange(self.line[first : self.at]) or _strange(_phrase(behind)):
+            self.at += 1
+            raise _Unread
         if self.peek() in ("^", "*", "/", "_", "±", *_COMPARES) or self._kind() == "command":
             stuck = self.stuck()
             self.at += 1
@@ -323,6 +405,9 @@ class _Parser:
         texts = [token.text for token in line[:3]]
         if len(texts) == 3 and texts[0] == "(" and texts[1] in tuple("ABCDE") and texts[2] == ")":
             line = line[3:]
+        elif len(line) > 2 and line[0].text in tuple("123456789") and texts[1] == ")":
+            if line[2].kind == "number":
+                line = line[2:]
         elif len(texts) > 2 and texts[0] in tuple("ABCDE") and texts[1] in (")", ".", ":"):
             line = line[2:]
         marks = ".,;:?" if self.latex else ".,;:!?"
@@ -360,7 +445,9 @@ class _Parser:
         """The right way to give up here: a variable and π are no rational numbers."""
         text = self.peek()
         variable = self._kind() == "word" and len(text) == 1 and text in _VARIABLES
-        return _Other() if variable or text in (r"\pi", "π") or text in _COMPARES else _Unread()
+        if text == r"\pi" or (self.latex and text == "e" and self.at + 1 == len(self.line)):
+            return _Irrational()
+        return _Other() if variable or text in _COMPARES else _Unread()
 
     def item(self) -> _Item:
         """A group in brackets, a range, a ratio or a quantity."""
@@ -451,18 +538,29 @@ class _Parser:
             others.append(_Parser([ahead[0], *ahead[2:]], latex=False)._expression())
         number = self._expression()
         if self._take("%"):
+            if self._kind() == "number":
+                raise _Unread
             return _Item(replace(number, percent=True), "%")
         if self.peek() == "!" and not self.latex and self.at + 1 == len(self.line):
             self.at += 1
             if number.value.denominator == 1 and 0 <= number.value < 1000:
-                others.append(Number(Fraction(factorial(int(number.value)))))
+                product = Number(Fraction(factorial(int(number.value))))
+                if number.value > 2 and self.at == 2:
+                    return _Item(Several("other"), "", (number, product))
+                others.append(product)
         while self.peek().lower().removesuffix("s") in SCALES:
             others.append(number)
             number = _scaled(number, SCALES[self.peek().lower().removesuffix("s")])
             self.at += 1
-        if self.peek() in ("k", "K", "M") and self.line[self.at].glued:
-            others.append(_scaled(number, 10**6 if self.peek() == "M" else 1000))
+        if self.peek() in ("k", "K", "M") and self.peek(1) not in ("/", "*", "^"):
+            # 5k is five thousand; 5 K may be kelvin, 5 M may be molar.
+            scaled = _scaled(number, 10**6 if self.peek() == "M" else 1000)
+            clear = self.peek() == "k" and self.line[self.at].glued
             self.at += 1
+            if not clear:
+                return _Item(Several("other"), "", (number, scaled, *others))
+            others.append(number)
+            number = scaled
         unit = self._unit()
         if unit in ("cent", "cents"):
             others.append(_scaled(number, Fraction(1, 100)))
@@ -576,7 +674,9 @@ class _Parser:
         if self._take(r"\sqrt"):
             inside = self._argument()
             above, below = isqrt(abs(inside.value.numerator)), isqrt(inside.value.denominator)
-            if inside.value < 0 or Fraction(above, below) ** 2 != inside.value:
+            if inside.value >= 0 and Fraction(above, below) ** 2 != inside.value:
+                raise _Irrational
+            if inside.value < 0:
                 raise _Other
             return Number(Fraction(above, below))
         raise self.stuck()
@@ -615,6 +715,10 @@ class _Parser:
 
     def _argument(self) -> Number:
         """`{12}`, or one digit: `\\frac12` is a half."""
+        if self._take("("):
+            found = self._expression()
+            self._need(")")
+            return found
         if self._take("{"):
             found = self._expression()
             self._need("}")
