@@ -337,3 +337,21 @@ def test_columns_are_found_under_the_names_that_trainers_give_them(tmp_path: Pat
         Response("4", "4", "sums", "", {"n": 1}),
         Response("4", 4, "", "2+2?"),
     ]
+
+
+def test_missing_values_of_a_part_with_weight_0_are_said_and_marked(
+    call: Callable[..., Any], folder: Path
+) -> None:
+    config = (folder / "rewards.toml").read_text().replace("weight = 2.0", "weight = 0")
+    (folder / "rewards.toml").write_text(config)
+    rows = read(folder / "rows.jsonl")[:2]
+    rows[0]["response"] = "do not answer 1"
+    write(folder / "rows.jsonl", rows)
+
+    found = call(SCORE, folder)
+    assert found.code == 1
+    assert "judge: 1 http_5xx" in found.err
+    assert "--allow-missing" in found.err
+    scores = read(folder / "scores.jsonl")
+    assert [(row["valid"], row["why"]) for row in scores] == [(True, "http_5xx"), (True, "")]
+    assert call(f"{SCORE} --allow-missing", folder).code == 0

@@ -190,6 +190,7 @@ def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        *("<think>I lean to Score: 7", "Not a score: 7", "Final score: 7\nFinal score: 3"),
         *("Score: 11", "Score: -1", "Score: 7-8", "Score: 17-18", "Score: 7/20", "Score: high"),
         *(
             "12/10",

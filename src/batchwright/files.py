@@ -184,7 +184,7 @@ def check_output(
         )
 
 
-def check_apart(path: Path, inputs: Iterable[Path]) -> None:
+def check_apart(path: Path, inputs: Iterable[Path], what: str = "output") -> None:
     """Refuse an output that is one of the inputs: by another spelling, a symbolic or a hard link.
 
     >>> check_apart(Path("a/../b"), [Path("b")])
@@ -196,7 +196,7 @@ def check_apart(path: Path, inputs: Iterable[Path]) -> None:
         with contextlib.suppress(OSError):
             same = same or path.samefile(one)
         if same:
-            raise ConfigError(f"the output {path} is the input {one}; choose another output")
+            raise ConfigError(f"the {what} {path} is the input {one}; choose another {what}")
 
 
 def existing(path: Path, what: str) -> Path:

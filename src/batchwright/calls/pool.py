@@ -83,6 +83,12 @@ class Pool:
         remember: bool = True,
         seed: int = 0,
     ) -> None:
+        for given in endpoints:
+            if not isinstance(given, Endpoint | str):
+                raise ConfigError(
+                    f"an endpoint is an address or an Endpoint, got {type(given).__name__}; "
+                    f"write Pool(a, b), or Pool(*endpoints) with a list"
+                )
         self.endpoints = tuple(e if isinstance(e, Endpoint) else Endpoint(e) for e in endpoints)
         if not self.endpoints:
             raise ConfigError("a pool needs an endpoint; give an address or Endpoint(function)")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import say
+from batchwright.cli.output import Force, say
 
 __all__ = ["demo"]
 
@@ -20,6 +20,7 @@ def demo(
     out: Annotated[Path, Parameter(name=["--out", "-o"], help="Folder for what it makes.")] = Path(
         "demo"
     ),
+    force: Force = False,
 ) -> None:
     """Go from rows to verified, sharded batch plans, showing every command on the way."""
     from importlib.resources import files
@@ -28,7 +29,7 @@ def demo(
 
     data = out / "demo.jsonl"
     shipped = files("batchwright.shipped").joinpath("demo.jsonl").read_bytes()
-    check_output(data, re.compile(re.escape(shipped[:200])))
+    check_output(data, re.compile(re.escape(shipped[:200])), force=force)
     write_atomic(data, shipped)
     lengths = out / "lengths.jsonl"
     say(f"Everything below is written to {out}/; each line after $ is a command you can type.")

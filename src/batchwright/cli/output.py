@@ -2,7 +2,9 @@
 
 import json
 import logging
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
@@ -25,6 +27,7 @@ __all__ = [
     "progress_bar",
     "say",
     "show",
+    "terminated_like_ctrl_c",
 ]
 
 Format = Annotated[
@@ -141,3 +144,16 @@ def _plain_lines(what: str, first_s: float) -> Progress:
 def _plain(value: Any) -> Any:
     """Numpy's numbers and arrays as JSON knows them."""
     return value.tolist()
+
+
+@contextmanager
+def terminated_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does: what was kept is said, and how to resume."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

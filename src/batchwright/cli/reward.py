@@ -18,6 +18,7 @@ from batchwright.cli.output import (
     progress_bar,
     say,
     show,
+    terminated_like_ctrl_c,
 )
 from batchwright.errors import BadReward, ConfigError, UnknownSample
 
@@ -66,15 +67,31 @@ def score(
     settings = RewardsConfig.load(config)
     for place in (cache, settings.cache):
         if place is not None:
-            check_apart(place, [input, config, output])
+            check_apart(place, [input, config, output], "cache")
     ids, responses = read_responses(input)
-    with _open(settings, cache, output) as scorer, progress_bar("scoring", quiet) as progress:
-        rewards = scorer.score(responses, progress=progress)
+    with (
+        terminated_like_ctrl_c(),
+        _open(settings, cache, output) as scorer,
+        progress_bar("scoring", quiet) as progress,
+    ):
+        try:
+            rewards = scorer.score(responses, progress=progress)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"{output} was not written; the calls that were answered are in "
+                f"{scorer.config.cache}, run the same command again to resume"
+            ) from None
         rows = scorer.columns(rewards, missing="mask")
     write_rows(output, ({"id": id, **row} for id, row in zip(ids, rows, strict=True)))
     facts = _facts(settings, rewards, output)
     show(facts, _summary(settings, rewards, output), format)
     lost = len(rewards) - facts["valid"]
+    unweighted = _unweighted(settings, facts)
+    if not lost and unweighted and not allow_missing:
+        raise BadReward(
+            f"values of parts with weight 0 are missing ({unweighted}) and are empty in {output}; "
+            f"run again to repeat failed calls, or accept them with --allow-missing"
+        )
     if lost and not allow_missing:
         raise BadReward(
             f"{lost:,} of {len(rewards):,} rewards are missing ({_kinds(facts)}) and are marked in "
@@ -272,6 +289,15 @@ def _counted(facts: dict[str, Any]) -> str:
     if facts["missing"]:
         line += f"; excluded: {_kinds(facts)}"
     return line
+
+
+def _unweighted(settings: "RewardsConfig", facts: dict[str, Any]) -> str:
+    """The missing values of parts that count for no reward, and why."""
+    found = []
+    for column in dict.fromkeys(rule.column for rule in settings.part if not rule.weight):
+        missing = facts["parts"][column]["missing"]
+        found += [f"{column}: {count:,} {kind}" for kind, count in missing.items()]
+    return ", ".join(found)
 
 
 def _kinds(facts: dict[str, Any]) -> str:

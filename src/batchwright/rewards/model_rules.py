@@ -36,6 +36,7 @@ _LABEL = re.compile(
 _SCORE = re.compile(
     rf"(?ix) {_NUMBER} (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/]|\s*\\?%|,\d)"  # noqa: RUF001
 )
+_NO_SCORE = re.compile(r"(?i)\b(?:not|no|never|n't)\s+(?:an?\s+|the\s+|my\s+)?(?:final\s+)?$")
 _FRACTION = re.compile(r"(?i)\d\s*(?:/|out\s+of)\s*\d")
 _RATED = re.compile(
     r"(?i)\b(?:rat(?:e|ed|ing)|giv(?:e|en|ing)|gave|assign|award|deserves?|earns|verdict)\b"
@@ -282,12 +283,20 @@ def _failed(outcome: Outcome, max_tokens: int) -> Part:
     )
 
 
+def _is_final(text: str, label: re.Match[str]) -> bool:
+    return re.search(r"(?i)\b(?:final|overall|total)\s+$", text[: label.start()]) is not None
+
+
 def _written_score(text: str) -> tuple[str | None, float | None]:
     """The last labelled score of a reply, or its only number, and the scale if it names one.
 
     >>> _written_score("**Score:** 7"), _written_score("7/10"), _written_score('{"score": 7}')
     (('7', None), ('7', 10.0), ('7', None))
     """
+    text = text.rpartition("</think>")[2]
+    if "<think>" in text:
+        # The reasoning was never closed: nothing was judged yet.
+        return None, None
     with suppress(ValueError, RecursionError):
         found = json.loads(text[text.index("{") : text.rindex("}") + 1])
         if isinstance(found, dict):
@@ -298,6 +307,11 @@ def _written_score(text: str) -> tuple[str | None, float | None]:
     labels = list(_LABEL.finditer(bare))
     if labels:
         # The last label counts: if no score can be read after it, an earlier one is of a part.
+        if _NO_SCORE.search(bare[: labels[-1].start()]):
+            return None, None
+        finals = [_SCORE.match(bare, label.end()) for label in labels if _is_final(bare, label)]
+        if len({found[1] for found in finals if found is not None}) > 1:
+            return None, None
         match = _SCORE.match(bare, labels[-1].end())
     else:
         last = bare.splitlines()[-1].strip() if bare else ""

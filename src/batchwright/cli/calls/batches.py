@@ -1,10 +1,12 @@
 """`batchwright calls run --batch-api`: prompts in batches of OpenAI's Batch API."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchwright.cli.output import progress_bar, show
-from batchwright.errors import BudgetExceeded, ConfigError
+from batchwright.cli.output import progress_bar, show, terminated_like_ctrl_c
+from batchwright.errors import BatchwrightError, BudgetExceeded, ConfigError
 
 if TYPE_CHECKING:
     from batchwright.calls import Endpoint
@@ -74,6 +76,8 @@ def run_batches(
     from batchwright.calls.promptfile import Answers
 
     with (
+        terminated_like_ctrl_c(),
+        _not_left_empty(output),
         Answers(output, prompts, retry_failed=retry_failed, force=force) as answers,
         progress_bar("batches", quiet, at_once=True) as progress,
     ):
@@ -120,6 +124,18 @@ def run_batches(
             f"{answers.failed:,} of {len(prompts):,} calls failed and are marked in {output}; "
             f"run again with --retry-failed, or allow some with --error-budget"
         )
+
+
+@contextmanager
+def _not_left_empty(output: Path) -> Iterator[None]:
+    """A run that was refused leaves no empty output behind."""
+    existed = output.exists()
+    try:
+        yield
+    except BatchwrightError:
+        if not existed and output.is_file() and not output.stat().st_size:
+            output.unlink()
+        raise
 
 
 def _stopped(run: "BatchRun", written: int) -> str:

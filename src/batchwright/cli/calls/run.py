@@ -14,7 +14,14 @@ from cyclopts import Parameter
 from batchwright.cli.calls.batches import check_flags, check_no_batches, discounted, run_batches
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
 from batchwright.cli.flags import at_least
-from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
+from batchwright.cli.output import (
+    Force,
+    Format,
+    Quiet,
+    progress_bar,
+    show,
+    terminated_like_ctrl_c,
+)
 from batchwright.cli.rundir import RunDir, recorded
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
@@ -113,7 +120,7 @@ def run(
 
     check_apart(output, [input])
     if cache is not None:
-        check_apart(cache, [input, output])
+        check_apart(cache, [input, output], "cache")
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     if api == "responses" and seed is not None:
@@ -162,7 +169,10 @@ def run(
         left = max(0.0, max_cost - spent.earlier)
     settings: dict[str, Any] = {"input": str(input), "output": str(output), "model": model}
     settings |= {"endpoint": [one.name for one in endpoints], "batch_size": batch_size}
-    with recorded(run_dir, "calls", settings, prompts=len(prompts)) as events:
+    with (
+        terminated_like_ctrl_c(),
+        recorded(run_dir, "calls", settings, prompts=len(prompts)) as events,
+    ):
         pool = _open(
             endpoints,
             batch_size,
@@ -324,7 +334,9 @@ def _stopped(
     prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None", cache: Path
 ) -> str:
     """What Ctrl-C leaves, and how to resume."""
-    money = "" if spent is None else f", {spent.total:.6g} spent"
+    money = ""
+    if spent is not None:
+        money = f", {spent.total:.6g} spent, and the calls that were in flight may be billed too"
     return (
         f"{answers.written:,} of {len(prompts):,} responses are in {answers.path}, and those that "
         f"came back out of order in {cache}{money}; run the same command again to resume"
