@@ -62,7 +62,7 @@ class Reward:
     valid: bool
     parts: Mapping[str, Part]
     why: str = ""
-    """The reason of the first invalid part, also of one with weight 0; empty if all are valid."""
+    """The reason of the first invalid part; empty if the reward is valid."""
 
     @classmethod
     def of(cls, parts: Mapping[str, tuple[float, Part]]) -> "Reward":
@@ -74,8 +74,7 @@ class Reward:
         counted = [(weight, part) for weight, part in parts.values() if weight]
         valid = all(part.valid for _, part in counted)
         value = sum(weight * part.value for weight, part in counted) if valid else math.nan
-        every = [*counted, *((weight, part) for weight, part in parts.values() if not weight)]
-        why = next((part.why for _, part in every if not part.valid), "")
+        why = next((part.why for _, part in counted if not part.valid), "")
         return cls(float(value), valid, {name: part for name, (_, part) in parts.items()}, why)
 
 

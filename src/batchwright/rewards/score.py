@@ -259,7 +259,9 @@ class Scorer:
         score = reward.value
         if not reward.valid and isinstance(policy, int | float):
             score = float(policy)
-        row: dict[str, Column] = {"score": score, "valid": reward.valid, "why": reward.why}
+        # A valid reward may lack a part of weight 0; the row says why.
+        why = reward.why or next((p.why for p in reward.parts.values() if not p.valid), "")
+        row: dict[str, Column] = {"score": score, "valid": reward.valid, "why": why}
         for rule in self.config.part:
             part = reward.parts.get(rule.column)
             name = f"{rule.column}_reward"
