@@ -324,9 +324,10 @@ function panel(id, parts, why) {
 const lead = (...parts) => el("p", {class: "lead"}, parts);
 const b = (text) => el("b", {text});
 
+const noPlan = (s) => s.planning ? "is being worked out." : s.notes.some((note) => note.startsWith("The plan cannot be shown")) ? "cannot be shown; the note above says why." : "this run has no batch plan.";
 function drawPlan(s, o) {
   const p = s.plan;
-  if (!p) return panel("plan", null, s.planning ? "is being worked out." : "this run has no batch plan.");
+  if (!p) return panel("plan", null, noPlan(s));
   const h = p.histogram, place = (v) => (v - h.low) / h.step;
   const free = p.layout === "bucketed" && p.distinct && p.edges.length > 0;
   const lines = free ? [] : p.edges.filter((e) => e >= h.low && e < h.longest).map((e) => ({at: place(e + 1), text: num(e)}));
@@ -377,7 +378,7 @@ function drawPlan(s, o) {
 function tone(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 function drawPacking(s) {
   const p = s.plan;
-  if (!p) return panel("packing", null, s.planning ? "is being worked out." : "this run has no batch plan.");
+  if (!p) return panel("packing", null, noPlan(s));
   const rows = p.packing.rows, canvas = el("canvas", {tabindex: 0, role: "img", "data-key": "packing-canvas",
     "aria-label": `Packing: ${plural(rows.length, "row")} of ${num(p.packing.width)} tokens, one block for each sample, the rest is padding. Arrow keys go from sample to sample, Enter shows one.`});
   const height = rows.length > 80 ? 3 : rows.length > 40 ? 5 : 9, gap = height > 3 ? 1 : 0;
