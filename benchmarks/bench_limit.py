@@ -16,6 +16,9 @@ Refused calls keep their place while they wait, for everybody: the rule is kinde
 which would otherwise be refused many times as often. What our own pool does, to give the place to
 the next call, is in the last table.
 
+`--families` judges ours on servers and loads of which everything is drawn (`limit_families.py`),
+with seeds that were never used for tuning; the warm run has another seed and the same server.
+
 `--live` measures over HTTP, with the pool, against the simulator in a process of its own; there
 the machine matters.
 """
@@ -31,6 +34,7 @@ from typing import Any
 
 from batchwright.calls.limit import AutoLimit, Limit
 from common import Report, arguments
+from limit_families import FAMILIES, JUDGING, draw
 from limit_peers import Aimd, Fixed, Gradient2, Inspect, Vegas
 from limit_world import KINDS, Run, World, oracle_seconds, run
 
@@ -199,6 +203,21 @@ def other_worlds(report: Report, knees: Sequence[tuple[int, ...]], draws: Sequen
     report.table("the same in other worlds", columns, rows)
 
 
+def families(report: Report, seeds: Sequence[int]) -> list[tuple[str, Score]]:
+    """Ours alone, on servers and loads of which everything is drawn at random."""
+    found = [
+        (family, score(CONTENDERS[OURS], [draw(family, seed) for seed in seeds], {}))
+        for family in FAMILIES
+    ]
+    rows = [
+        [name, got.cold, got.worst_cold, got.warm, got.worst_warm, got.rejects]
+        for name, got in found
+    ]
+    columns = ["", "cold %", "least", "warm %", "least", "rejects a call, most"]
+    report.table(f"{len(seeds)} drawn worlds of each family, from {seeds[0]}", columns, rows)
+    return found
+
+
 def cpu(report: Report) -> None:
     """What the limit itself costs, by the difference to a limit that does nothing."""
     rows = []
@@ -255,10 +274,21 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--tuning", action="store_true", help="the worlds used for tuning")
     parser.add_argument("--live", action="store_true", help="over HTTP instead of simulated")
+    parser.add_argument("--families", action="store_true", help="worlds drawn at random, ours only")
     args = parser.parse_args()
     if args.tuning or args.live:
         args.no_save = True
-    report = Report("limit", args)
+    report = Report("limit_families" if args.families else "limit", args)
+    if args.families:
+        first = 0 if args.tuning else JUDGING
+        drawn = families(report, range(first, first + (2 if args.quick else 12)))
+        for what, value, goal in (
+            ("cold, percent of the oracle, least family", min(s.cold for _, s in drawn), 90.0),
+            ("warm, percent of the oracle, least family", min(s.warm for _, s in drawn), 95.0),
+        ):
+            report.target(what, value, least=goal)
+        report.close()
+        return
     if args.live:
         live(report)
         report.close()
