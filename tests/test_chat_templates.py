@@ -428,3 +428,102 @@ def test_a_turn_that_is_not_to_be_trained_is_only_read(name: str, flag: dict[str
     assert "Good day" not in text
     assert "four, I think" in text
     assert text in both
+
+
+def with_template(text: str) -> FileTokenizer:
+    return FileTokenizer(tokenizers()[0], "gpt2", "test", tokens=TOKENS, template=text)
+
+
+ENDING = "<|endoftext|>{% endif %}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+RESULT_INSIDE = (
+    "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{% elif m.role == 'tool' %}"
+    "{% else %}<a>{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    "{% if m.tool_calls and not loop.last %}<r>{{ messages[loop.index].content }}</r>{% endif %}"
+    "{{ m.content or '' }}" + ENDING
+)
+CALL_APART = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}<u>{{ m.content }}{% else %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}<a>"
+    "{% if loop.last %}<last>{% endif %}{{ m.content or '' }}" + ENDING
+)
+INSTRUCTION_AFTER = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "<system>Write your answer with the sources that you have read."
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ONLY_PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{{ part.text }}{% endfor %}"
+    "<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LAST_THOUGHT_LOST = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|endoftext|>"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CALLS = [
+    *(user("1 and 2?"), said("I add.", tool_calls=[CALL])),
+    *({"role": "tool", "content": "3", "name": "add"}, said("three")),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "messages", "wrong"),
+    [
+        (RESULT_INSIDE, CALLS, r"shows the content of its message 2 \(tool\) inside a turn"),
+        (CALL_APART, CALLS, "tool calls of its message 1 cannot be located in the turn"),
+        (INSTRUCTION_AFTER, CHATS["two turns"], "ends its message 3 with instructions of its own"),
+        (LAST_THOUGHT_LOST, CHATS["reasoning inside"], "leaves out the text between <think>"),
+    ],
+    ids=["result inside", "call apart", "instruction after", "parts as Python"],
+)
+def test_a_loss_that_would_cover_too_much_or_too_little_is_refused(
+    text: str, messages: list[dict[str, Any]], wrong: str
+) -> None:
+    with pytest.raises(BadRow, match=wrong):
+        encode_row({"messages": messages}, with_template(text), "0")
+
+
+def test_short_texts_are_not_taken_for_letters_of_the_template() -> None:
+    ours = with_template(ONLY_PARTS.replace("part.text", "part['text']"))
+    sample = encode_row({"messages": [user("a"), said("a"), user("s"), said("s")]}, ours, "0")
+    learned = ours.decode(sample.input_ids[sample.loss_mask == 1])
+
+    assert learned.replace("<|endoftext|>", "").split() == ["as"]
+
+
+def test_the_header_of_a_second_answer_in_a_row_is_not_learned() -> None:
+    ours = with_template(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
+    )
+    row = {"messages": [user("Why?"), said("Because."), said("That is why.")]}
+    sample = encode_row(row, ours, "0")
+    learned = ours.decode(sample.input_ids[sample.loss_mask == 1])
+
+    assert "<assistant>" not in learned
+    assert "Because." in learned
+    assert "That is why." in learned
+
+
+def test_variables_of_a_row_reach_its_template() -> None:
+    ours = with_template(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% if not add_generation_prompt and mood %}{{ mood }}{% endif %}"
+    )
+    row = {"messages": [user("Why?"), said("Because.")]}
+    for given in ({"mood": "!calm!"}, '{"mood": "!calm!"}'):
+        sample = encode_row(row | {"chat_template_kwargs": given}, ours, "0")
+        assert ours.decode(sample.input_ids).endswith("Because.!calm!")
+    assert "calm" not in ours.decode(encode_row(row, ours, "0").input_ids)
+    for wrong in ({"messages": []}, ["a"]):
+        with pytest.raises(BadRow, match="--ignore-column chat_template_kwargs"):
+            encode_row(row | {"chat_template_kwargs": wrong}, ours, "0")
+
+
+def test_tools_that_the_template_does_not_show_are_named() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "description": "Adds.", "x": {}}}]
+    row = {"messages": [user("of f"), said("fine")], "tools": tools}
+    with pytest.raises(BadRow, match=r"has tools, which the chat template does not show; .*tools"):
+        encode_row(row, tokenizer("gemma"), "0")
+    assert "fine" in learned("qwen3", row)

@@ -520,3 +520,98 @@ def test_a_key_of_every_message_can_be_left_out(folder: Path, call: Callable[...
     assert "message 1 has thought, which the chat template" in call(line, folder).out
     line += " --ignore-column messages.thought"
     assert "  learned 'a\\n'" in call(line, folder).out.splitlines()
+
+
+@pytest.mark.parametrize("verdict", [False, 0, "false", "False", "0"])
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"prompt": "a", "completion": "b"},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_an_answer_that_its_row_calls_bad_is_not_learned(
+    row: dict[str, Any], name: str, verdict: Any
+) -> None:
+    with pytest.raises(BadRow, match=f"its {name} is .* not to learn; .*--ignore-column {name}"):
+        encode_row(row | {name: verdict}, load_tokenizer("bytes"), "0")
+    assert len(encode_row(row | {name: True}, load_tokenizer("bytes"), "0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("assistant_mask", [0, 1, 1]), ("prompt_mask", [1, 0, 0])),
+        *(("loss_weights", [0.0, 0.5, 1.0]), ("seq_lengths", [1, 2]), ("cu_seqlens", [0, 1, 3])),
+        ("position_ids", [0, 0, 1]),
+    ],
+)
+def test_numbers_beside_tokens_that_nobody_reads_are_named(name: str, value: list[Any]) -> None:
+    row = {"input_ids": [72, 73, 74], name: value}
+    with pytest.raises(BadRow, match=f"has {name}, .*--ignore-column {name}"):
+        encode_row(row, load_tokenizer("bytes"), "0")
+    harmless = {"position_ids": [0, 1, 2], "token_type_ids": [0, 0, 0], "scores": [0.5]}
+    assert len(encode_row({"input_ids": [72, 73, 74]} | harmless, load_tokenizer("bytes"), "0"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("choices", ["x", "y"]), ("options", {"A": "x", "B": "y"}), ("images", ["a.png"])),
+        *(("videos", ["a.mp4"]), ("functions", [{"name": "f"}])),
+    ],
+)
+def test_what_belongs_to_a_question_and_is_not_read_is_named(name: str, value: Any) -> None:
+    row = {"question": "Which?", "answer": "A", name: value}
+    with pytest.raises(BadRow, match=f"has {name}, which is not used .*--ignore-column {name}"):
+        encode_row(row, load_tokenizer("bytes"), "0")
+
+
+ASKED = {"role": "user", "content": "a"}
+ANSWERED = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, {"role": "model", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "bot", "value": "b"}]},
+        {"prompt": [ASKED], "completion": "b"},
+        {"prompt": "a", "completion": [ANSWERED]},
+        {
+            "conversations": [{"from": "human", "value": "a"}],
+            "chosen": {"from": "gpt", "value": "b"},
+            "rejected": {"from": "gpt", "value": "c"},
+        },
+    ],
+    ids=["model", "bot", "text after messages", "messages after text", "chosen"],
+)
+def test_other_spellings_of_one_question_and_answer(row: dict[str, Any]) -> None:
+    plain = encode_row({"messages": [ASKED, ANSWERED]}, load_tokenizer("bytes"), "0")
+    sample = encode_row(row, load_tokenizer("bytes"), "0")
+
+    assert sample.input_ids.tolist() == plain.input_ids.tolist()
+    assert sample.loss_mask.tolist() == plain.loss_mask.tolist()
+
+
+def test_a_system_column_in_parts_is_its_text() -> None:
+    row = {"messages": [ASKED, ANSWERED]}
+    parts = encode_row(
+        row | {"system": [{"type": "text", "text": "Be kind"}]}, load_tokenizer("bytes"), "0"
+    )
+    text = encode_row(row | {"system": "Be kind"}, load_tokenizer("bytes"), "0")
+    assert parts.input_ids.tolist() == text.input_ids.tolist()
+
+
+def test_roles_and_older_calls_are_named_in_their_errors() -> None:
+    with pytest.raises(BadRow, match="no assistant message to train on; its roles are 'user', 'x'"):
+        encode_row(
+            {"messages": [ASKED, {"role": "x", "content": "b"}]}, load_tokenizer("bytes"), "0"
+        )
+    older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
+    with pytest.raises(BadRow, match="its message 1 has a function_call"):
+        encode_row({"messages": [ASKED, older]}, load_tokenizer("bytes"), "0")

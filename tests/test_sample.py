@@ -222,7 +222,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "loss_mask": [2]}, "other than 0 and 1"),
     ({"text": "t", "id": 1.5}, r"its id is 1\.5"),
     ({"text": "t", "id": True}, "its id is True"),
-    ({"text": "t", "sample_id": ""}, "its sample_id is ''"),
+    ({"text": "t", "sample_id": ""}, "its sample_id is empty"),
 ]
 
 

@@ -361,3 +361,21 @@ def test_a_full_disk_while_unpacking_says_where(
 
     with pytest.raises(CannotWrite, match=r"cannot copy .*No space left"):
         open_source(path)
+
+
+@pytest.mark.parametrize("name", ["more/b.jsonl", "b.json", "b.csv", "more/b.parquet"])
+def test_rows_in_a_folder_are_never_left_out_in_silence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert len(open_source(tmp_path)) == 1
+    other = tmp_path / name
+    other.parent.mkdir(exist_ok=True)
+    other.write_text("{}")
+    with pytest.raises(ConfigError, match=f"1 files of data beside .*{name}; a folder gives"):
+        open_source(tmp_path)
+
+
+def test_a_pattern_of_names_is_said_not_to_be_expanded(tmp_path: Path) -> None:
+    with pytest.raises(MissingFile, match="patterns of names are not expanded"):
+        open_source(str(tmp_path / "*.jsonl"))

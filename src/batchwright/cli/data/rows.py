@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.data.lengths import IgnoreColumn, LossOnFlag, TokenizerName
+from batchwright.cli.data.lengths import IdsFlag, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import at_least
 from batchwright.cli.output import Format
 from batchwright.cli.output import show as print_result
@@ -32,6 +32,7 @@ def show(
     first: Annotated[int, Parameter(help="Number of the first row, counted from 1.")] = 1,
     loss_on: LossOnFlag = "all-turns",
     ignore_column: IgnoreColumn = None,
+    ids: IdsFlag = "auto",
     format: Format = "text",
 ) -> None:
     """Show rows as they will be trained: which columns are used, what is read, what is learned."""
@@ -40,7 +41,7 @@ def show(
     from batchwright.data.tokenizers.tokenizer import with_loss_on
 
     at_least(1, rows=rows, first=first)
-    source = open_source(dataset, ignore_column or ())
+    source = open_source(dataset, ignore_column or (), ids)
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     numbers = range(first - 1, min(first - 1 + rows, len(source)))
     shown = [_described(source, number, loaded) for number in numbers]

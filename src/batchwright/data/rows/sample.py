@@ -184,7 +184,9 @@ def row_id(row: Row, name: str) -> str:
         given = row.get(key)
         if given is None:
             continue
-        if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
+        if given == "":
+            raise BadRow(f"its {key} is empty; give every row its own, or choose --ids ignore")
+        if isinstance(given, bool) or not isinstance(given, str | int):
             raise BadRow(f"its {key} is {given!r}; an id must be a string or an integer")
         return checked_unicode(str(given), key)
     return name

@@ -6,6 +6,7 @@ nobody read is an error that names it: training on half of a row is worse than n
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
 from batchwright.data.rows.turns import TURN_FLAGS, trained_spans, trained_turns
-from batchwright.data.tokenizers.chat import REASONING
+from batchwright.data.rows.verify import verify
+from batchwright.data.tokenizers.chat import REASONING, ChatTemplate
 from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer
 from batchwright.errors import BadRow
 
@@ -57,7 +59,16 @@ RESPONSES = ("completion", "response", "output", "answer")
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Columns of zeros and ones beside `input_ids`; the loss covers what all of them cover."""
 
+VERDICTS = ("label", "kto_tag")
+"""Columns that say whether an answer is one to learn, as KTO's rows have them."""
+
 SYSTEM = ("system", "system_prompt")
+
+TOKEN_COLUMNS = ("token_type_ids", "special_tokens_mask", "length", "length_column")
+"""Columns that tokenizers write beside `input_ids` and that say nothing of the loss."""
+
+OWN_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+"""What a template is given by us, so that a row cannot pass it."""
 
 HEADINGS = 400
 """Characters that a formatted text may have beside what it formats."""
@@ -74,6 +85,8 @@ TEXTS = {
     *("final_answer", "history", "instructions", "passage", "passages", "query"),
     *("reasoning_content", "rejected_response", "responses", "system_message", "target"),
     *("targets", "thought", "thoughts", "turns"),
+    *("candidates", "choices", "distractors", "functions", "options"),
+    *("audio", "audios", "image", "images", "video", "videos"),
     "answers",
     "chosen",
     "content",
@@ -105,6 +118,7 @@ SHAREGPT = {
     "bing": "assistant",
     "bard": "assistant",
     "model": "assistant",
+    "bot": "assistant",
     "function_call": "assistant",
     "observation": "tool",
     "function_response": "tool",
@@ -210,6 +224,8 @@ def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
     """The shape of a row, and the columns it was made from."""
     columns = _Columns(row)
     shape = _shape(columns, tokenizer)
+    if not isinstance(shape, Text | Ready):
+        _refuse_unwanted(row)
     _refuse_unread(columns)
     return shape, columns.used
 
@@ -226,14 +242,9 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
         return _chosen(row, tokenizer)
     if row.has("prompt"):
         response = row.response("prompt")
-        if row.row.get("label") is False:
-            raise BadRow(
-                f"its label is false, so its {response} is one not to learn; leave such rows out "
-                f"with --on-bad-row skip, or learn them with --ignore-column label"
-            )
-        if isinstance(row.row["prompt"], list) and isinstance(row.row[response], list):
-            asked = _messages(row.take("prompt"), "prompt")
-            answered = _messages(row.take(response), response)
+        if isinstance(row.row["prompt"], list) or isinstance(row.row[response], list):
+            asked = _messages(_spoken(row.take("prompt"), "user"), "prompt")
+            answered = _messages(_spoken(row.take(response), "assistant"), response)
             return _chat(row, [*asked, *answered], len(asked), tokenizer)
         prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
         return _pair(prompt, row.text(response))
@@ -264,6 +275,23 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
     )
 
 
+def _spoken(given: Any, role: str) -> Any:
+    """A text beside messages is the message of its role."""
+    return [{"role": role, "content": given}] if isinstance(given, str) else given
+
+
+def _refuse_unwanted(row: Row) -> None:
+    """An error for an answer that the row itself calls a bad one."""
+    for name in VERDICTS:
+        value = row.get(name)
+        if value is False or value == 0 or str(value).strip().lower() in ("false", "0"):
+            raise BadRow(
+                f"its {name} is {json.dumps(value, default=str)}, so its answer is one not to "
+                f"learn; leave such rows out with --on-bad-row skip, or learn them with "
+                f"--ignore-column {name}"
+            )
+
+
 def _alpaca(row: _Columns) -> Pair:
     response = row.response("instruction", "output", "response")
     system = row.optional(*SYSTEM)
@@ -281,7 +309,14 @@ def _conversation(row: _Columns, name: str, tokenizer: Tokenizer) -> Chat:
     if row.has("chosen") and row.row["chosen"] == messages:
         # The preferred answer is the conversation, as UltraFeedback has it.
         row.used += ["chosen", *(["rejected"] if row.has("rejected") else [])]
-    return _chat(row, _messages(messages, name), 0, tokenizer)
+        return _chat(row, _messages(messages, name), 0, tokenizer)
+    asked = _messages(messages, name)
+    if row.has("chosen") and asked[-1]["role"] != "assistant":
+        chosen = row.take("chosen")
+        row.used += ["rejected"] if row.has("rejected") else []
+        chosen = [chosen] if isinstance(chosen, Mapping) else _spoken(chosen, "assistant")
+        return _chat(row, [*asked, *_messages(chosen, "chosen")], len(asked), tokenizer)
+    return _chat(row, asked, 0, tokenizer)
 
 
 def _calling(row: _Columns) -> list[dict[str, Any]]:
@@ -363,7 +398,27 @@ def _ready(row: _Columns, vocab_size: int) -> Ready:
     if row.has("attention_mask"):
         kept = _mask(row, "attention_mask", len(ids))
         ids, mask = ids[kept], mask[kept]
+    _refuse_unread_tokens(row, len(kept) if row.has("attention_mask") else len(ids))
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
+
+
+def _refuse_unread_tokens(row: _Columns, length: int) -> None:
+    """An error for numbers beside `input_ids` that nobody read: masks, weights, packing."""
+    for name, value in row.row.items():
+        if name in row.used or name in TOKEN_COLUMNS or not isinstance(value, list | np.ndarray):
+            continue
+        numbers = [x for x in value if isinstance(x, int | float | np.number)]
+        if not numbers or len(numbers) < len(value):
+            continue
+        if name == "position_ids" and all(b > a for a, b in itertools.pairwise(numbers)):
+            continue
+        lengths = len(numbers) > 1 and (sum(numbers) == length or numbers[-1] == length)
+        if len(numbers) == length or lengths:
+            known = ", ".join((*MASKS, "labels", "attention_mask"))
+            raise BadRow(
+                f"has {name}, which is not used beside input_ids; known are {known}; leave it out "
+                f"with --ignore-column {name}"
+            )
 
 
 def _mask(row: _Columns, name: str, length: int) -> NDArray[np.bool_]:
@@ -380,7 +435,14 @@ def _chat(
 ) -> Chat:
     """A rendered conversation, and the assistant turns from message `first` on."""
     tools = _tools(row.take("tools")) if row.has("tools") else None
-    system = row.optional(*SYSTEM)
+    chat = tokenizer.chat
+    if row.has("chat_template_kwargs"):
+        chat = chat.with_options(_options(row.take("chat_template_kwargs")))
+    system = _system(row)
+    if not any(message["role"] == "assistant" for message in messages):
+        roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+        if tokenizer.loss_on != "everything":
+            raise BadRow(f"has no assistant message to train on; its roles are {roles}")
     if system and messages[0]["role"] != "system":
         messages, first = [{"role": "system", "content": system}, *messages], first and first + 1
     elif system and messages[0]["content"] != system:
@@ -395,8 +457,8 @@ def _chat(
             tried.append(said)
             passed = 0
             try:
-                text, spans = trained_spans(tokenizer.chat, said, tools, first, tokenizer.loss_on)
-                for check in _checks(text, messages, said, tools, first, tokenizer):
+                text, spans = trained_spans(chat, said, tools, first, tokenizer.loss_on)
+                for check in _checks(text, messages, said, tools, first, chat, tokenizer.loss_on):
                     passed += 1
                     check()
             except BadRow as error:
@@ -413,17 +475,20 @@ def _checks(
     said: Sequence[dict[str, Any]],
     tools: Any,
     first: int,
-    tokenizer: Tokenizer,
+    chat: ChatTemplate,
+    loss_on: LossOn,
 ) -> list[Callable[[], None]]:
     """What refuses a conversation as a template shows it, the gravest first."""
-    turns = trained_turns(messages, first, tokenizer.loss_on)
+    turns = trained_turns(messages, first, loss_on)
     return [
-        lambda: _refuse_null(text, said, tools, tokenizer),
+        lambda: _refuse_null(text, said, tools, chat),
         lambda: _refuse_lost(text, messages),
         lambda: _refuse_lost_calls(text, said),
-        lambda: _refuse_hidden_calls(said, tools, tokenizer),
-        lambda: _refuse_lost_reasoning(text, messages, turns, tokenizer.loss_on),
+        lambda: _refuse_hidden_calls(said, tools, chat),
+        lambda: _refuse_lost_reasoning(text, messages, turns, loss_on),
         lambda: _refuse_lost_keys(text, messages),
+        lambda: _refuse_lost_tools(text, said, tools, chat),
+        lambda: verify(chat, said, tools, first, loss_on),
     ]
 
 
@@ -468,14 +533,14 @@ def _parsed(text: str) -> Any:
 
 
 def _refuse_null(
-    text: str, messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+    text: str, messages: Sequence[dict[str, Any]], tools: Any, chat: ChatTemplate
 ) -> None:
     """An error if the template writes out a content that is null."""
     if all(message.get("content", "") is not None for message in messages):
         return
     try:
         empty = [_null_is_empty(message) for message in messages]
-        plain = tokenizer.chat.render(empty, add_generation_prompt=False, tools=tools)
+        plain = chat.render(empty, add_generation_prompt=False, tools=tools)
     except BadRow:
         return
     for word in ("None", "null"):
@@ -580,8 +645,30 @@ def _refuse_lost_calls(text: str, messages: Sequence[Mapping[str, Any]]) -> None
             )
 
 
+def _refuse_lost_tools(
+    text: str, messages: Sequence[dict[str, Any]], tools: Any, chat: ChatTemplate
+) -> None:
+    """An error for schemas of tools that nobody shows."""
+    if not tools:
+        return
+    asked = [part for m in messages if m["role"] != "assistant" for part in _strings(m)]
+    names = [re.escape(part) for part in _strings(tools) if part.strip()]
+    if all(re.search(rf"(?<!\w){name}(?!\w)", "\n".join(asked)) for name in names):
+        # A system message that lists them.
+        return
+    try:
+        same = chat.render(messages, add_generation_prompt=False) == text
+    except BadRow:
+        return
+    if same:
+        raise BadRow(
+            "has tools, which the chat template does not show; leave them out with "
+            "--ignore-column tools, or use a template that knows tools"
+        )
+
+
 def _refuse_hidden_calls(
-    messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+    messages: Sequence[dict[str, Any]], tools: Any, chat: ChatTemplate
 ) -> None:
     """An error for a tool call that the template does not show.
 
@@ -606,7 +693,7 @@ def _refuse_hidden_calls(
         probe.append(message | {"tool_calls": calls} if calls else message)
     if not wanted:
         return
-    text = tokenizer.chat.render(probe, add_generation_prompt=False, tools=tools)
+    text = chat.render(probe, add_generation_prompt=False, tools=tools)
     for number, mark in wanted:
         if not _has(text, mark):
             raise BadRow(_LOST_CALLS.format(number))
@@ -646,6 +733,31 @@ def _quoted(text: str) -> tuple[str, str]:
     return json.dumps(text), json.dumps(text, ensure_ascii=False)
 
 
+def _system(row: _Columns) -> str:
+    """The system column, whose text may be in parts as Anthropic's files have it."""
+    name = next((name for name in SYSTEM if row.has(name)), "")
+    if name and isinstance(row.row[name], list):
+        (plain,) = _plain({"role": "system", "content": row.take(name)}, 0)
+        return checked_unicode(str(plain["content"]), name)
+    return row.optional(*SYSTEM)
+
+
+def _options(given: Any) -> dict[str, Any]:
+    """What a row passes to its template, which tables may keep as a JSON string."""
+    given = _parsed(given) if isinstance(given, str) else given
+    if not isinstance(given, Mapping):
+        raise BadRow(
+            "its chat_template_kwargs are not an object; leave them out with "
+            "--ignore-column chat_template_kwargs"
+        )
+    if taken := OWN_OPTIONS & given.keys():
+        raise BadRow(
+            f"its chat_template_kwargs have {min(taken)}, which cannot be changed by row; "
+            f"leave them out with --ignore-column chat_template_kwargs"
+        )
+    return dict(given)
+
+
 def _messages(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise BadRow(f"its {name} are not a list with at least one message")
@@ -664,6 +776,13 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} has a role that is null")
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise BadRow(f"its message {number} is not an object with a role")
+        if message["role"] in ("model", "bot"):
+            message = {**message, "role": "assistant"}
+        if message.get("function_call") is not None:
+            raise BadRow(
+                f"its message {number} has a function_call, OpenAI's older form of tool_calls; "
+                f"write it as tool_calls"
+            )
         if "content" not in message and "tool_calls" not in message:
             raise BadRow(f"its message {number} has no content")
         if message.get("content") is None and not message.get("tool_calls"):

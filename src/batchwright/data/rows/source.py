@@ -40,6 +40,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 25
 """Rows that are read together have at most so many bytes, unless a single one has more."""
 FILES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.parquet")
+OTHER_DATA = r"\.(jsonl?|ndjson|csv|tsv|parquet|arrow)(\.(gz|zst|bz2|xz))?$"
+"""Names of files that hold rows, whether they can be read or not."""
+ABOUT = ("dataset_info", "config", "metadata", "state", "manifest", "package")
+"""Beginnings of the names of files that stand beside rows and hold none."""
 SPLITS = {
     "test": {"test", "testing", "eval", "evaluation"},
     "validation": {"validation", "valid", "val", "dev"},
@@ -173,6 +177,11 @@ def _open_path(path: Path) -> Source:
         kind = path.stat().st_mode
     except OSError as error:
         reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
+        if any(sign in str(path) for sign in "*?["):
+            raise MissingFile(
+                f"no data at {path}; patterns of names are not expanded here, leave out the quotes "
+                f"so that the shell does, or give the folder"
+            ) from None
         raise MissingFile(f"no data at {path}{reason}; check the path") from None
     if stat.S_ISFIFO(kind):
         handle = spooled(path)
@@ -199,10 +208,30 @@ def _open_folder(path: Path, split: str) -> Source:
     files = sorted(file for pattern in FILES for file in path.glob(pattern))
     if not files:
         raise MissingFile(f"{path} is a folder without {' or '.join(FILES)}; check the path")
+    if others := _other_data(path, set(files)):
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ConfigError(
+            f"{path} has {len(others)} files of data beside those that a folder gives, {shown}; a "
+            f"folder gives its own {', '.join(FILES)}; name the files to read, or move the others"
+        )
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(split_of(file.name), []).append(file)
     return open_source(splits[chosen_split(splits, str(path), split)])
+
+
+def _other_data(path: Path, read: set[Path]) -> list[str]:
+    """Files of rows in a folder that are not among those that are read."""
+    found = []
+    for file in path.rglob("*"):
+        inner = file.relative_to(path)
+        hidden = any(part.startswith((".", "_")) for part in inner.parts)
+        about = file.name.lower().startswith(ABOUT)
+        if file in read or hidden or about or not file.is_file():
+            continue
+        if re.search(OTHER_DATA, file.name.lower()):
+            found.append(str(inner))
+    return sorted(found)
 
 
 def split_of(name: str) -> str:

@@ -86,8 +86,21 @@ def _by_prefix(
             return []
         if not (text.startswith(after) and after.startswith(before)):
             return []
-        spans.append((len(before), len(after)))
+        start = len(before)
+        if i and messages[i - 1]["role"] == "assistant":
+            # A template that sees an answer asks for no other, so the header is not yet there.
+            start += _header(chat, text[start : len(after)], messages[:i], tools)
+        spans.append((start, len(after)))
     return spans
+
+
+def _header(
+    chat: ChatTemplate, added: str, before: Sequence[Message], tools: Sequence[Any] | None
+) -> int:
+    """How much of what a turn adds is the header that stands before an answer to a user."""
+    last = max((i for i, m in enumerate(before) if m["role"] != "assistant"), default=-1)
+    prompt = _generation_prompt(chat, before[: last + 1], tools) if last >= 0 else ""
+    return len(prompt) if prompt and added.startswith(prompt) else 0
 
 
 def _found(

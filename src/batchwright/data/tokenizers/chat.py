@@ -1,5 +1,6 @@
 """Chat templates, rendered the way transformers renders them."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -46,6 +47,8 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens or {})
         self.marked = False
+        self.options: dict[str, Any] = {}
+        self.verified: dict[str, str] = {}
         self._jinja = self._environment()
         try:
             self._template = self._jinja.from_string(source)
@@ -54,6 +57,12 @@ class ChatTemplate:
             # and RecursionError are some of it.
             reason = one_line(error)[:LONGEST_REASON]
             raise NoTokenizer(f"the chat template is not valid Jinja: {reason}") from None
+
+    def with_options(self, options: Mapping[str, Any]) -> "ChatTemplate":
+        """The same template that is given more variables, as `chat_template_kwargs` has them."""
+        other = copy.copy(self)
+        other.options, other.verified = {**self.options, **options}, {}
+        return other
 
     def render(
         self,
@@ -89,7 +98,7 @@ class ChatTemplate:
                 tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._tokens,
+                **{**self._tokens, **self.options},
                 **{RENDERED: (blocks, spans)},
             ):
                 blocks.append(block)  # noqa: PERF402 - marks count the blocks so far
