@@ -202,7 +202,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         r"no completion or response or output or answer; saw \[prompt\]",
     ),
     ({"prompt": "p", "completion": 3}, "its completion is of type int"),
-    ({"prompt": [], "completion": "x"}, "its prompt is of type list"),
+    ({"prompt": [], "completion": "x"}, "its prompt are not a list with at least one message"),
     ({"prompt": "", "completion": ""}, "both empty"),
     ({"instruction": "i"}, "no output or response"),
     ({"question": "q"}, "no answer"),
