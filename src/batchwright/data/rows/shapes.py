@@ -481,6 +481,7 @@ def _checks(
     """What refuses a conversation as a template shows it, the gravest first."""
     turns = trained_turns(messages, first, loss_on)
     return [
+        lambda: _refuse_python(text, messages),
         lambda: _refuse_null(text, said, tools, chat),
         lambda: _refuse_lost(text, messages),
         lambda: _refuse_lost_calls(text, said),
@@ -546,6 +547,13 @@ def _refuse_null(
     for word in ("None", "null"):
         if text.count(word) > plain.count(word):
             raise BadRow(f"the chat template writes a content that is null as {word}")
+
+
+def _refuse_python(text: str, messages: Sequence[dict[str, Any]]) -> None:
+    """An error if the template writes out the list of parts that a content was given as."""
+    wrote = "{'type': 'text'"
+    if wrote in text and not any(wrote in part for part in _strings(messages)):
+        raise BadRow("the chat template writes the parts of a content as Python does")
 
 
 def _null_is_empty(message: dict[str, Any]) -> dict[str, Any]:
