@@ -448,7 +448,7 @@ def test_ctrl_c_says_what_was_kept_and_how_to_resume(presses, tmp_path):
     assert out == b""
     assert told.count("\n") == 1, told
     assert told.startswith("stopped: 6 of 80 responses are in answers.jsonl, and those that came")
-    assert "spent; run the same command again to resume" in told
+    assert "may be billed too; run the same command again to resume" in told
     assert first < 40
     assert done.returncode == 0, done.stderr
     assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(80)]
