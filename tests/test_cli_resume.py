@@ -92,10 +92,11 @@ def another(hint: Any, *taken: Any) -> Any:
         options = (True, False)
     elif hint is int:
         options = (max(taken) + 1,)
-    elif hint is float:
+    elif hint in (float, float | None):
         options = (0.5, 0.25, 0.75)
     elif hint in (str, str | None):
-        options = ("7", "8", "9")
+        # Also a name of a function, which is what some of them must be.
+        options = ("7.py:f", "8.py:f", "9.py:f")
     elif hint in (Path, Path | None):
         options = (Path("a"), Path("b"))
     elif hint == tuple[str, ...]:
