@@ -441,7 +441,7 @@ GOLDEN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "packed": (
         "2718a9817d91b37207905e8b7f48157e57a0967b180df5aa684ea8976d383da9",
-        ("s101", "s140", "s153", "s146"),
+        ("s54", "s1", "s145", "s49"),
     ),
 }
 

@@ -173,12 +173,12 @@ _STEERING = re.compile(
 
 
 def printable(text: str, *, line: bool = False) -> str:
-    """Text from anywhere as a terminal may have it: what would steer it is shown as an escape.
+    r"""Text from anywhere as a terminal may have it: what would steer it is shown as an escape.
 
     With `line` it stays on one line: tabs and line breaks are escapes too.
 
     >>> printable("\x1b]0;title\x07 and\r over")
-    '\\\\x1b]0;title\\\\x07 and\\\\r over'
+    '\\x1b]0;title\\x07 and\\r over'
     """
     if text.isascii() and text.isprintable():
         return text

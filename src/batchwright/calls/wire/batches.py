@@ -40,7 +40,7 @@ def encode_line(custom_id: str, request: Request) -> bytes:
     """A line of an input file; the body is the request's own bytes.
 
     >>> from batchwright.calls import chat
-    >>> encode_line("a", chat("m", "2+2?")).decode()[:68]
+    >>> encode_line("a", chat("m", "2+2?")).decode()[:69]
     '{"custom_id":"a","method":"POST","url":"/v1/chat/completions","body":'
     """
     head = {"custom_id": custom_id, "method": "POST", "url": path_of(request)}
