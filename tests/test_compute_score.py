@@ -237,11 +237,11 @@ def test_samples_of_one_loop_are_in_flight_together(
 ) -> None:
     enough = asyncio.Event()
 
-    async def waits_for_five(seen: Seen) -> None:
+    async def waits_for_three(seen: Seen) -> None:
         if seen.body is None:
             await seen.reply(404)
             return
-        if server.open >= 5:
+        if server.open >= 3:
             enough.set()
         await enough.wait()
         await seen.answer("true")
@@ -253,7 +253,7 @@ def test_samples_of_one_loop_are_in_flight_together(
         ]
         return [float(row["score"]) for row in await asyncio.gather(*calls)]
 
-    with RawServer(waits_for_five) as server:
+    with RawServer(waits_for_three) as server:
         monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         assert asyncio.run(many()) == [3.0] * 40
 
