@@ -625,8 +625,9 @@ class ReplayBuffer:
         )
 
     def _weight(self, priority: float) -> float:
-        weight: float = priority**self.config.priority_alpha
-        return weight
+        # As an array, because the powers of arrays and of numbers differ in the last bit on some
+        # processors, and a buffer that is loaded computes all at once.
+        return float((np.array([priority]) ** self.config.priority_alpha)[0])
 
     def _checked_draw(self, n: int, replace: bool) -> int:
         n = whole_number("n", n, 1)
