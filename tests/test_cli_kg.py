@@ -276,7 +276,8 @@ def test_mined_rules_rank_umls_well(batchwright: Batchwright) -> None:
 
     assert found["both"]["queries"] == 1322
     assert found["both"]["mrr"] > 0.93
-    assert not found["tied"]
+    # Whatever the order of ties.
+    assert found["both"]["pessimistic_mrr"] > 0.93
 
 
 def test_another_test_file_changes_no_weight_no_choice_and_no_figure_of_valid(
