@@ -462,3 +462,62 @@ def test_gymnasiums_reset_mask_resets_those_only() -> None:
     assert np.array_equal(same, ~where)
     with pytest.raises(Mismatch, match="must be bool of shape"):
         env.reset(options={"reset_mask": np.zeros(3, np.bool_)})
+
+
+@both
+def test_stable_baselines_sees_the_same_episodes_by_its_own_classes(
+    make: Callable[..., Env],
+) -> None:
+    from stable_baselines3.common.vec_env import VecMonitor
+
+    from batchwright.integrations.sb3 import Sb3VecEnv
+
+    env, wrapped = make(), Sb3VecEnv(make())
+    watched = VecMonitor(wrapped)
+    obs, seen = env.reset(), watched.reset()
+    returns, lengths = np.zeros(5), np.zeros(5, int)
+    ends = cut = 0
+    for t in range(40):
+        for name in env.spec:
+            assert np.array_equal(seen[name], obs[name]), (name, t)
+            assert wrapped.observation_space[name].contains(np.asarray(seen[name][0]))
+        assert np.array_equal(np.stack(watched.env_method("action_masks")), obs["mask"])
+        action = allowed(obs["mask"], t)
+        step = env.step(action)
+        seen, rewards, done, infos = watched.step(action)
+        assert np.array_equal(rewards, step.reward.astype(np.float32))
+        assert np.array_equal(done, step.done)
+        returns, lengths = returns + rewards, lengths + 1
+        for b in np.flatnonzero(done):
+            for name in env.spec:
+                assert np.array_equal(
+                    infos[b]["terminal_observation"][name], step.final_obs[name][b]
+                )
+            assert infos[b]["TimeLimit.truncated"] == (step.truncated[b] and not step.terminated[b])
+            assert infos[b]["episode"]["r"] == pytest.approx(returns[b], abs=1e-5)
+            assert infos[b]["episode"]["l"] == lengths[b]
+            cut += infos[b]["TimeLimit.truncated"]
+            returns[b] = lengths[b] = 0
+            ends += 1
+        obs = step.obs
+    assert ends > 5
+    assert cut > 0 or make is prover
+
+
+def test_stable_baselines_learns_with_its_own_ppo_and_its_seed_decides() -> None:
+    from stable_baselines3 import PPO
+
+    from batchwright.integrations.sb3 import Sb3VecEnv
+
+    weights = []
+    for seed in (0, 0, 1):
+        model = PPO(
+            "MultiInputPolicy", Sb3VecEnv(poles()), n_steps=16, batch_size=40, n_epochs=2, seed=seed
+        )
+        model.learn(240)
+        assert model.num_timesteps == 240
+        weights.append(torch.cat([p.detach().flatten() for p in model.policy.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    with pytest.raises(ConfigError, match="one object"):
+        Sb3VecEnv(poles()).set_attr("max_steps", 3)

@@ -313,7 +313,7 @@ class Engine:
             while task.cancelling():
                 task.uncancel()
             if attempt.late:
-                outcome = Failed(Kind.TIMEOUT, self._why_late(attempt))
+                outcome = self._cut_off(job, attempt)
         finally:
             now = self.loop.time()
             if attempt.timer is not None:
@@ -329,6 +329,18 @@ class Engine:
                     self._dispatcher.release(job)
         if outcome is not None and not attempt.dropped:
             self._settle(job, attempt, outcome, now)
+
+    def _cut_off(self, job: Job, attempt: Attempt) -> Failed:
+        """The failure of a try that got no response in time.
+
+        A last try that the deadline left a moment for says less than the failures before it: a
+        server that was busy for minutes did not time out.
+        """
+        now, last = self.loop.time(), job.last_failure
+        moment = now - attempt.started < (now - job.begun) / 2
+        if last is not None and moment and not attempt.hung:
+            return Failed(last.kind, self._over(last), last.status)
+        return Failed(Kind.TIMEOUT, self._why_late(attempt))
 
     def _why_late(self, attempt: Attempt) -> str:
         """Whether a try hangs, waits in the server's queue, or nobody is there."""
@@ -404,9 +416,11 @@ class Engine:
         last = job.last_failure
         # Not `or`: a failure is false in a condition.
         last = Failed(Kind.TIMEOUT, "no endpoint took it") if last is None else last
-        text = f"the deadline of {self._rules.deadline_s:g} s is over; the last try: {last.error}"
-        seconds = self.loop.time() - job.begun
-        self._finish(job, Failed(last.kind, text, last.status, seconds, job.tries + job.rejects))
+        seconds, tries = self.loop.time() - job.begun, job.tries + job.rejects
+        self._finish(job, Failed(last.kind, self._over(last), last.status, seconds, tries))
+
+    def _over(self, last: Failed) -> str:
+        return f"the deadline of {self._rules.deadline_s:g} s is over; the last try: {last.error}"
 
     def _keep(self, job: Job, response: Done, done: Done) -> None:
         """Put a response into the next commit; without a cache the job is finished."""
