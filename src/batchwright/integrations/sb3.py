@@ -26,7 +26,7 @@ class Sb3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]
         self.env = array_env(env)
         spaces = GymnasiumVectorEnv(self.env)
         self._actions = np.zeros(self.env.num_envs, np.int64)
-        self._obs = self.env.reset()
+        self._obs: dict[str, NDArray[Any]] = {}
         super().__init__(
             self.env.num_envs, spaces.single_observation_space, spaces.single_action_space
         )
@@ -62,6 +62,8 @@ class Sb3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions each environment allows now, [B, K]."""
+        if not self._obs:
+            raise ConfigError("no episode has begun; call reset first")
         return np.array(self._obs["mask"])
 
     def env_method(
