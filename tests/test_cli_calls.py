@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_money_ends_the_run_and_more_money_ends_it_well(call, tmp_path):
     prices = "--price-in 1 --price-out 1 --batch-size 2 --max-tokens 3"
 
     with RawServer(slower) as server:
-        short = call(line(server.url, f"{prices} --max-cost 0.0003"), tmp_path)
+        short = call(line(server.url, f"{prices} --max-cost 0.0006"), tmp_path)
         paid = len(server.seen)
         kept = len(answers(tmp_path))
         enough = call(line(server.url, f"{prices} --max-cost 1"), tmp_path)
@@ -156,7 +157,7 @@ def test_money_ends_the_run_and_more_money_ends_it_well(call, tmp_path):
 
     assert short.code == 1
     assert "prompts have a response" in short.err
-    assert kept == paid < 60
+    assert 0 < kept == paid < 60
     assert enough.code == 0, enough.err
     assert f"0.0006 spent ({1e-5 * paid:.6g} in earlier runs)" in enough.out
 
@@ -167,7 +168,8 @@ def test_a_spending_cap_holds_over_all_runs_of_one_output(call, tmp_path):
     paid = []
 
     with RawServer(slower) as server:
-        for cap, more in ((0.0001, ""), (0.0001, ""), (0.0002, "--cache calls.db"), (0.0003, "")):
+        # A call counts as 0.0002 or so before it is sent, a token for each byte, and costs 0.00001.
+        for cap, more in ((0.0003, ""), (0.0003, ""), (0.0004, "--cache calls.db"), (0.0005, "")):
             done = call(line(server.url, f"{prices} --max-cost {cap} {more}"), tmp_path)
             paid.append(len(server.seen))
             assert done.code == 1
@@ -177,10 +179,51 @@ def test_a_spending_cap_holds_over_all_runs_of_one_output(call, tmp_path):
             assert 1e-5 * paid[-1] <= cap + 1e-12
         # Who killed it before it counted a response that is in its own cache has paid for it.
         (tmp_path / ".answers.jsonl.spent").unlink()
-        counted = call(line(server.url, f"{prices} --max-cost 0.0001"), tmp_path)
+        counted = call(line(server.url, f"{prices} --max-cost 0.0003"), tmp_path)
         assert len(server.seen) == paid[-1]
         assert f"{1e-5 * paid[-1]:.6g} spent" in counted.err
-    assert paid[0] == paid[1] < paid[2] < paid[3]
+    assert 0 < paid[0] == paid[1] < paid[2] < paid[3]
+
+
+def test_a_spending_cap_holds_over_kills(tmp_path):
+    """What the server bills stays below the cap, whenever and however a run is stopped."""
+    write_prompts(tmp_path, 120)
+    draw = random.Random(7)
+    billed: list[int] = []
+
+    async def handler(seen: Seen) -> None:
+        # The worst of all tokenizers, and every response as long as it may be.
+        usage = (len(json.dumps(seen.body["messages"])), seen.body["max_tokens"])
+        billed.append(sum(usage))
+        await asyncio.sleep(draw.uniform(0.005, 0.1))
+        if draw.random() < 0.03:
+            # Nobody bills this.
+            billed.remove(sum(usage))
+            await seen.reply(500, {"error": {"message": "not now"}})
+            return
+        await seen.reply(body=answer("x", usage=usage))
+
+    price, cap, told = 10, 0.07, ""
+    with RawServer(handler) as server:
+        prices = f"--price-in {price} --price-out {price} --max-tokens 50 --max-cost {cap}"
+        words = line(server.url, f"--batch-size 8 --quiet {prices}").split()
+        for signum in (signal.SIGKILL, signal.SIGINT, None):
+            before = len(server.seen)
+            process = subprocess.Popen(
+                [COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            while signum is not None and process.poll() is None and len(server.seen) < before + 8:
+                time.sleep(0.002)
+            if signum is not None:
+                process.send_signal(signum)
+            told = process.communicate(timeout=60)[1].decode()
+
+    assert process.returncode == 1
+    spent, more = map(float, re.findall(r"([\d.]+) spent .* at most ([\d.]+) more", told)[0])
+    assert f"--max-cost {cap} is reached" in told
+    # The rest is less than what one call may cost, which is what the dry run counts.
+    assert cap - 0.004 < spent + more <= cap
+    assert spent - 1e-9 <= sum(billed) * price / 1e6 <= spent + more
 
 
 def test_the_count_of_what_was_paid_is_not_guessed(call, tmp_path):
@@ -426,7 +469,8 @@ def test_ctrl_c_says_what_was_kept_and_how_to_resume(presses, tmp_path):
         await seen.answer()
 
     with RawServer(handler) as server:
-        words = line(server.url, "--batch-size 4 --quiet --price-in 1 --price-out 1").split()
+        prices = "--price-in 1 --price-out 1 --max-tokens 3"
+        words = line(server.url, f"--batch-size 4 --quiet {prices}").split()
         process = subprocess.Popen(
             [COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
@@ -448,7 +492,8 @@ def test_ctrl_c_says_what_was_kept_and_how_to_resume(presses, tmp_path):
     assert out == b""
     assert told.count("\n") == 1, told
     assert told.startswith("stopped: 6 of 80 responses are in answers.jsonl, and those that came")
-    assert "may be billed too; run the same command again to resume" in told
+    assert re.search(r" spent and at most 0\.000\d+ more for [1-4] tries whose resp", told), told
+    assert "; run the same command again to resume" in told
     assert first < 40
     assert done.returncode == 0, done.stderr
     assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(80)]

@@ -460,10 +460,11 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
     async def handler(seen: Seen) -> None:
         await seen.reply(body=answer(f"re: {seen.text}", usage=(1000, 1000)))
 
-    prices = {"m": (1.0, 3.0)}
+    # The prompt is free: what it takes at most is not what this server says.
+    prices = {"m": (0.0, 4.0)}
     with RawServer(handler) as server:
         with Pool(server.url, limit=4, prices=prices, max_cost=0.1) as pool:
-            outcomes = pool.map(questions(200))
+            outcomes = pool.map(questions(200, max_tokens=1000))
             counts = pool.stats()
         # 0.004 a call: 25 of them.
         assert 20 <= len(server.seen) <= 25
@@ -471,6 +472,10 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
             Pool(server.url, prices=prices, max_cost=1).map([chat("other", "x")])
         with pytest.raises(ConfigError, match="needs prices"):
             Pool(server.url, max_cost=1)
+        picture = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]
+        for request in (chat("m", "x"), chat("m", [{"role": "user", "content": picture}])):
+            with pytest.raises(ConfigError, match="needs a bound for every call"):
+                Pool(server.url, prices=prices, max_cost=1).map([request])
 
     done = [outcome for outcome in outcomes if outcome]
     assert len(done) == counts["done"] == len(server.seen)
@@ -481,24 +486,62 @@ def test_money_stops_the_sending_and_keeps_what_came_back():
     assert "max_cost=0.1" in rest[0].error
 
 
-@pytest.mark.parametrize("bounded", [True, False])
-def test_a_spending_cap_is_not_exceeded_by_what_is_in_flight(bounded):
+@pytest.mark.parametrize("by", ["request", "model"])
+def test_a_spending_cap_is_not_exceeded_by_what_is_in_flight(by):
     lengths = iter([3, 1, 9, 2, 9, 9, 1, 5] * 50)
 
     async def handler(seen: Seen) -> None:
         await asyncio.sleep(0.002)
         await seen.reply(body=answer("x", usage=(20, next(lengths) * 1000)))
 
-    limit = {"max_tokens": 9000} if bounded else {}
+    limit = {"max_tokens": 9000} if by == "request" else {}
+    known = {"m": 9000} if by == "model" else None
+    prices = {"m": (1.0, 1.0)}
     with (
         RawServer(handler) as server,
-        Pool(server.url, limit=16, prices={"m": (1.0, 1.0)}, max_cost=0.2) as pool,
+        Pool(server.url, limit=16, prices=prices, max_cost=0.2, model_max_tokens=known) as pool,
     ):
         pool.map(questions(200, **limit))
         counts = pool.stats()
 
     assert counts["capped"]
-    assert 0.15 < counts["cost"] <= (0.2 if bounded else 0.2 + 16 * 0.009)
+    assert 0.15 < counts["cost"] <= 0.2
+
+
+@pytest.mark.parametrize("fault", ["refused", "gateway", "cut off", "hangs", "unreadable"])
+def test_a_try_without_a_response_counts_as_the_most_it_may_cost(fault):
+    async def handler(seen: Seen) -> None:
+        if seen.text == "question 1":
+            await seen.answer()
+        elif fault in ("refused", "gateway"):
+            await seen.reply(500 if fault == "refused" else 504, {"error": {"message": "no"}})
+        elif fault == "cut off":
+            seen.reset()
+        elif fault == "hangs":
+            await asyncio.sleep(30)
+        else:
+            await seen.reply(body=b"<html>")
+
+    with (
+        RawServer(handler) as server,
+        Pool(
+            server.url, limit=1, tries=2, deadline_s=1, hedge=False, prices={"m": (0, 100.0)},
+            max_cost=0.02,
+        ) as pool,
+    ):  # fmt: skip
+        outcomes = pool.map(questions(2, max_tokens=100))
+        counts = pool.stats()
+        sent = len(server.seen)
+
+    # Each try may cost 0.01, and the one that was answered cost 0.0003.
+    if fault == "refused":
+        assert (counts["unsettled"], counts["cost"], sent) == (0, pytest.approx(0.0003), 3)
+        assert outcomes[1]
+    else:
+        assert counts["unsettled"] in (1, 2)
+        assert counts["unsettled_cost"] == pytest.approx(0.01 * counts["unsettled"])
+        assert counts["cost"] + counts["unsettled_cost"] <= 0.02
+        assert sent == counts["unsettled"] + bool(outcomes[1])
 
 
 def test_cancel_from_another_thread_gives_back_what_came():

@@ -269,7 +269,7 @@ class BatchRun:
         assert self.spent is not None
         assert self.prices is not None
         stats = Stats(self.prices)
-        left = max_cost - self.spent.total
+        left = max_cost - self.spent.total - self.spent.unsettled_cost
         for number, name in enumerate(names):
             request = self._request(name)
             usage = most_usage(request, self.most_tokens)
@@ -387,6 +387,8 @@ class BatchRun:
                 self.prompt_tokens += outcome.usage.prompt_tokens
                 self.completion_tokens += outcome.usage.completion_tokens
             if self.spent is not None and prompt.mark not in self.spent.paid:
+                # Single calls of an earlier run that were never answered go on counting.
+                self.spent.reserve(prompt.request, 0.0)
                 self.spent.add(prompt, outcome, own_cache=False)
         for index in indices:
             self.answers.add(index, outcome)

@@ -18,6 +18,8 @@ MOST_VALUES = 2 * 10**6
 """Lists and objects in one body: a megabyte of `[]` is twenty of memory."""
 _PARSE = json.JSONDecoder().decode
 
+MAY_BE_BILLED = frozenset({408, 499, 502, 504, 524})
+"""Error statuses of those who stopped waiting for a server that may have done the work."""
 CUT_OFF = ("length", "content_filter")
 """Finish reasons that leave a response incomplete."""
 
@@ -101,9 +103,20 @@ class Failed:
     tries: int = 1
     endpoint: str = ""
     retry_after_s: float | None = field(default=None, compare=False)
+    unsent: bool = field(default=False, compare=False)
+    """The request certainly did not reach the server."""
 
     def __bool__(self) -> Literal[False]:
         return False
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody bills the try: it was refused, or did not reach the server.
+
+        A server that was cut off, or responded with what cannot be read, may have done the work.
+        """
+        refused = self.status is not None and self.status >= 400
+        return self.unsent or (refused and self.status not in MAY_BE_BILLED)
 
 
 Outcome = Done | Failed

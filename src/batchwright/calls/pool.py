@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterable, Collection, Coroutine, Iterable
+from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -19,7 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.cache.thread import CacheThread
 from batchwright.calls.endpoints import Endpoint, scope_of
-from batchwright.calls.engine.budgets import ErrorBudget
+from batchwright.calls.engine.budgets import ErrorBudget, Ledger
 from batchwright.calls.engine.endpoint import SharedRateLimit, Upstream, limit_for
 from batchwright.calls.engine.engine import Engine, Rules
 from batchwright.calls.engine.retry import Retry
@@ -57,8 +57,10 @@ class Pool:
     bring it until they end, an object of `batchwright.calls.limit`, or "auto", which finds it and
     starts from it in the next run (unless `remember` is False). `rpm` and `tpm` hold for each
     endpoint and all processes of this user. `prices` are dollars for a million tokens, (prompt,
-    completion) by model; `max_cost` is a spending cap: no call is sent that could exceed it by its
-    `max_tokens` (or, without, by the longest response so far).
+    completion) by model; `max_cost` is a spending cap: a call is sent only if it cannot exceed it,
+    with a token for each byte of its prompt and `max_tokens` (or, without, the `model_max_tokens`
+    of its model), beside all that are in flight and those whose response never came. A call without
+    such a bound is refused. A `ledger` hears of every try before it is sent.
 
     >>> from batchwright.calls import chat
     >>> with Pool(Endpoint(lambda requests: ["4"] * len(requests))) as pool:
@@ -79,6 +81,8 @@ class Pool:
         tpm: float | None = None,
         prices: Prices | None = None,
         max_cost: float | None = None,
+        model_max_tokens: Mapping[str, int] | None = None,
+        ledger: Ledger | None = None,
         events: EventLog | None = None,
         remember: bool = True,
         seed: int = 0,
@@ -112,8 +116,10 @@ class Pool:
         self._limit = limit
         self._rates = (rpm, tpm)
         self._prices = dict(prices or {})
+        self._most_tokens = dict(model_max_tokens or {})
         self._events = events
-        self._rules = Rules(deadline_s, Retry(tries, seed=seed), hedge, max_cost, budget, remember)
+        retry = Retry(tries, seed=seed)
+        self._rules = Rules(deadline_s, retry, hedge, max_cost, budget, remember, ledger)
         self._own_cache = cache is not None and not isinstance(cache, Cache)
         self._cache = cache if cache is None or isinstance(cache, Cache) else Cache(Path(cache))
         self._lock = threading.Lock()
@@ -235,9 +241,9 @@ class Pool:
         names = ", ".join(repr(endpoint.name) for endpoint in self.endpoints)
         return f"Pool({names}, limit={self._limit!r}, cache={self._cache!r})"
 
-    def _priced(self) -> Collection[str] | None:
-        """The models that may be called under a spending cap; None without one."""
-        return None if self._rules.max_cost is None else self._prices.keys()
+    def _priced(self) -> Stats | None:
+        """What bounds the cost of a call under a spending cap; None without one."""
+        return None if self._rules.max_cost is None else Stats(self._prices, self._most_tokens)
 
     def _started(self, here: bool = False) -> tuple[Background, Engine]:
         """The engine of this process, made at the first call, and again after a fork."""
@@ -268,7 +274,7 @@ class Pool:
             # Who locks the file must not hold the calls much longer than they may take.
             self._cache.wait_at_most(max(LOCKED_S, self._rules.deadline_s / 2))
         cache = None if self._cache is None else CacheThread(self._cache, running.loop)
-        stats = Stats(self._prices)
+        stats = Stats(self._prices, self._most_tokens)
         scope = scope_of(self.endpoints)
         engine = Engine(running.loop, upstreams, self._rules, stats, cache, self._events, scope)
         self._engine, self._background = engine, running

@@ -7,12 +7,13 @@ result. Responses that came out of order are in a cache until their turn comes.
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from batchwright.calls.engine.stats import BYTES_PER_TOKEN, Prices, Stats, estimate_usage
+from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat, respond
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
@@ -25,6 +26,11 @@ Api = Literal["chat", "responses"]
 RENAMED = {"max_tokens": "max_output_tokens"}
 
 
+def mark_of(request: Request) -> str:
+    """Identifies a request in the files beside an output."""
+    return request.key.hex()[:16]
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row: its id and its request."""
@@ -35,7 +41,7 @@ class Prompt:
     @property
     def mark(self) -> str:
         """Identifies the request in the output file."""
-        return self.request.key.hex()[:16]
+        return mark_of(self.request)
 
 
 def read_prompts(
@@ -246,41 +252,99 @@ class Answers:
 class Spent:
     """What the calls for one output have cost, over all its runs, in a hidden file beside it.
 
-    Each payment is a line that survives `kill -9`, with the mark of its prompt. Only one process
-    may hold it, the one that has the `Answers`.
+    A line that survives `kill -9` is written before a try is sent, with the mark of its prompt and
+    the most that it may cost, and another one when it is paid or refused. A try without the second
+    line counts as that most from then on: nobody knows what was billed for it. Only one process may
+    hold it, the one that has the `Answers`; a pool reserves on a thread of its own.
     """
 
     HEAD = b"batchwright calls run: what was paid for each prompt\n"
+    RESERVED, REFUSED = "at_most", "refused"
 
     def __init__(
-        self, output: Path, prices: Prices, prompts: Sequence[Prompt], known: Sequence[Line]
+        self,
+        output: Path,
+        prices: Prices,
+        prompts: Sequence[Prompt],
+        known: Sequence[Line],
+        most_tokens: Mapping[str, int] | None = None,
     ) -> None:
         self.path = output.with_name(f".{output.name}.spent")
-        self._stats = Stats(prices)
+        self._stats = Stats(prices, most_tokens or {})
         content = self.path.read_bytes() if self.path.is_file() else b""
         if content and not content.startswith(self.HEAD):
             raise BadFile(f"{self.path} was not written by this command; move it away")
         self.paid: set[str] = set()
         self.total = 0.0
+        self._open: dict[str, list[float]] = {}
+        """By mark: the most that each try may cost that is in flight or was never answered."""
+        self._lock = threading.Lock()
         # A partial last line, as a full disk leaves it, is cut off by the next one.
         self._size = content.rfind(b"\n") + 1
+        self._found: int | None = len(content)
         try:
             for line in content[: self._size].splitlines()[1:]:
-                mark, cost = line.decode().split()
-                self.paid.add(mark)
-                self.total += float(cost)
-        except ValueError:
+                mark, *what = line.decode().split()
+                if what[0] == self.RESERVED:
+                    self._open.setdefault(mark, []).append(float(what[1]))
+                elif what[0] == self.REFUSED:
+                    self._settled(mark)
+                else:
+                    self._settled(mark)
+                    self.paid.add(mark)
+                    self.total += float(what[0])
+        except (ValueError, IndexError):
             raise BadFile(
                 f"{self.path}, which counts what was paid, is damaged; move it away"
             ) from None
-        self._new: list[tuple[str, float]] = []
+        self._new: list[str] = []
         if not content:
             # Earlier runs had no prices, or all their calls are done.
             for prompt, (_, row) in zip(prompts, known, strict=False):
                 if "usage" in row:
                     usage = Usage(row["usage"]["prompt"], row["usage"]["completion"])
-                    self._count(prompt, self._stats.price(prompt.request, usage))
+                    self._count(prompt.mark, self._stats.price(prompt.request, usage))
         self.earlier = self.total
+
+    @property
+    def unsettled(self) -> int:
+        """Tries that are in flight, or were never answered and may be billed."""
+        return sum(map(len, self._open.values()))
+
+    @property
+    def unsettled_cost(self) -> float:
+        """The most that they may cost; inf if one of them has no bound."""
+        return sum(map(sum, self._open.values()))
+
+    def most_cost(self, prompt: Prompt) -> float:
+        """The most that one try may cost; inf if there is no bound."""
+        return self._stats.most_cost(prompt.request)
+
+    def settle(
+        self, cached: Callable[[Sequence[Prompt]], Iterable[Done | None]], prompts: Sequence[Prompt]
+    ) -> None:
+        """Count the responses that are in the own cache of a run that ended before it did."""
+        late = [prompt for prompt in prompts if prompt.mark in self._open]
+        for prompt, done in zip(late, cached(late), strict=True):
+            if done is not None and prompt.mark in self._open:
+                self._count(prompt.mark, self._stats.cost_of(prompt.request, done))
+        self.earlier = self.total
+
+    def reserve(self, request: Request, cost: float) -> None:
+        """A try is about to be sent that costs at most so much; inf if there is no bound."""
+        mark = mark_of(request)
+        with self._lock:
+            self._open.setdefault(mark, []).append(cost)
+            self._new.append(f"{mark} {self.RESERVED} {cost!r}\n")
+            self._write()
+
+    def release(self, request: Request) -> None:
+        """A try of the request is not billed."""
+        mark = mark_of(request)
+        with self._lock:
+            self._settled(mark)
+            self._new.append(f"{mark} {self.REFUSED}\n")
+            self._write()
 
     def add(self, prompt: Prompt, outcome: Outcome, *, own_cache: bool) -> None:
         """Write down what a response cost; one from `own_cache` an earlier run paid, and once."""
@@ -288,33 +352,43 @@ class Spent:
             return
         lost = own_cache and outcome.source == "cache" and prompt.mark not in self.paid
         if lost or outcome.source in ("live", "hedge"):
-            usage = outcome.usage
-            if usage is None:
-                usage = estimate_usage(prompt.request, len(outcome.text) / BYTES_PER_TOKEN)
-            self._count(prompt, self._stats.price(prompt.request, usage))
-            self._write()
+            with self._lock:
+                self._count(prompt.mark, self._stats.cost_of(prompt.request, outcome))
+                self._write()
 
     def remove(self) -> None:
         """Nothing is left to be paid for this output."""
         self.path.unlink(missing_ok=True)
 
-    def _count(self, prompt: Prompt, cost: float) -> None:
-        self.paid.add(prompt.mark)
+    def _count(self, mark: str, cost: float) -> None:
+        self._settled(mark)
+        self.paid.add(mark)
         self.total += cost
-        self._new.append((prompt.mark, cost))
+        self._new.append(f"{mark} {cost!r}\n")
+
+    def _settled(self, mark: str) -> None:
+        """One try of a prompt has ended, the last that was sent."""
+        tries = self._open.get(mark)
+        if tries:
+            tries.pop()
+            if not tries:
+                del self._open[mark]
 
     def _write(self) -> None:
-        lines = "".join(f"{mark} {cost!r}\n" for mark, cost in self._new).encode()
-        self._new.clear()
+        lines = "".join(self._new).encode()
         try:
             with self.path.open("ab") as file:
+                if self._found not in (None, file.tell()):
+                    raise OSError(0, "another process has written it meanwhile")
+                self._found = None
                 file.truncate(self._size)
                 self._size += file.write(lines if self._size else self.HEAD + lines)
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}, which counts what was paid: {error.strerror}; "
-                f"free space and run again, it resumes from the file and the cache"
+                f"run again when that is over, it resumes from the file and the cache"
             ) from error
+        self._new.clear()
 
 
 def _encoded(row: dict[str, Any]) -> bytes:

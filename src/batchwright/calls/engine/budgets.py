@@ -2,14 +2,14 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from math import ceil
+from typing import Protocol
 
-from batchwright.calls.engine.stats import Stats, most_completion
-from batchwright.calls.outcome import Failed, Kind, Outcome, Usage
+from batchwright.calls.engine.stats import Stats
+from batchwright.calls.outcome import Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
-__all__ = ["WHOLE_BATCH", "ErrorBudget", "Failures", "SpendingCap"]
+__all__ = ["WHOLE_BATCH", "ErrorBudget", "Failures", "Ledger", "SpendingCap"]
 
 WHOLE_BATCH = 8
 """A batch of at least so many calls that all failed is over any budget."""
@@ -86,12 +86,22 @@ class Failures:
         self._kinds.clear()
 
 
-class SpendingCap:
-    """At most `max_cost` dollars for the responses that `stats` counts.
+class Ledger(Protocol):
+    """Where a try is written down before it is sent, so that `kill -9` does not make it free."""
 
-    A call in flight counts with the most it may cost: its `max_tokens`, and as many prompt tokens
-    a byte as were seen so far. Without `max_tokens` it counts as the longest response so far,
-    and the first call goes alone; only such calls can exceed the cap. A try that failed is free.
+    def reserve(self, request: Request, cost: float) -> None:
+        """A try is about to be sent that costs at most so much; inf if there is no bound."""
+
+    def release(self, request: Request) -> None:
+        """A try of the request is not billed."""
+
+
+class SpendingCap:
+    """At most `max_cost` dollars for the calls that `stats` counts.
+
+    A call in flight counts with the most it may cost: a token for each byte of its prompt, and its
+    `max_tokens` or what the model gives at most. A try whose response never came goes on counting
+    like that; one that was refused is free.
     """
 
     def __init__(self, max_cost: float, stats: Stats) -> None:
@@ -105,30 +115,22 @@ class SpendingCap:
         """No call is sent any more, whatever the ones in flight turn out to cost."""
         return self._stats.capped
 
-    def hold(self, request: Request, in_flight: int) -> float | None:
+    def hold(self, request: Request) -> float | None:
         """What a call may cost, held for it from now on; None if it does not fit under the cap."""
         stats = self._stats
-        unknown = not stats.responses and most_completion(request) is None
-        cost = self._cost(request)
-        if self.reached or (unknown and in_flight):
-            return None
-        if stats.cost + self.held + cost > self.max_cost:
+        cost = stats.most_cost(request)
+        if self.reached or stats.cost + stats.unsettled_cost + self.held + cost > self.max_cost:
             return None
         self.held += cost
         return cost
 
     def close(self, request: Request) -> str:
         """Stop spending, because nothing is in flight and the next call is too much; the reason."""
-        self._stats.capped = True
+        stats = self._stats
+        stats.capped = True
+        open_ = f", {stats.unsettled_cost:.6g} may be" if stats.unsettled_cost else ""
         return (
-            f"the spending cap max_cost={self.max_cost:g} is reached: {self._stats.cost:.6g} "
-            f"spent, the next call may cost {self._cost(request):.2g}; raise it and run again, "
+            f"the spending cap max_cost={self.max_cost:g} is reached: {stats.cost:.6g} spent{open_}"
+            f", the next call may cost {stats.most_cost(request):.2g}; raise it and run again, "
             f"finished calls are kept"
         )
-
-    def _cost(self, request: Request) -> float:
-        stats = self._stats
-        completion = most_completion(request)
-        prompt = len(request.data) * (stats.tokens_per_byte if stats.responses else 1.0)
-        tokens = stats.longest if completion is None else completion
-        return stats.price(request, Usage(ceil(prompt), tokens))

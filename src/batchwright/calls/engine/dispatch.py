@@ -82,6 +82,8 @@ class Attempt:
     """Beyond so many responses of the endpoint, each is to a call that was sent later."""
     dropped: bool = False
     late: bool = False
+    sent: bool = False
+    """The request is on its way to the server."""
     hung: bool = False
     """Cut off before the deadline, because calls sent later were answered."""
     timer: asyncio.TimerHandle | None = None
@@ -180,7 +182,7 @@ class Dispatch:
                 continue
             if self._cap is not None:
                 in_flight = sum(one.in_flight for one in self._upstreams)
-                held = self._cap.hold(job.request, in_flight)
+                held = self._cap.hold(job.request)
                 if held is None:
                     queue.appendleft(job)
                     # What is in flight may turn out to cost less than it counts for.

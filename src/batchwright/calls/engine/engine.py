@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from batchwright.calls.cache.entries import Row
 from batchwright.calls.cache.limits import save_limits
 from batchwright.calls.cache.thread import CacheThread
-from batchwright.calls.engine.budgets import ErrorBudget, Failures, SpendingCap
+from batchwright.calls.engine.budgets import ErrorBudget, Failures, Ledger, SpendingCap
 from batchwright.calls.engine.dispatch import Attempt, Dispatch, Job, Send, Sink, Spent, Wait
 from batchwright.calls.engine.endpoint import Upstream
 from batchwright.calls.engine.retry import Retry
@@ -67,6 +67,7 @@ class Rules:
     max_cost: float | None = None
     budget: ErrorBudget | None = None
     remember: bool = True
+    ledger: Ledger | None = None
 
 
 class Engine:
@@ -306,6 +307,9 @@ class Engine:
         outcome: Outcome | None = None
         try:
             transport = upstream.transport or await upstream.connect()
+            if self._rules.ledger is not None:
+                self._rules.ledger.reserve(job.request, self._stats.most_cost(job.request))
+            attempt.sent = True
             outcome = await transport.send(job.request)
         except asyncio.CancelledError:
             if not (attempt.dropped or attempt.late):
@@ -323,6 +327,8 @@ class Engine:
             self._stats.busy_s += now - attempt.started
             upstream.in_flight -= 1
             job.attempts.remove(attempt)
+            if attempt.sent and not isinstance(outcome, Done):
+                self._unpaid(job.request, None if attempt.late else outcome)
             if not hedge:
                 self._dispatcher.in_flight.pop(job, None)
                 if job.held:
@@ -341,6 +347,13 @@ class Engine:
         if last is not None and moment and not attempt.hung:
             return Failed(last.kind, self._over(last), last.status)
         return Failed(Kind.TIMEOUT, self._why_late(attempt))
+
+    def _unpaid(self, request: Request, outcome: Failed | None) -> None:
+        """A try has ended without a response: nobody bills it, or it is not known who does."""
+        if outcome is None or not outcome.free:
+            self._stats.unanswered(request)
+        elif self._rules.ledger is not None:
+            self._rules.ledger.release(request)
 
     def _why_late(self, attempt: Attempt) -> str:
         """Whether a try hangs, waits in the server's queue, or nobody is there."""

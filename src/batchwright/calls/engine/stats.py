@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from batchwright.calls.engine.endpoint import Upstream
@@ -91,6 +92,8 @@ class Stats:
     """Counters of one pool, all of them changed on the pool's own loop."""
 
     prices: Prices = field(default_factory=dict)
+    most_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Completion tokens that a response of a model has at most, where requests do not say it."""
     asked: int = 0
     """Requests given to the pool."""
     sent: int = 0
@@ -113,12 +116,13 @@ class Stats:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     uncounted: int = 0
-    """Responses without the server's token counts; their cost is estimated from their size."""
+    """Responses without the server's token counts; they count as the most they may cost, or, if
+    their requests give no bound, by their size."""
     cost: float = 0.0
-    longest: int = 0
-    """Completion tokens of the longest response, counted only where there are prices."""
-    tokens_per_byte: float = 0.0
-    """Prompt tokens for a byte of the request, the most that were seen; only with prices."""
+    unsettled: int = 0
+    """Tries without a readable response that the server may bill all the same."""
+    unsettled_cost: float = 0.0
+    """The most that they may cost, counted only where there are prices; inf without a bound."""
     capped: bool = False
     """The spending cap was reached."""
     cache_errors: int = 0
@@ -130,20 +134,32 @@ class Stats:
         prompt, completion = self.prices.get(request.model, (0.0, 0.0))
         return (usage.prompt_tokens * prompt + usage.completion_tokens * completion) / 1e6
 
+    def most_cost(self, request: Request) -> float:
+        """The most dollars that one try may cost; inf if the request does not give a bound."""
+        if self.prices.get(request.model) == (0, 0):
+            return 0.0
+        usage = most_usage(request, self.most_tokens.get(request.model))
+        return inf if usage is None else self.price(request, usage)
+
+    def cost_of(self, request: Request, done: Done) -> float:
+        """Dollars for a response; without the server's token counts, the most it may cost."""
+        if done.usage is not None:
+            return self.price(request, done.usage)
+        most = self.most_cost(request)
+        if most < inf:
+            return most
+        return self.price(request, estimate_usage(request, len(done.text) / BYTES_PER_TOKEN))
+
     def responded(self, request: Request, done: Done, seconds: float) -> None:
         """Count a response of a server, which is paid for."""
         usage = done.usage
         if usage is None:
             self.uncounted += 1
-            usage = estimate_usage(request, len(done.text) / BYTES_PER_TOKEN)
         else:
             self.prompt_tokens += usage.prompt_tokens
             self.completion_tokens += usage.completion_tokens
         if self.prices:
-            self.cost += self.price(request, usage)
-            self.longest = max(self.longest, usage.completion_tokens)
-            dense = usage.prompt_tokens / len(request.data)
-            self.tokens_per_byte = max(self.tokens_per_byte, dense)
+            self.cost += self.cost_of(request, done)
         self._responses += 1
         self._latencies.append(seconds)
 
@@ -166,6 +182,12 @@ class Stats:
     def measured(self) -> int:
         """How many responses the quantiles rest on."""
         return len(self._latencies)
+
+    def unanswered(self, request: Request) -> None:
+        """Count a try that may be billed, and whose response is not there."""
+        self.unsettled += 1
+        if self.prices:
+            self.unsettled_cost += self.most_cost(request)
 
     def failure(self, failed: Failed) -> None:
         self.failed[failed.kind] += 1
@@ -191,6 +213,8 @@ class Stats:
             "completion_tokens": self.completion_tokens,
             "uncounted": self.uncounted,
             "cost": self.cost,
+            "unsettled": self.unsettled,
+            "unsettled_cost": self.unsettled_cost if self.unsettled_cost < inf else None,
             "capped": self.capped,
             "cache_errors": self.cache_errors,
             "p50_s": p50,

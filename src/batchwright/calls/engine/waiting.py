@@ -10,17 +10,18 @@ from collections.abc import (
     AsyncIterable,
     AsyncIterator,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Sequence,
     Sized,
 )
 from itertools import islice
+from math import inf
 from typing import Self
 
 from batchwright.calls.engine.budgets import WHOLE_BATCH
 from batchwright.calls.engine.engine import Engine
+from batchwright.calls.engine.stats import Stats
 from batchwright.calls.loop import Background
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome
 from batchwright.calls.request import Request
@@ -47,19 +48,26 @@ class Interrupted(KeyboardInterrupt):
     outcomes: Sequence[Outcome] = ()
 
 
-def check(request: Request, priced: Collection[str] | None) -> Request:
-    """Refuse what cannot be sent; with `priced`, the models that have a price, any other model."""
+def check(request: Request, priced: Stats | None) -> Request:
+    """Refuse what cannot be sent; under a spending cap, also what `priced` does not bound."""
     if not isinstance(request, Request):
         raise ConfigError(
             f"a pool takes requests, got a {type(request).__name__}; write chat(model, prompt)"
         )
     if request.body.get("stream"):
         raise ConfigError("streamed responses are not supported; leave out `stream`")
-    if priced is not None and request.model not in priced:
-        raise ConfigError(
-            f"max_cost needs a price for every model, and {request.model!r} has none; "
-            f"prices has {sorted(priced)}"
-        )
+    if priced is not None:
+        if request.model not in priced.prices:
+            raise ConfigError(
+                f"max_cost needs a price for every model, and {request.model!r} has none; "
+                f"prices has {sorted(priced.prices)}"
+            )
+        if priced.most_cost(request) == inf:
+            raise ConfigError(
+                "max_cost needs a bound for every call, and this request has none: give it "
+                "max_tokens, or the pool model_max_tokens={model: tokens}; images, stored "
+                "conversations and tools of the server have none"
+            )
     return request
 
 
@@ -69,7 +77,7 @@ class Batch:
     def __init__(
         self,
         running: tuple[Background, Engine],
-        priced: Collection[str] | None,
+        priced: Stats | None,
         *,
         ordered: bool,
     ) -> None:
@@ -276,7 +284,7 @@ class Stream:
         self,
         started: Callable[[bool], tuple[Background, Engine]],
         requests: Iterable[Request],
-        priced: Collection[str] | None,
+        priced: Stats | None,
     ) -> None:
         self._started = started
         self._source: Iterator[Request] | None = iter(requests)

@@ -132,7 +132,7 @@ class HttpTransport:
                 request = Request(request.kind, body, request.draw, request.salt)
             path, data = self._encode(request)
         except ConfigError as error:
-            return Failed(Kind.HTTP_4XX, str(error), endpoint=self._name)
+            return Failed(Kind.HTTP_4XX, str(error), endpoint=self._name, unsent=True)
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = URL(self._base + path)
@@ -159,9 +159,11 @@ class HttpTransport:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if isinstance(error, TimeoutError):
                 # aiohttp has no timeout here, so this is the system's own for connecting.
-                return Failed(Kind.UNREACHABLE, f"timeout while connecting to {self._name}")
+                text = f"timeout while connecting to {self._name}"
+                return Failed(Kind.UNREACHABLE, text, unsent=True)
             kind, text = _fault(error, responding, self._name)
-            return Failed(kind, openai.scrub(text, request, self._key))
+            unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError)
+            return Failed(kind, openai.scrub(text, request, self._key), unsent=unsent)
         headers: Mapping[str, str] = response.headers
         if self._key:
             # Before it is cut to a line, which could leave half of the key.

@@ -4,8 +4,9 @@ import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from batchwright.cli.rundir import RunDir, recorded
 from batchwright.errors import BudgetExceeded, ConfigError, Mismatch
 
 if TYPE_CHECKING:
-    from batchwright.calls import Endpoint, Outcome, Pool
+    from batchwright.calls import Done, Endpoint, Outcome, Pool
     from batchwright.calls.promptfile import Answers, Line, Prompt, Spent
     from batchwright.calls.wire.discovery import ModelLimit
 
@@ -60,7 +61,7 @@ def run(
         float | None, Parameter(help="Rate limit in tokens per minute, for each endpoint.")
     ] = None,
     max_cost: Annotated[
-        float | None, Parameter(help="Spending cap: stop sending at this cost.")
+        float | None, Parameter(help="Spending cap over all runs of the output.")
     ] = None,
     price_in: Annotated[float | None, Parameter(help="Price of a million prompt tokens.")] = None,
     price_out: Annotated[
@@ -140,8 +141,11 @@ def run(
         raise ConfigError("--cancel goes with --batch-api; Ctrl-C stops any other run")
     else:
         check_no_batches(output, prompts, known)
-    if dry_run:
+    limits: dict[str, ModelLimit] = {}
+    if dry_run or max_cost is not None:
         limits = _limits(prompts, endpoints, model_max_tokens)
+    most_tokens = {name: limit.tokens for name, limit in limits.items()}
+    if dry_run:
         cached = cache or own
         _predict(prompts, known, cached, endpoints, prices, retry_failed, format, limits, batch_api)
         return
@@ -150,11 +154,11 @@ def run(
             endpoints[0],
             prompts,
             output,
-            Spent(output, prices, prompts, known) if prices is not None else None,
+            Spent(output, prices, prompts, known, most_tokens) if prices is not None else None,
             prices,
             cancel=cancel,
             max_cost=max_cost,
-            limits=_limits(prompts, endpoints, model_max_tokens) if max_cost is not None else {},
+            limits=limits,
             cache=cache,
             error_budget=error_budget,
             retry_failed=retry_failed,
@@ -163,10 +167,13 @@ def run(
             format=format,
         )
         return
-    spent = Spent(output, prices, prompts, known) if prices is not None else None
-    left = max_cost
-    if max_cost is not None and spent is not None:
-        left = max(0.0, max_cost - spent.earlier)
+    spent = left = None
+    if prices is not None:
+        spent = Spent(output, prices, prompts, known, most_tokens)
+        if cache is None and own.exists():
+            spent.settle(_cached(own, endpoints), prompts)
+        if max_cost is not None:
+            left = _left(max_cost, spent, prompts)
     settings: dict[str, Any] = {"input": str(input), "output": str(output), "model": model}
     settings |= {"endpoint": [one.name for one in endpoints], "batch_size": batch_size}
     with (
@@ -185,6 +192,8 @@ def run(
                 "tpm": tpm,
                 "prices": prices,
                 "max_cost": left,
+                "model_max_tokens": most_tokens,
+                "ledger": spent,
                 "budget": _budget(error_budget),
                 "events": events,
             },
@@ -207,7 +216,7 @@ def run(
     show(facts, _summary(facts, output), format)
     if facts["calls"]["capped"] and spent is not None:
         raise BudgetExceeded(
-            f"--max-cost {max_cost:g} is reached: {_spent(facts)}, and the next call may exceed "
+            f"--max-cost {max_cost:g} is reached: {facts['spent']}, and the next call may exceed "
             f"it; {answers.written:,} of {len(prompts):,} prompts have a response in {output}, "
             f"raise --max-cost and run again to resume"
         )
@@ -334,9 +343,7 @@ def _stopped(
     prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None", cache: Path
 ) -> str:
     """What Ctrl-C leaves, and how to resume."""
-    money = ""
-    if spent is not None:
-        money = f", {spent.total:.6g} spent, and the calls that were in flight may be billed too"
+    money = "" if spent is None else f", {_money(spent)}"
     return (
         f"{answers.written:,} of {len(prompts):,} responses are in {answers.path}, and those that "
         f"came back out of order in {cache}{money}; run the same command again to resume"
@@ -356,6 +363,7 @@ def _facts(
         "stopped": f"{stopped:,} calls were stopped" if stopped else None,
         "cost": None if spent is None else spent.total,
         "cost_earlier": None if spent is None else spent.earlier,
+        "spent": None if spent is None else _money(spent),
         "calls": stats,
     }
 
@@ -373,14 +381,56 @@ def _summary(facts: dict[str, Any], output: Path) -> str:
         f"tokens {made['prompt_tokens']:,} prompt, {made['completion_tokens']:,} completion",
     ]
     if facts["cost"] is not None:
-        lines.append(_spent(facts))
+        lines.append(facts["spent"])
     lines += [f"{one['endpoint']}: limit {one['limit']:,}" for one in made["endpoints"]]
     return "\n".join(lines)
 
 
-def _spent(facts: dict[str, Any]) -> str:
-    earlier = facts["cost_earlier"]
-    return f"{facts['cost']:.6g} spent" + (f" ({earlier:.6g} in earlier runs)" if earlier else "")
+def _money(spent: "Spent") -> str:
+    """What was paid, and what may have been."""
+    text = f"{spent.total:.6g} spent"
+    if spent.earlier:
+        text += f" ({spent.earlier:.6g} in earlier runs)"
+    if spent.unsettled:
+        most = spent.unsettled_cost
+        bound = f"at most {most:.6g} more" if most < inf else "an unknown sum"
+        text += f" and {bound} for {spent.unsettled:,} tries whose response never came"
+    return text
+
+
+def _left(max_cost: float, spent: "Spent", prompts: "list[Prompt]") -> float:
+    """What a run may spend under a cap over all runs; no call without a bound fits under one."""
+    if spent.unsettled_cost == inf:
+        raise ConfigError(
+            f"--max-cost cannot hold: an earlier run left {spent.unsettled:,} tries unanswered, "
+            f"some without --max-tokens, so that what they cost is not known; remove {spent.path} "
+            f"to count from the responses alone"
+        )
+    unbounded = sum(spent.most_cost(prompt) == inf for prompt in prompts)
+    if unbounded:
+        raise ConfigError(
+            f"--max-cost needs a bound for every call, and {unbounded:,} of {len(prompts):,} "
+            f"prompts have none; set --max-tokens or --model-max-tokens (for images, stored "
+            f"conversations and tools of the server there is none)"
+        )
+    return max(0.0, max_cost - spent.earlier - spent.unsettled_cost)
+
+
+def _cached(
+    path: Path, endpoints: "list[Endpoint]"
+) -> "Callable[[Sequence[Prompt]], list[Done | None]]":
+    """Looks up what a run that was killed has in its own cache."""
+    from batchwright.calls.cache import Cache
+    from batchwright.calls.endpoints import scope_of
+
+    def look(prompts: "Sequence[Prompt]") -> "list[Done | None]":
+        scope = scope_of(endpoints)
+        keys = [prompt.request.scoped(scope).key for prompt in prompts]
+        with Cache(path, mode="replay") as cache:
+            found = cache.get_many(keys)
+        return [found.get(key) for key in keys]
+
+    return look
 
 
 def _limits(
