@@ -316,7 +316,7 @@ def test_a_run_of_an_older_version_is_refused_with_a_sentence_that_says_so(
 
         assert outcome.code == 1
         assert "the run run has format 1" in outcome.err
-        assert "this version reads format 2" in outcome.err
+        assert "this version reads format 3" in outcome.err
 
 
 def test_a_replayed_run_keeps_its_settings_too(

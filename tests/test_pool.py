@@ -630,7 +630,7 @@ def test_the_limit_that_was_found_is_remembered(tmp_path):
         with Pool(url) as pool:
             assert all(pool.map([chat("sim", f"q {i}") for i in range(300)]))
         known = json.loads(limits_path().read_text())
-        assert list(known) == [f"{url}/v1"]
+        assert list(known) == [f"{url}/v1", "sha256"]
         learned = AutoLimit()
         learned.load_state_dict(known[f"{url}/v1"])
 

@@ -247,7 +247,7 @@ def test_a_save_writes_what_has_changed_and_old_parts_go(tmp_path):
     buffer.update_priority("s3", 9.0)
     buffer.save(folder)
     delta = folder / "00000002.delta.safetensors"
-    (folder / ".00000009.full.safetensors.k1ll3d").write_bytes(b"half")
+    (folder / ".00000009.full.safetensors.0123abcd.unfinished").write_bytes(b"half")
 
     assert delta.stat().st_size < full.stat().st_size / 50
     for turn in range(30):

@@ -1,6 +1,8 @@
 """Checkpoints: any nested state as safetensors and JSON, checksummed, whole or not there."""
 
-import shutil
+import json
+import operator
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from batchwright.errors import BadFile, BatchwrightError, ConfigError
+from batchwright.files import remove_folder, remove_leftovers
 from batchwright.sealed import SealedFolder
 
 __all__ = [
@@ -27,6 +30,12 @@ __all__ = [
 
 CHECKPOINT = SealedFolder("batchwright.checkpoint", 2, "checkpoint", "resume from an older one")
 ARRAYS = "arrays.safetensors"
+
+_SAFETENSORS = {
+    **{f"{kind}{size}": f"{kind.upper()}{8 * size}" for kind in "iuf" for size in (1, 2, 4, 8)},
+    "b1": "BOOL",
+}
+"""The format's names of numpy's types."""
 
 State = Mapping[str, Any]
 """Nested mappings with text keys; leaves are arrays, tensors on any device, or JSON values."""
@@ -56,31 +65,39 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> 
         CHECKPOINT.write(temporary, {"step": step, "state": plain}, [ARRAYS])
     # A newer one is damaged, or the run would have resumed from it: it does not count.
     for old in [found for found in _found(folder) if found.name < path.name][keep - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove_folder(old)
     return path
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every byte of it checked."""
     fields = CHECKPOINT.read(path)
-    CHECKPOINT.check_files(path, fields)
-    state: dict[str, Any] = fields["state"]
-    for name, array in read_arrays(path / ARRAYS, CHECKPOINT).items():
-        *parents, last = name.split("/")
-        place = state
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = array
-    return Checkpoint(path, int(fields["step"]), state)
+    CHECKPOINT.check_files(path, fields, ARRAYS)
+    try:
+        step, state = operator.index(fields["step"]), dict(fields["state"])
+        for name, array in read_arrays(path / ARRAYS, CHECKPOINT).items():
+            *parents, last = name.split("/")
+            place = state
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[last] = array
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, BadFile):
+            raise
+        raise CHECKPOINT.damaged(path, f"it is not as checkpoints are written: {error}") from None
+    if re.fullmatch(r"step_\d+", path.name) and path.name != f"step_{step:08d}":
+        raise CHECKPOINT.damaged(path, f"it is the checkpoint of step {step} under another name")
+    return Checkpoint(path, step, state)
 
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint; None if there is none, `BadFile` if all are damaged."""
     passed_over: list[str] = []
+    remove_leftovers(folder)
     for path in _found(folder):
         try:
             found = load_checkpoint(path)
-        except (BatchwrightError, KeyError, OSError) as error:
+        except (BatchwrightError, OSError) as error:
             passed_over.append(f"{path.name}: {error}")
             continue
         return Checkpoint(path, found.step, found.state, tuple(passed_over))
@@ -89,12 +106,33 @@ def latest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def write_arrays(path: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write a safetensors file; what the disk refuses is an `OSError`, as for any other file."""
-    try:
-        save_file(dict(arrays), path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from None
+def write_arrays(
+    path: Path, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file, one array after another.
+
+    The library's own writer makes a temporary file of its own beside it, which nobody removes
+    after a kill, and leaves one that only its owner may read.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    parts, at = [], 0
+    # The widest first: each array is then aligned, as the format asks.
+    for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)):
+        array = arrays[name]
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        parts.append(little.reshape(-1).view("u1").data if little.size else b"")
+        header[name] = {
+            "dtype": _SAFETENSORS[array.dtype.str[1:]],
+            "shape": list(array.shape),
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    with path.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for part in parts:
+            file.write(part)
 
 
 def read_arrays(path: Path, kind: SealedFolder) -> dict[str, NDArray[Any]]:

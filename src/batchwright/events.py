@@ -1,8 +1,8 @@
 """The run log: typed records appended as JSON lines, readable while a run is under way.
 
-A record is `{"t": seconds since start, "kind": ..., ...}`. Readers ignore kinds they do not
-know. A process killed while writing leaves at most one torn last line, which readers skip and
-the next writer closes.
+A record is `{"t": seconds since start, "kind": ..., ..., "crc": ...}`, with the check of `lines`.
+Readers ignore kinds they do not know. A process killed while writing leaves at most one torn last
+line, which readers skip and the next writer cuts off.
 """
 
 import json
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
-from batchwright.files import existing
+from batchwright.files import existing, parse_json
+from batchwright.lines import LineFile, read_lines
 
 __all__ = ["Event", "EventLog", "EventTail", "finite", "read_events"]
 
@@ -31,7 +32,7 @@ class Event(NamedTuple):
 class EventLog:
     """Appends records to `events.jsonl`; each `write` is one line handed to the system at once.
 
-    Records survive a power cut after `sync`, which `close` calls too.
+    Records survive a power cut after `sync`, which `close` calls too. One process writes a log.
     """
 
     def __init__(self, path: Path, *, start: float | None = None) -> None:
@@ -39,25 +40,22 @@ class EventLog:
         self._start = time.monotonic() if start is None else start
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-            # A line left open is closed by the first record.
-            self._torn = _ends_torn(path)
+            self._file = LineFile(path, "run log")
+        except BadFile:
+            raise
         except OSError as error:
             raise CannotWrite(f"cannot open the run log {path}: {error.strerror}") from error
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one record. Values must be JSON; NaN and infinity are written as null."""
-        if fields.keys() & {"t", "kind"}:
-            raise ConfigError(f"a record of {kind!r} cannot have fields t or kind; rename them")
+        if fields.keys() & {"t", "kind", "crc"}:
+            raise ConfigError(
+                f"a record of {kind!r} cannot have fields t, kind or crc; rename them"
+            )
         record = {"t": round(time.monotonic() - self._start, 4), "kind": kind, **fields}
-        line = json.dumps(finite(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        rest = b"\n" + line if self._torn else line
+        line = json.dumps(finite(record), separators=(",", ":"), allow_nan=False).encode()
         try:
-            # An unbuffered file may take a part only, when the disk is nearly full.
-            while rest:
-                taken = self._file.write(rest) or 0
-                rest = rest[taken:]
-                self._torn = bool(rest)
+            self._file.append(line)
         except OSError as error:
             raise CannotWrite(
                 f"cannot write the run log {self.path}: {error.strerror}; "
@@ -66,12 +64,14 @@ class EventLog:
 
     def sync(self) -> None:
         """Make what was written survive a power cut."""
-        os.fsync(self._file.fileno())
+        self._file.sync()
 
     def close(self) -> None:
         if not self._file.closed:
-            self.sync()
-            self._file.close()
+            try:
+                self.sync()
+            finally:
+                self._file.close()
 
     def __enter__(self) -> "EventLog":
         return self
@@ -81,15 +81,12 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Every whole record, in order. A torn last line is skipped; a bad line inside is an error."""
-    lines = existing(path, "run log").read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        last = number == len(lines)
-        event = _parse(line)
-        if event is not None:
-            yield event
-        elif line and not last and not _torn(line):
-            raise BadFile(f"{path}, line {number}: not a record of a run log: {line[:60]!r}")
+    """Every whole record, in order. A torn last line is skipped; a changed line is an error."""
+    return read_lines(path, existing(path, "run log").read_bytes(), "run log", _event)
+
+
+def _event(record: dict[str, Any]) -> Event:
+    return Event(float(record.pop("t")), str(record.pop("kind")), record)
 
 
 class EventTail:
@@ -177,8 +174,9 @@ def _parse_all(lines: list[bytes]) -> list[Event] | None:
 
 def _parse(line: bytes) -> Event | None:
     try:
-        record = json.loads(line)
-        return Event(float(record.pop("t")), str(record.pop("kind")), record)
+        record = parse_json(line)
+        record.pop("crc", None)
+        return _event(record)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -197,14 +195,6 @@ def _torn(line: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return False
-
-
-def _ends_torn(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return False
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
 
 
 def finite(value: Any) -> Any:

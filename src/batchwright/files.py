@@ -1,17 +1,28 @@
-"""Files that are either whole or not there."""
+"""Files and folders that are either whole or not there.
+
+Every output is made under a hidden name beside it, `.NAME.1a2b3c4d.unfinished`, made durable and
+renamed once: at every instant its place holds the old version or the new one. The hidden name is
+locked while its writer lives, so what a killed one left is known, and the next process that writes
+into the same folder removes it.
+"""
 
 import contextlib
+import errno
 import fcntl
+import json
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator
+import stat
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError, MissingFile
 
 __all__ = [
+    "append_to",
     "atomic_folder",
     "check_apart",
     "check_output",
@@ -20,10 +31,17 @@ __all__ = [
     "fsync_folder",
     "home",
     "link_or_copy",
+    "parse_json",
+    "remove_folder",
     "remove_leftovers",
+    "write_all",
     "write_atomic",
     "writing",
 ]
+
+LEFT = re.compile(r"\.(.+)\.[0-9a-f]{8}\.(unfinished|replaced)")
+NAME_BYTES = 200
+"""So much of an output's name is in its hidden one: file systems allow 255 bytes."""
 
 
 def home() -> Path:
@@ -47,11 +65,36 @@ def link_or_copy(file: Path, to: Path) -> None:
         shutil.copyfile(file, to)
 
 
+def parse_json(raw: bytes | str) -> Any:
+    """JSON of unknown origin; whatever is wrong with it, also its depth, is a `ValueError`."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def write_all(handle: int, raw: bytes) -> None:
+    """Hand all of `raw` to the system, which may take only a part at once."""
+    view = memoryview(raw)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def append_to(path: Path) -> int:
+    """A file opened to be read and appended to, made if it is not there; nothing but a file is."""
+    handle = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return handle
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Write `content` so that a reader sees the old file or the new one, never a part.
 
-    A temporary name in the same folder, fsync, rename, fsync of the folder. When anything
-    fails, the temporary file is removed and `CannotWrite` says why.
+    When anything fails, the old file stays and `CannotWrite` says why.
     """
     with writing(path) as temporary:
         temporary.write_bytes(content)
@@ -59,40 +102,20 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[Path]:
-    """A temporary path that becomes `path` when the block ends well."""
-    temporary: Path | None = None
-    handle = -1
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        # Held until the end, also that of a killed process: `remove_leftovers` asks for it, and
-        # removes nothing where a file system has no locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+    """A temporary path that becomes `path` when the block ends well.
+
+    A symbolic link stays one: what it points to is replaced. A device, a FIFO or a folder is
+    refused. The permissions are those of the file that is replaced, else what the umask allows.
+    """
+    with _made(path, _new_file, Path.unlink) as (temporary, target, there):
+        if there is not None and not stat.S_ISREG(there):
+            what = "a folder" if stat.S_ISDIR(there) else "not a regular file"
+            raise CannotWrite(f"cannot write {path}: it is {what}; choose another path")
+        mode = temporary.stat().st_mode if there is None else there
         yield temporary
-        _settle(temporary)
-        temporary.replace(path)
-        fsync_folder(path.parent)
-    except BatchwrightError:
-        raise
-    except OSError as error:
-        raise _refused(path, error) from error
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-            os.close(handle)
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that killed writers of `path` left beside it."""
-    mine = re.compile(re.escape(f".{path.name}.") + r"[a-z0-9_]{8}")
-    for left in path.parent.iterdir():
-        if mine.fullmatch(left.name):
-            # One that is gone or locked belongs to a writer at work.
-            with contextlib.suppress(OSError), left.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink(missing_ok=True)
+        _settle(temporary, mode)
+        temporary.replace(target)
+        fsync_folder(target.parent)
 
 
 @contextlib.contextmanager
@@ -104,38 +127,153 @@ def atomic_folder(path: Path, marker: str, says: str = "") -> Iterator[Path]:
     somebody's data.
     """
     check_replaceable(path, marker, says)
-    temporary: Path | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    with _made(path, _new_folder, shutil.rmtree) as (temporary, target, there):
         yield temporary
-        temporary.chmod(0o755)
+        mode = temporary.stat().st_mode if there is None else there
         for child in sorted(temporary.rglob("*")):
             if child.is_file():
-                _settle(child)
+                # Libraries make files that only their owner reads; a linked one is another's too.
+                _settle(child, mode & 0o666 if child.stat().st_nlink == 1 else None)
             else:
                 fsync_folder(child)
+        temporary.chmod(stat.S_IMODE(mode))
         fsync_folder(temporary)
-        # rename() cannot replace a folder that holds files, so the old one steps aside first;
-        # after a crash between the two renames it still stands under its hidden name.
-        aside = Path(f"{temporary}.old")
-        if path.exists():
-            path.rename(aside)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if aside.exists():
-                aside.rename(path)
-            raise
-        fsync_folder(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        _replace_folder(temporary, target)
+        fsync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def _made(
+    path: Path, make: Callable[[Path], int], remove: Callable[[Path], object]
+) -> Iterator[tuple[Path, Path, int | None]]:
+    """What `make` makes under a hidden name, locked; where it is to be moved; what is there now.
+
+    `remove` removes what has the hidden name in the end: the new version if the block failed, the
+    old one if the two were exchanged.
+    """
+    handle, temporary = -1, None
+    try:
+        # Not through a link that goes in circles: that is an error of the system below.
+        target = Path(os.path.realpath(path)) if path.is_symlink() else path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(target.parent)
+        mode = None
+        with contextlib.suppress(FileNotFoundError):
+            mode = target.stat().st_mode
+        while temporary is None:
+            temporary = _hidden(target, "unfinished")
+            handle = make(temporary)
+            # Held until the end, also that of a killed process. A file system may have no locks:
+            # there nothing is ever removed.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_at(handle, temporary):
+                # Taken for a leftover in the instant before it was locked.
+                os.close(handle)
+                handle, temporary = -1, None
+        yield temporary, target, mode
     except BatchwrightError:
         raise
     except OSError as error:
         raise _refused(path, error) from error
     finally:
         if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                remove(temporary)
+        if handle >= 0:
+            os.close(handle)
+
+
+def _new_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def _new_folder(path: Path) -> int:
+    path.mkdir()
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _hidden(path: Path, state: str) -> Path:
+    name = os.fsencode(path.name)[:NAME_BYTES].decode("utf-8", "ignore")
+    return path.with_name(f".{name}.{os.urandom(4).hex()}.{state}")
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _replace_folder(new: Path, path: Path) -> None:
+    """Put a folder in the place of another in one step."""
+    if not path.is_dir() or not any(path.iterdir()):
+        new.rename(path)
+    elif not _exchange(new, path):
+        # rename() cannot replace a folder that holds files, so the old one steps aside first;
+        # if nobody comes back from here, `remove_leftovers` puts it in its place again.
+        aside = _hidden(path, "replaced")
+        path.rename(aside)
+        try:
+            new.rename(path)
+        except OSError:
+            aside.rename(path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders swap their names in one step; False where the file system cannot."""
+    import ctypes
+
+    sys.audit("batchwright.exchange", str(one), str(other))
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    if not call(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), rename_exchange):
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder as a whole: killed meanwhile, it is gone under its own name all the same."""
+    with contextlib.suppress(OSError):
+        hidden = _hidden(path, "unfinished")
+        path.rename(hidden)
+        shutil.rmtree(hidden)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder under hidden names.
+
+    A folder that had stepped aside for a new one that never came is put back.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        match = LEFT.fullmatch(name) if name.startswith(".") else None
+        if match is None:
+            continue
+        left = folder / name
+        # What is locked belongs to a writer at work, what is gone to another who cleans up.
+        with contextlib.suppress(OSError):
+            handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if match[2] == "replaced" and not (folder / match[1]).exists():
+                    left.rename(folder / match[1])
+                elif left.is_dir():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+            finally:
+                os.close(handle)
 
 
 def check_replaceable(path: Path, marker: str, says: str = "") -> None:
@@ -222,10 +360,11 @@ def _says(marker: Path, words: str) -> bool:
         return False
 
 
-def _settle(path: Path) -> None:
-    with path.open("rb+") as file:
+def _settle(path: Path, mode: int | None = None) -> None:
+    with path.open("rb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
         os.fsync(file.fileno())
-    path.chmod(0o644)
 
 
 def _refused(path: Path, error: OSError) -> CannotWrite:

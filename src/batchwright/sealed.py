@@ -1,7 +1,9 @@
-"""Folders with a sealed `manifest.json`: what they hold, in which version, with checksums.
+"""The sealed way to write what is read back: folders, small JSON files and text.
 
-The manifest carries a checksum of its own and one for each array or file, so that a damaged
-folder is refused by name instead of being read.
+A folder has a `manifest.json`: what it holds, in which version, with a checksum of each array or
+file and one of its own. Arrays are mapped, so opening one reads nothing: the manifest has a CRC of
+each block of them, and a block is checked before its first use. A small JSON file has a checksum
+as its last field, a text that people read a line on top of it. What is damaged is refused by name.
 """
 
 import hashlib
@@ -9,21 +11,48 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Sequence
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadFile, BatchwrightError
-from batchwright.files import atomic_folder, check_replaceable, existing
+from batchwright.errors import BadFile, BatchwrightError, ConfigError
+from batchwright.files import (
+    atomic_folder,
+    check_replaceable,
+    existing,
+    parse_json,
+    remove_leftovers,
+    write_atomic,
+)
 from batchwright.fingerprint import digest
 
-__all__ = ["MANIFEST", "SealedFolder", "array_bytes", "write_array"]
+__all__ = [
+    "MANIFEST",
+    "ArrayWriter",
+    "MappedArray",
+    "SealedFolder",
+    "check_text",
+    "read_sealed_json",
+    "sealed_text",
+    "sha256_of",
+    "write_array",
+    "write_sealed_json",
+]
 
 MANIFEST = "manifest.json"
+MOST_BYTES = 64 * 2**20
+"""The largest manifest: what claims to be longer is not even read."""
+BLOCK = 256 * 2**10
+"""Bytes that are checked at once: a quarter of a millisecond."""
+MANY_BYTES = 8 * 2**20
+"""From here on, several threads check an array."""
 
 
 class SealedFolder:
@@ -47,18 +76,29 @@ class SealedFolder:
     def write(self, folder: Path, fields: dict[str, Any], files: Sequence[str] = ()) -> None:
         """Write the manifest: `fields`, with the SHA-256 of each of `files` under `files`."""
         if files:
-            fields = {**fields, "files": {name: _sha256(folder / name) for name in files}}
+            fields = {**fields, "files": {name: sha256_of(folder / name) for name in files}}
         sealed = {"format": self.format, "version": self.version, **fields}
         sealed["sha256"] = digest(sealed)
-        (folder / MANIFEST).write_text(json.dumps(sealed, indent=2) + "\n")
+        raw = (json.dumps(sealed, indent=2) + "\n").encode()
+        if len(raw) > MOST_BYTES:
+            raise ConfigError(
+                f"the manifest of this {self.what} would have {len(raw):,} bytes, and at most "
+                f"{MOST_BYTES:,} are read back; write fewer and larger files"
+            )
+        (folder / MANIFEST).write_bytes(raw)
 
     def read(self, path: Path) -> dict[str, Any]:
         """The fields of the manifest; `BadFile` if the folder is of another kind or damaged."""
+        if not path.exists():
+            # Where folders cannot be exchanged, a killed writer may have left it set aside.
+            remove_leftovers(path.parent)
         existing(path, self.what)
         if not (path / MANIFEST).is_file():
             raise BadFile(f"{path} is not a {self.what}: it has no {MANIFEST}; {self._remedy}")
         try:
-            sealed: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+            sealed = parse_json(_read_small(path / MANIFEST))
+            if not isinstance(sealed, dict):
+                raise TypeError("it is not an object")
             if sealed["format"] != self.format:
                 raise self.damaged(path, f"its format is {sealed['format']!r}, not {self.format!r}")
             if sealed["version"] != self.version:
@@ -68,38 +108,58 @@ class SealedFolder:
                 )
             if digest({k: v for k, v in sealed.items() if k != "sha256"}) != sealed["sha256"]:
                 raise self.damaged(path, f"{MANIFEST} does not match its checksum")
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             if isinstance(error, BatchwrightError):
                 raise
             raise self.damaged(path, f"{MANIFEST} cannot be read: {error}") from None
         return sealed
 
-    def check_files(self, path: Path, fields: dict[str, Any]) -> None:
-        """Raise unless every file that the manifest lists under `files` matches its checksum."""
-        for name, expected in fields.get("files", {}).items():
-            try:
-                found = _sha256(path / name)
-            except OSError as error:
-                raise self.damaged(path, f"{name} cannot be read: {error.strerror}") from None
-            if found != expected:
-                raise self.damaged(path, f"{name} does not match its checksum")
+    def check_files(self, path: Path, fields: Mapping[str, Any], *needed: str) -> None:
+        """Raise unless every file under `files` matches its checksum and all `needed` are there."""
+        files = fields.get("files")
+        for name in {*needed, *(files if isinstance(files, dict) else ())}:
+            self.check_file(path, fields, name)
+
+    def check_file(self, path: Path, fields: Mapping[str, Any], name: str) -> Path:
+        """A file of the folder that the manifest lists, every byte of it checked."""
+        files = fields.get("files")
+        if not isinstance(files, dict) or name not in files:
+            raise self.damaged(path, f"its manifest does not list {name}")
+        file = self.inside(path, name)
+        try:
+            found = sha256_of(file)
+        except OSError as error:
+            raise self.damaged(path, f"{name} cannot be read: {error.strerror}") from None
+        if found != files[name]:
+            raise self.damaged(path, f"{name} does not match its checksum")
+        return file
+
+    def inside(self, path: Path, name: str) -> Path:
+        """The place of a file by its name in the manifest, which must be inside the folder."""
+        parts = PurePosixPath(name).parts
+        if not parts or ".." in parts or parts[0] == "/" or "\0" in name or "\\" in name:
+            raise self.damaged(path, f"its manifest names {name!r}, which is not inside it")
+        return path / name
 
     def open_array(
         self,
         path: Path,
         name: str,
-        entry: dict[str, Any],
+        entry: Mapping[str, Any],
         *,
-        check: bool,
+        dtype: str | None = None,
         scattered: bool = False,
-    ) -> NDArray[Any]:
-        """Map an array of the folder; its size is always checked, its content with `check`.
+    ) -> "MappedArray":
+        """Map an array of the folder; its type and size are checked now, each block when used.
 
         A `scattered` array is read in small pieces at random, so readahead is switched off: it
         can be megabytes for every piece.
         """
+        if not re.fullmatch(r"\w{1,100}", name):
+            raise self.damaged(path, f"its manifest names an array {name!r}")
         file = path / f"{name}.bin"
-        size = array_bytes(entry)
+        kind, shape = self._type(path, name, entry, dtype)
+        size = math.prod(shape) * kind.itemsize
         try:
             with file.open("rb") as handle:
                 seen = os.fstat(handle.fileno()).st_size
@@ -111,22 +171,148 @@ class SealedFolder:
                 raw.madvise(mmap.MADV_RANDOM)
         except OSError as error:
             raise self.damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
-        array = np.frombuffer(raw, np.dtype(entry["dtype"])).reshape(entry["shape"])
-        if check:
-            self.check_array(path, name, entry, array)
-        return array
+        sums = entry["crc32"]
+        blocks = -(-size // BLOCK)
+        if not isinstance(sums, str) or not re.fullmatch(rf"[0-9a-f]{{{8 * blocks}}}", sums):
+            raise self.damaged(path, f"its manifest has no checksum of each block of {file.name}")
+        array = np.frombuffer(raw, kind).reshape(shape)
 
-    def check_array(
-        self, path: Path, name: str, entry: dict[str, Any], array: NDArray[Any]
-    ) -> None:
-        """Raise unless an array of the folder, however long open, matches its checksum."""
-        raw = array.reshape(-1).view("u1").data if array.size else b""
-        if hashlib.sha256(raw).hexdigest() != entry["sha256"]:
-            raise self.damaged(path, f"{name}.bin does not match its checksum")
+        def damaged(first: int) -> BadFile:
+            where = f"bytes {first:,} to {min(first + BLOCK, size) - 1:,}"
+            return self.damaged(path, f"{file.name} does not match its checksum, in {where}")
+
+        return MappedArray(array, raw, sums, str(entry["sha256"]), damaged)
+
+    def _type(
+        self, path: Path, name: str, entry: Mapping[str, Any], dtype: str | None
+    ) -> tuple[np.dtype[Any], tuple[int, ...]]:
+        try:
+            kind, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+            fits = kind.kind in "biuf" and (dtype is None or kind == np.dtype(dtype))
+            fits = fits and len(shape) <= 8 and all(type(n) is int and n >= 0 for n in shape)
+            fits = fits and math.prod(shape) * kind.itemsize < 2**63
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            wanted = "numbers" if dtype is None else f"numbers of type {dtype}"
+            raise self.damaged(path, f"its manifest does not describe {name} as {wanted}")
+        return kind, shape
 
     def damaged(self, path: Path, reason: str) -> BadFile:
         """The error for a folder of this kind that cannot be used, and the way out."""
         return BadFile(f"the {self.what} {path} cannot be used: {reason}; {self._remedy}")
+
+
+class MappedArray:
+    """An array of a sealed folder: a block of it is read and checked before its first use.
+
+    Each process checks a block once. Other threads may use it meanwhile: at worst two check one.
+    """
+
+    __slots__ = ("_checked", "_damaged", "_done", "_raw", "_sha256", "_sums", "unread")
+
+    def __init__(
+        self,
+        array: NDArray[Any],
+        raw: mmap.mmap | bytes,
+        sums: str,
+        sha256: str,
+        damaged: Callable[[int], BadFile],
+    ) -> None:
+        self.unread = array
+        """The array itself; `whole` or `part` must be called before its values are used."""
+        self._raw = raw
+        self._sums = sums
+        self._sha256 = sha256
+        self._damaged = damaged
+        self._checked = bytearray(len(sums) // 8)
+        self._done = not sums
+
+    def __len__(self) -> int:
+        return len(self.unread)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is one block."""
+        return len(self._checked) <= 1
+
+    def whole(self) -> NDArray[Any]:
+        """All of the array."""
+        if not self._done:
+            blocks = [block for block, done in enumerate(self._checked) if not done]
+            if len(self._raw) >= MANY_BYTES:
+                # CRCs are computed outside the interpreter lock.
+                workers = len(os.sched_getaffinity(0))
+                with ThreadPoolExecutor(workers) as threads:
+                    parts = (blocks[at::workers] for at in range(workers))
+                    list(threads.map(self._check_each, parts))
+            else:
+                self._check_each(blocks)
+            self._done = True
+        return self.unread
+
+    def part(self, first: int, stop: int) -> NDArray[Any]:
+        """The items from `first` to `stop - 1` of an array of one dimension."""
+        if not self._done and first < stop:
+            size = self.unread.itemsize
+            for block in range(first * size // BLOCK, (stop * size - 1) // BLOCK + 1):
+                if not self._checked[block]:
+                    self._check(block)
+        return self.unread[first:stop]
+
+    def check_all(self) -> None:
+        """Read every byte anew and compare with the one strong checksum of the whole."""
+        if hashlib.sha256(self._raw).hexdigest() != self._sha256:
+            raise self._damaged(0)
+        self.whole()
+
+    def _check_each(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._check(block)
+
+    def _check(self, block: int) -> None:
+        first = block * BLOCK
+        stop = min(first + BLOCK, len(self._raw))
+        if isinstance(self._raw, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
+            # One request to the disk, though readahead may be off. Starts of blocks are pages.
+            self._raw.madvise(mmap.MADV_WILLNEED, first, stop - first)
+        with memoryview(self._raw) as whole, whole[first:stop] as part:
+            found = zlib.crc32(part)
+        if f"{found:08x}" != self._sums[8 * block : 8 * block + 8]:
+            raise self._damaged(first)
+        self._checked[block] = 1
+
+
+class ArrayWriter:
+    """The checksums of an array whose bytes come in parts of any size."""
+
+    def __init__(self, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._sha256 = hashlib.sha256()
+        self._sums: list[int] = []
+        self._size = 0
+
+    def update(self, raw: bytes | memoryview) -> None:
+        """Count in the bytes that follow."""
+        self._sha256.update(raw)
+        view = memoryview(raw)
+        while view:
+            inside = self._size % BLOCK
+            if not inside:
+                self._sums.append(0)
+            part = view[: BLOCK - inside]
+            self._sums[-1] = zlib.crc32(part, self._sums[-1])
+            self._size += len(part)
+            view = view[len(part) :]
+
+    def entry(self, shape: Sequence[int] | None = None) -> dict[str, Any]:
+        """What the manifest says of the array."""
+        return {
+            "dtype": self._dtype.str,
+            "shape": [self._size // self._dtype.itemsize] if shape is None else list(shape),
+            "sha256": self._sha256.hexdigest(),
+            "crc32": "".join(f"{sum:08x}" for sum in self._sums),
+        }
 
 
 def write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
@@ -135,18 +321,73 @@ def write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
     raw = little.reshape(-1).view("u1").data if little.size else b""
     with (folder / f"{name}.bin").open("wb") as file:
         file.write(raw)
-    return {
-        "dtype": little.dtype.str,
-        "shape": list(little.shape),
-        "sha256": hashlib.sha256(raw).hexdigest(),
-    }
+    writer = ArrayWriter(little.dtype)
+    writer.update(raw)
+    return writer.entry(little.shape)
 
 
-def array_bytes(entry: dict[str, Any]) -> int:
-    """The size in bytes of the array that an entry of a manifest describes."""
-    return int(math.prod(entry["shape"])) * int(np.dtype(entry["dtype"]).itemsize)
+def write_sealed_json(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write one JSON object, whole or not at all, with a checksum as its last field."""
+    plain = json.loads(json.dumps(dict(fields)))
+    sealed = {**plain, "sha256": digest(plain)}
+    write_atomic(path, (json.dumps(sealed, indent=2) + "\n").encode())
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+def read_sealed_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
+    """What `write_sealed_json` wrote, without the checksum; `BadFile` if it is not that."""
+    try:
+        fields = parse_json(_read_small(existing(path, what)))
+        if not isinstance(fields, dict):
+            raise TypeError("it is not an object")
+        found = fields.pop("sha256", None)
+        if digest(fields) != found:
+            raise ValueError("it does not match its checksum")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        if isinstance(error, BatchwrightError):
+            raise
+        raise BadFile(f"the {what} {path} cannot be used: {error}; {remedy}") from None
+    return fields
+
+
+_SEAL = re.compile(r"^# sealed", re.MULTILINE)
+_SEALED = re.compile(r"# sealed ([0-9a-f]{64}): [^\n]*\n(.*)# sealed \1\n", re.DOTALL)
+
+
+def sealed_text(body: str, note: str) -> str:
+    """A text in which `#` begins comments, between two lines with its checksum.
+
+    >>> print(sealed_text("lr = 0.1", "settings").splitlines()[1])
+    lr = 0.1
+    """
+    body = body if body.endswith("\n") else f"{body}\n"
+    found = hashlib.sha256(body.encode()).hexdigest()
+    return f"# sealed {found}: {note}\n{body}# sealed {found}\n"
+
+
+def check_text(text: str, path: Path, remedy: str) -> bool:
+    """Whether a text is sealed; `BadFile` if it is, or was, and has changed since.
+
+    The seal stands at both ends, so that a text without its beginning or its end has one still.
+    """
+    if _SEAL.search(text) is None:
+        return False
+    match = _SEALED.fullmatch(text)
+    body = b"" if match is None else match[2].encode("utf-8", "surrogatepass")
+    if match is None or hashlib.sha256(body).hexdigest() != match[1]:
+        raise BadFile(f"{path} has changed since it was written: {remedy}")
+    return True
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a regular file."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_small(path: Path) -> bytes:
+    with path.open("rb") as file:
+        raw = file.read(MOST_BYTES + 1)
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+    return raw

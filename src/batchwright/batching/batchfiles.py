@@ -1,9 +1,10 @@
 """Batches as files: NPZ shards without pickle, with checksums and the plan's fingerprint."""
 
-import hashlib
+import math
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from batchwright.batching.plan.microbatch import Pulled
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.rows.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
-from batchwright.sealed import SealedFolder
+from batchwright.sealed import SealedFolder, sha256_of
 
 __all__ = ["BatchReader", "BatchWriter"]
 
@@ -62,7 +63,7 @@ class BatchWriter:
                     name = f"epoch_{epoch}/shard_{number:05d}.npz"
                     arrays = {k: v for i, batch in enumerate(group) for k, v in _flat(i, batch)}
                     np.savez(folder / name, allow_pickle=False, **arrays)
-                    files[name] = _sha256(folder / name)
+                    files[name] = sha256_of(folder / name)
                     done += len(group)
                     if progress:
                         progress(done, sum(sizes))
@@ -95,6 +96,14 @@ class BatchReader:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._manifest = BATCHES.read(self.path)
+        try:
+            counts = [*self._manifest["batches"], self._manifest["per_file"]]
+            fits = all(type(count) is int and count >= 0 for count in counts) and counts[-1] > 0
+            fits = fits and self._manifest["num_epochs"] == len(counts) - 1
+        except (KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise BATCHES.damaged(self.path, "its manifest does not count its batches")
         self._open: tuple[str, dict[str, NDArray[Any]]] | None = None
 
     @property
@@ -120,8 +129,8 @@ class BatchReader:
         arrays = self._arrays(f"epoch_{epoch}/shard_{number:05d}.npz")
         try:
             return _batch(inside, arrays)
-        except KeyError as error:
-            reason = f"batch {index} of epoch {epoch} lacks {error}"
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"batch {index} of epoch {epoch} is not as it was written: {error}"
             raise BATCHES.damaged(self.path, reason) from None
 
     def iter_epoch(self, epoch: int = 0) -> Pulled[CollatedBatch]:
@@ -138,19 +147,18 @@ class BatchReader:
 
     def check_files(self) -> int:
         """Check every file; the number of files, or `BadFile`."""
-        for name in self._manifest["files"]:
+        names = list(self._manifest.get("files", ()))
+        for name in names:
             self._arrays(name)
-        return len(self._manifest["files"])
+        return len(names)
 
     def _arrays(self, name: str) -> dict[str, NDArray[Any]]:
         if self._open is None or self._open[0] != name:
-            file = self.path / name
-            if not file.is_file():
-                raise BATCHES.damaged(self.path, f"{name} is missing")
-            if _sha256(file) != self._manifest["files"][name]:
-                raise BATCHES.damaged(self.path, f"{name} does not have its checksum")
-            with np.load(file, allow_pickle=False) as stored:
-                self._open = name, {key: stored[key] for key in stored.files}
+            file = BATCHES.check_file(self.path, self._manifest, name)
+            try:
+                self._open = name, _loaded(file)
+            except (OSError, ValueError, zipfile.BadZipFile, EOFError, MemoryError) as error:
+                raise BATCHES.damaged(self.path, f"{name} cannot be read: {error}") from None
         return self._open[1]
 
 
@@ -191,6 +199,32 @@ def _from_mapping(plan: BatchPlan, samples: Mapping[str, Any]) -> SampleReader:
     return read
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _loaded(file: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an NPZ file as `BatchWriter` writes them, which compresses nothing.
+
+    A small file can claim to hold large arrays only by compression or a wrong header.
+    """
+    size = file.stat().st_size
+    with zipfile.ZipFile(file) as archive:
+        if any(part.compress_type != zipfile.ZIP_STORED for part in archive.infolist()):
+            raise ValueError("it is compressed")
+        if sum(part.file_size for part in archive.infolist()) > size:
+            raise ValueError("its parts are larger than it")
+        for part in archive.infolist():
+            with archive.open(part) as stream:
+                _check_header(stream, part.file_size)
+    with np.load(file, allow_pickle=False) as stored:
+        return {key: stored[key] for key in stored.files}
+
+
+def _check_header(stream: IO[bytes], size: int) -> None:
+    version = np.lib.format.read_magic(stream)
+    read = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in read:
+        raise ValueError(f"it has arrays of version {version}")
+    shape, _, dtype = read[version](stream)
+    if math.prod(shape) * dtype.itemsize > size:
+        raise ValueError(f"it claims an array of shape {shape} in {size:,} bytes")

@@ -6,18 +6,20 @@ result. Responses that came out of order are in a cache until their turn comes.
 
 import fcntl
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat, respond
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
-from batchwright.files import existing, fsync_folder
+from batchwright.files import append_to, existing, fsync_folder, parse_json, write_all
+from batchwright.lines import LineFile, checked_line, is_checked, read_lines
 
 __all__ = ["Answers", "Api", "Prompt", "Spent", "read_answers", "read_prompts"]
 
@@ -110,12 +112,14 @@ def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
     found: list[Line] = []
     for number, line in enumerate(whole):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             mark = row["key"]
         except (ValueError, KeyError, TypeError):
             mark = None
         if number >= len(prompts) or mark != prompts[number].mark:
             raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
+        if not is_checked(line):
+            raise Mismatch(_CHANGED.format(path=path, number=number + 1))
         found.append((line + b"\n", row))
     if torn:
         number = len(found)
@@ -129,6 +133,12 @@ def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
 _FOREIGN = (
     "{path}, line {number}: this is not a response to prompt {number} with these settings; "
     "choose another output, or replace this one with --force"
+)
+
+
+_CHANGED = (
+    "{path}, line {number}: this response has changed since it was written, its crc does not fit; "
+    "restore the file, or have all responses written again, those in the cache unpaid, with --force"
 )
 
 
@@ -152,7 +162,7 @@ class Answers:
         self._prompts = prompts
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = append_to(path)
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {path}: {error.strerror}; choose another path"
@@ -197,7 +207,7 @@ class Answers:
         """Add an outcome; it is written when all before it are. A cancelled call stays open."""
         if isinstance(outcome, Failed) and outcome.kind is Kind.CANCELLED:
             return
-        raw = _encoded(_shown(self._prompts[index], outcome)) + b"\n"
+        raw = checked_line(_encoded(_shown(self._prompts[index], outcome)))
         self.failed += isinstance(outcome, Failed)
         if index < self.known:
             self.failed -= 1
@@ -235,10 +245,8 @@ class Answers:
         self.close()
 
     def _append(self, raw: bytes) -> None:
-        view = memoryview(raw)
         try:
-            while view:
-                view = view[os.write(self._file, view) :]
+            write_all(self._file, raw)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -258,9 +266,6 @@ class Spent:
     hold it, the one that has the `Answers`; a pool reserves on a thread of its own.
     """
 
-    HEAD = b"batchwright calls run: what was paid for each prompt\n"
-    RESERVED, REFUSED = "at_most", "refused"
-
     def __init__(
         self,
         output: Path,
@@ -272,32 +277,22 @@ class Spent:
         self.path = output.with_name(f".{output.name}.spent")
         self._stats = Stats(prices, most_tokens or {})
         content = self.path.read_bytes() if self.path.is_file() else b""
-        if content and not content.startswith(self.HEAD):
-            raise BadFile(f"{self.path} was not written by this command; move it away")
         self.paid: set[str] = set()
         self.total = 0.0
         self._open: dict[str, list[float]] = {}
         """By mark: the most that each try may cost that is in flight or was never answered."""
         self._lock = threading.Lock()
-        # A partial last line, as a full disk leaves it, is cut off by the next one.
-        self._size = content.rfind(b"\n") + 1
-        self._found: int | None = len(content)
-        try:
-            for line in content[: self._size].splitlines()[1:]:
-                mark, *what = line.decode().split()
-                if what[0] == self.RESERVED:
-                    self._open.setdefault(mark, []).append(float(what[1]))
-                elif what[0] == self.REFUSED:
-                    self._settled(mark)
-                else:
-                    self._settled(mark)
-                    self.paid.add(mark)
-                    self.total += float(what[0])
-        except (ValueError, IndexError):
-            raise BadFile(
-                f"{self.path}, which counts what was paid, is damaged; move it away"
-            ) from None
-        self._new: list[str] = []
+        self._found = len(content)
+        self._file: LineFile | None = None
+        for row in read_lines(self.path, content, "count of what was paid", _payment):
+            if row.cost is None:
+                self._open.setdefault(row.mark, []).append(row.at_most)
+            else:
+                self._settled(row.mark)
+                if row.is_paid:
+                    self.paid.add(row.mark)
+                    self.total += row.cost
+        self._new: list[dict[str, Any]] = []
         if not content:
             # Earlier runs had no prices, or all their calls are done.
             for prompt, (_, row) in zip(prompts, known, strict=False):
@@ -335,7 +330,7 @@ class Spent:
         mark = mark_of(request)
         with self._lock:
             self._open.setdefault(mark, []).append(cost)
-            self._new.append(f"{mark} {self.RESERVED} {cost!r}\n")
+            self._new.append({"key": mark, "at_most": cost if math.isfinite(cost) else None})
             self._write()
 
     def release(self, request: Request) -> None:
@@ -343,7 +338,7 @@ class Spent:
         mark = mark_of(request)
         with self._lock:
             self._settled(mark)
-            self._new.append(f"{mark} {self.REFUSED}\n")
+            self._new.append({"key": mark, "cost": None})
             self._write()
 
     def add(self, prompt: Prompt, outcome: Outcome, *, own_cache: bool) -> None:
@@ -359,12 +354,16 @@ class Spent:
     def remove(self) -> None:
         """Nothing is left to be paid for this output."""
         self.path.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._found = 0
 
     def _count(self, mark: str, cost: float) -> None:
         self._settled(mark)
         self.paid.add(mark)
         self.total += cost
-        self._new.append(f"{mark} {cost!r}\n")
+        self._new.append({"key": mark, "cost": cost})
 
     def _settled(self, mark: str) -> None:
         """One try of a prompt has ended, the last that was sent."""
@@ -375,20 +374,37 @@ class Spent:
                 del self._open[mark]
 
     def _write(self) -> None:
-        lines = "".join(self._new).encode()
         try:
-            with self.path.open("ab") as file:
-                if self._found not in (None, file.tell()):
+            if self._file is None:
+                size = self.path.stat().st_size if self.path.exists() else 0
+                if size != self._found:
                     raise OSError(0, "another process has written it meanwhile")
-                self._found = None
-                file.truncate(self._size)
-                self._size += file.write(lines if self._size else self.HEAD + lines)
+                self._file = LineFile(self.path, "count of what was paid")
+            while self._new:
+                self._file.append(json.dumps(self._new[0]).encode())
+                del self._new[0]
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}, which counts what was paid: {error.strerror}; "
                 f"run again when that is over, it resumes from the file and the cache"
             ) from error
-        self._new.clear()
+
+
+class _Payment(NamedTuple):
+    """A line of `Spent`: a try was sent, and may cost `at_most`, or one ended and had its cost."""
+
+    mark: str
+    at_most: float
+    cost: float | None
+    is_paid: bool
+
+
+def _payment(row: dict[str, Any]) -> _Payment:
+    if "at_most" in row:
+        most = math.inf if row["at_most"] is None else float(row["at_most"])
+        return _Payment(str(row["key"]), most, None, False)
+    cost = row["cost"]
+    return _Payment(str(row["key"]), 0.0, float(cost or 0.0), cost is not None)
 
 
 def _encoded(row: dict[str, Any]) -> bytes:
@@ -397,7 +413,7 @@ def _encoded(row: dict[str, Any]) -> bytes:
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise BadRow(f"{path}, line {number}: not JSON: {error}") from None
     if not isinstance(row, dict):

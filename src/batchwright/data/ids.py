@@ -4,7 +4,7 @@ Ten million Python strings take most of a gigabyte; the same ids here take their
 eight more each. Ids that are just the row numbers "0", "1", ... take nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -38,11 +38,12 @@ class Ids:
     True
     """
 
-    __slots__ = ("_arrays", "_index", "_keys", "_n")
+    __slots__ = ("_held", "_index", "_keys", "_n", "_prove")
 
     def __init__(self, n: int, arrays: tuple[Offsets, Bytes] | None) -> None:
         self._n = n
-        self._arrays = arrays
+        self._held = arrays
+        self._prove: Callable[[], None] | None = None
         self._keys: NDArray[np.uint64] | None = None
         self._index: tuple[NDArray[np.uint64], NDArray[np.int64]] | None = None
 
@@ -93,6 +94,22 @@ class Ids:
     def arrays(self) -> tuple[Offsets, Bytes] | None:
         """Offsets [N + 1] and bytes; None when the ids are the row numbers."""
         return self._arrays
+
+    def prove_first(self, prove: Callable[[], None]) -> None:
+        """Have mapped arrays checked by `prove`, which may raise, before their first use."""
+        if self._held is not None:
+            self._prove = prove
+
+    @property
+    def _arrays(self) -> tuple[Offsets, Bytes] | None:
+        if self._prove is not None and self._held is not None:
+            self._prove()
+            # Kernels read without bounds checks, and whoever wrote a file may have erred.
+            offsets = self._held[0]
+            if (offsets[1:] < offsets[:-1]).any():
+                raise BadFile("the offsets of the sample ids do not ascend; make them again")
+            self._prove = None
+        return self._held
 
     def __len__(self) -> int:
         return self._n

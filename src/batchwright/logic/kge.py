@@ -243,7 +243,7 @@ def save_kge(path: Path, kge: Kge, **more: Any) -> None:
 def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
     """The embedding in a folder, every byte of it checked, and what else was written with it."""
     fields = FOLDER.read(path)
-    FOLDER.check_files(path, fields)
+    FOLDER.check_files(path, fields, TABLES)
     tables = read_arrays(path / TABLES, FOLDER)
     for name, table in tables.items():
         if not np.isfinite(table).all():
@@ -252,8 +252,8 @@ def load_kge(path: Path) -> tuple[Kge, dict[str, Any]]:
         shape = KgeShape(**fields.pop("shape"))
         entities, steps = (torch.from_numpy(tables[name]) for name in ("entities", "steps"))
         kge = Kge(shape, entities, steps)
-    except (KeyError, TypeError) as error:
-        raise FOLDER.damaged(path, f"it lacks {error}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise FOLDER.damaged(path, f"it is not as embeddings are written: {error}") from None
     own = ("format", "version", "files", "sha256")
     return kge, {k: v for k, v in fields.items() if k not in own}
 

@@ -15,6 +15,7 @@ from batchwright.errors import BadProgram, MissingFile
 from batchwright.files import existing
 from batchwright.logic.facts import Facts
 from batchwright.logic.vocab import Vocab
+from batchwright.sealed import check_text
 
 __all__ = [
     "Graph",
@@ -177,7 +178,10 @@ def read_triples(path: Path) -> Iterator[Named]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file that are neither empty nor comments, numbered from 1."""
+    """The lines of a text file that are neither empty nor comments, numbered from 1.
+
+    A text that is sealed, as that of mined rules is, must be as it was written.
+    """
     for number, line in _numbered(path):
         if line.strip() and line.lstrip()[0] not in "%#":
             yield number, line
@@ -191,6 +195,7 @@ def _numbered(path: Path) -> Iterator[tuple[int, str]]:
             raise
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
         raise BadProgram(f"{path} cannot be read: {reason}; give a text file") from None
+    check_text(text, path, "restore it, or delete its first and last line if the change was meant")
     yield from enumerate(text.split("\n"), 1)
 
 

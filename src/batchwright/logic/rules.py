@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.errors import BadProgram, Mismatch
+from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.loaders import read_lines
 from batchwright.logic.vocab import Vocab
+from batchwright.sealed import check_text
 
 __all__ = ["Clause", "Rules", "parse_atom", "parse_rules"]
 
@@ -160,6 +162,14 @@ class Rules:
     def __len__(self) -> int:
         return len(self.names)
 
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the rules, in their order with names and weights."""
+        arrays = (self.head, self.body, self.body_len)
+        # As they stand in a file.
+        weights = [f"{weight:.12g}" for weight in self.weight.tolist()]
+        return digest("rules", list(self.names), weights, *map(digest_array, arrays))
+
     def clause(self, r: int) -> tuple[Atom, list[Atom]]:
         """Head and body of rule `r` as plain tuples."""
         p, a, b = self.head[r].tolist()
@@ -203,6 +213,9 @@ def parse_rules(source: Path | str, vocab: Vocab) -> Rules:
     """
     if isinstance(source, Path):
         lines = [(f"{source}, line {number}", line) for number, line in read_lines(source)]
+        if not lines and not check_text(source.read_text("utf-8-sig"), source, ""):
+            # In one that was mined, and is sealed, there may be none.
+            raise BadProgram(f"{source} has no rules; write at least one, {_FORMS}")
     else:
         lines = [
             (f"line {number}", line)

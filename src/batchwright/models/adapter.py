@@ -8,7 +8,7 @@ from typing import Any
 
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need, one_line
 from batchwright.files import atomic_folder
-from batchwright.models.folder import ADAPTER, no_progress_bars
+from batchwright.models.folder import ADAPTER, check_model, no_progress_bars, seal_model
 from batchwright.models.transformers import has_tokenizer, load_model, write_tokenizer
 
 __all__ = [
@@ -81,6 +81,7 @@ def base_weights(model: Any) -> str:
 def attach(model: Any, adapter: Adapter) -> Any:
     """The base `model` with the adapter, to be trained on; a base that has changed is refused."""
     peft = need("peft", extra="train")
+    check_model(adapter.folder)
     check_base(model, adapter)
     try:
         adapted = peft.PeftModel.from_pretrained(model, str(adapter.folder), is_trainable=True)
@@ -120,6 +121,7 @@ def merge(name: Path, output: Path) -> Adapter:
     with no_progress_bars(), atomic_folder(output, "config.json") as folder:
         merged.save_pretrained(folder)
         write_tokenizer(folder, adapter.tokenizer)
+        seal_model(folder)
     return adapter
 
 

@@ -8,14 +8,17 @@ from typing import Any
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, ConfigError, need, one_line
+from batchwright.sealed import MANIFEST, SealedFolder
 
 __all__ = [
     "ADAPTER",
     "TOKENIZER_NAME",
+    "check_model",
     "missing_weights",
     "no_progress_bars",
     "pretrained",
     "refuse_adapter",
+    "seal_model",
     "tokenizer_in",
 ]
 
@@ -26,6 +29,25 @@ ADAPTER = "adapter_config.json"
 """Of a LoRA adapter, which has no weights of its own."""
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+MODEL = SealedFolder(
+    "batchwright.model",
+    1,
+    "trained model",
+    f"restore it, or delete its {MANIFEST} if the change was meant",
+)
+
+
+def seal_model(folder: Path) -> None:
+    """Write checksums of all files of a model or an adapter into its folder."""
+    MODEL.write(folder, {}, sorted(path.name for path in folder.iterdir() if path.is_file()))
+
+
+def check_model(folder: Path) -> None:
+    """Raise if a folder has checksums and a file has changed since; others' models have none."""
+    if (folder / MANIFEST).is_file():
+        MODEL.check_files(folder, MODEL.read(folder))
 
 
 def refuse_adapter(folder: Path) -> None:
@@ -57,6 +79,7 @@ def missing_weights(folder: Path) -> str | None:
 def pretrained(folder: Path, kind: str = "AutoModelForCausalLM", **settings: Any) -> Any:
     """The model in `folder`, loaded by the class `kind` of transformers, no weight left random."""
     transformers = need("transformers", extra="train")
+    check_model(folder)
     try:
         with no_progress_bars():
             model, report = getattr(transformers, kind).from_pretrained(

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from batchwright.checkpoint import write_arrays
 from batchwright.errors import (
     BadFile,
     BatchwrightError,
@@ -32,7 +32,7 @@ from batchwright.errors import (
     Mismatch,
     MissingFile,
 )
-from batchwright.files import existing, fsync_folder, remove_leftovers, write_atomic, writing
+from batchwright.files import existing, fsync_folder, write_atomic, writing
 from batchwright.fingerprint import digest, digest_array
 from batchwright.streaming.rows import (
     ROW,
@@ -77,10 +77,8 @@ def save_buffer(buffer: "ReplayBuffer", path: Path, keep: int) -> Path:
     """Write `buffer` in the form that the name of `path` says."""
     if path.suffix == ".json":
         write_atomic(path, _text(buffer))
-        remove_leftovers(path)
     elif path.suffix == ".safetensors":
         _write_part(path, _whole(buffer), _head(buffer, "full", 0, ""))
-        remove_leftovers(path)
     else:
         _save_folder(buffer, path, keep)
     return path
@@ -212,10 +210,9 @@ def _save_folder(buffer: "ReplayBuffer", folder: Path, keep: int) -> None:
         # Only now: a reader, or a process killed here, still has a whole state.
         older = sorted(number for number, path in parts.items() if ".full." in path.name)
         first = [*older, newest + 1][-keep:][0]
-        unneeded = [path for number, path in parts.items() if number < first]
-        for old in (*unneeded, *folder.glob(".*.safetensors.*")):
-            # With the others what a killed writer left under temporary names.
-            old.unlink(missing_ok=True)
+        for number, path in parts.items():
+            if number < first:
+                path.unlink(missing_ok=True)
         fsync_folder(folder)
 
 
@@ -368,10 +365,7 @@ def _write_part(path: Path, arrays: Arrays, head: dict[str, Any]) -> None:
     """Write a safetensors file whose metadata is `head`, into which its checksum is put."""
     head["sha256"] = _sum(arrays, head)
     with writing(path) as temporary:
-        try:
-            save_file(arrays, temporary, {"replay": json.dumps(head)})
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        write_arrays(temporary, arrays, {"replay": json.dumps(head)})
 
 
 def _read_head(path: Path) -> dict[str, Any]:

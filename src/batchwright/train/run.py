@@ -22,7 +22,7 @@ from typing import get_type_hints as type_hints
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
 from batchwright.events import EventLog
-from batchwright.files import existing, write_atomic
+from batchwright.files import existing, parse_json, write_atomic
 from batchwright.world import World
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "STOPS", "TERMINATED", "Run", "RunConfig", "changes", "threads", "write_stamp"]
 
-FORMAT = 2
-"""Of the run folder; 2: one checkpoint format for all trainers, `checkpoints/step_<n>`."""
+FORMAT = 3
+"""Of the run folder; 3: every file that is read back has a checksum, and every line of the log."""
 
 NUMBER = "{n}"
 """Stands in the name of a run folder for the next number that is free."""
@@ -144,10 +144,23 @@ class RunConfig:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Read what `to_toml` wrote, or a person in its place."""
+        return cls._of_text(path, cls._text(path))
+
+    @staticmethod
+    def _text(path: Path) -> str:
         try:
             text = existing(path, "run configuration").read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadFile(f"{path} is not TOML: {error}") from None
+        except OSError as error:
+            raise BadFile(f"{path} cannot be read: {error.strerror}") from None
+        return text
+
+    @classmethod
+    def _of_text(cls, path: Path, text: str) -> Self:
+        try:
             found: dict[str, Any] = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
         known = {field.name for field in fields(cls)}
         unknown = sorted(found.keys() - known)
@@ -180,17 +193,29 @@ class RunConfig:
                 f"no run configuration in {run}, so no training began there; start it with its "
                 f"original command"
             )
-        saved = cls.load(run / "config.toml")
+        from batchwright.sealed import check_text, read_sealed_json
+
+        way, file = "restore it, or start a new run in another folder", run / "stamp.json"
         try:
-            stamp = json.loads(existing(run / "stamp.json", "stamp of a run").read_bytes())
-            version, format = stamp["batchwright"], stamp.get("format", 1)
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadFile(f"{run}/stamp.json cannot be read: {error}") from None
+            told = parse_json(existing(file, "stamp of a run").read_bytes())
+            version, format = told["batchwright"], told.get("format", 1)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, MissingFile):
+                raise
+            raise BadFile(f"{file} cannot be read: {error}; {way}") from None
         if format != FORMAT:
             raise BadFile(
                 f"the run {run} has format {format}, of batchwright {version}; this version reads "
                 f"format {FORMAT}: use that version, or start a new run in another folder"
             )
+        read_sealed_json(file, "stamp of a run", way)
+        text = cls._text(run / "config.toml")
+        if not check_text(text, run / "config.toml", f"{way}; flags of --resume change settings"):
+            raise BadFile(
+                f"{run / 'config.toml'} is not as the run wrote it: the lines with its checksum "
+                f"are missing; {way}"
+            )
+        saved = cls._of_text(run / "config.toml", text)
         here: dict[str, Any] = {cls.FOLDER: run, "stop_after": 0}
         return replace(saved, **here)
 
@@ -415,7 +440,10 @@ class Run:
         if self.writes and not self.resumed:
             write_stamp(self.folder, self.config.seed)
         if self.writes and (self._changed or not self.resumed):
-            write_atomic(self.folder / "config.toml", self.config.to_toml().encode())
+            from batchwright.sealed import sealed_text
+
+            text = sealed_text(self.config.to_toml(), "settings of this run")
+            write_atomic(self.folder / "config.toml", text.encode())
         kind = "resume" if self.resumed else "start"
         self.event(kind, **fields, passed_over=self._passed_over, changed=self._changed)
 
@@ -460,16 +488,21 @@ class Run:
         """
         if step != begun or self._in_memory or not (self.folder / result).exists():
             return False
+        from batchwright.sealed import read_sealed_json
+
         try:
-            saved = json.loads((self.folder / FINISHED).read_bytes())
-            return bool(saved["step"] == step)
-        except (OSError, ValueError, KeyError, TypeError):
+            saved = read_sealed_json(self.folder / FINISHED, "note of a finished run", "")
+        except (BadFile, MissingFile):
+            # Then all that the run leaves is written again, as it was.
             return False
+        return bool(saved.get("step") == step)
 
     def finish(self, step: int) -> None:
         """Note that all that the run leaves behind is written."""
         if self.writes:
-            write_atomic(self.folder / FINISHED, json.dumps({"step": step}).encode() + b"\n")
+            from batchwright.sealed import write_sealed_json
+
+            write_sealed_json(self.folder / FINISHED, {"step": step})
 
     def no_less(self, name: str, value: int, begun: int) -> None:
         """Refuse to resume with a setting that is less than what was trained, which stays."""
@@ -527,6 +560,7 @@ def write_stamp(run: Path, seed: int) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from batchwright import __version__
+    from batchwright.sealed import write_sealed_json
 
     versions: dict[str, str | None] = {}
     for part in ("numpy", "numba", "torch", "transformers", "tokenizers", "safetensors", "peft"):
@@ -544,7 +578,7 @@ def write_stamp(run: Path, seed: int) -> None:
         "seed": seed,
         "world": World.detect().size,
     }
-    write_atomic(run / "stamp.json", (json.dumps(stamp, indent=2) + "\n").encode())
+    write_sealed_json(run / "stamp.json", stamp)
 
 
 def _commit() -> str | None:

@@ -14,14 +14,12 @@ from batchwright.batching.plan.arrange import (
     join_sources,
 )
 from batchwright.batching.plan.groups import Groups
+from batchwright.batching.plan.order import MAX_EPOCHS
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.lengths import Lengths
 from batchwright.errors import ConfigError
 
 __all__ = ["BatchPlanBuilder"]
-
-MAX_EPOCHS = 2**31 - 1
-"""Epochs are planned when they are asked for, so only a slip of the keyboard is refused here."""
 
 
 class BatchPlanBuilder:

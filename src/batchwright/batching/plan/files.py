@@ -1,17 +1,16 @@
 """Plans on disk: a folder of little-endian arrays that are mapped, and a manifest.
 
 The folder is written under a temporary name and renamed, so it is whole or not there. The
-manifest carries its own checksum and one for each array. Opening checks the manifest, every
-file's size and the content of all arrays that steer the order; asking for the fingerprint checks
-the samples and their ids as well, and to open with `check` every byte.
+manifest carries its own checksum and those of each array. Opening checks the manifest, every
+file's size and the small arrays; the first use of the plan the large ones, bytes and values, and
+to open with `check` every byte at once.
 """
 
 import json
 import operator
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -20,28 +19,50 @@ from numpy.typing import NDArray
 
 from batchwright.batching.config import BatchingConfig
 from batchwright.batching.plan.microbatch import MicrobatchSpec
-from batchwright.batching.plan.order import Arrays, order_of
+from batchwright.batching.plan.order import (
+    MAX_EPOCHS,
+    Arrays,
+    MaterialisedOrder,
+    Order,
+    VirtualOrder,
+    order_of,
+)
 from batchwright.batching.plan.pieces import Counts
 from batchwright.batching.plan.shards import Shard
 from batchwright.data.ids import Ids
-from batchwright.errors import BatchwrightError
-from batchwright.files import atomic_folder
-from batchwright.sealed import SealedFolder, write_array
+from batchwright.errors import BadFile, one_line
+from batchwright.files import atomic_folder, link_or_copy
+from batchwright.sealed import MappedArray, SealedFolder, write_array
 
 __all__ = ["VERSION", "read_plan", "write_plan", "write_shards", "write_text"]
 
 VERSION = 3
-"""Of the plan's format and of the rules by which an order follows from its arrays."""
+"""Of the rules by which an order follows from a plan's arrays."""
 
 PLAN = SealedFolder(
     "batchwright.plan",
-    VERSION,
+    4,
     "batch plan",
     "build it again: batchwright data batchplan build",
 )
 _BY_SAMPLE = ("difficulty", "groups", "costs_N")
-_READ_LATER = {"items", "starts", "lengths", "id_data", "id_offsets", "skipped", *_BY_SAMPLE}
-"""Large arrays whose values index nothing unchecked; the others are hashed on opening."""
+TYPES = {
+    **VirtualOrder.TYPES,
+    **MaterialisedOrder.TYPES,
+    "skipped": "<i4",
+    "id_offsets": "<i8",
+    "id_data": "u1",
+    "difficulty": "<f8",
+    "groups": "<i4",
+    "costs_N": "<i4",
+}
+"""The type of every array; each has one dimension."""
+_READ_LATER = {
+    *("items", "starts", "lengths", "id_data", "id_offsets"),
+    *("batch_start", "batch_size", "row_offsets", "batch_rows", "batch_width", "batch_bucket"),
+    *("entry_offsets", "entry_position", "entry_count"),
+}
+"""Arrays that may be large, which nothing needs before the first microbatch; see `read_plan`."""
 
 
 class _Plan(Protocol):
@@ -74,7 +95,7 @@ def write_shards(path: Path, ranks: Sequence[Mapping[str, Any]], arrays: Arrays)
                 if rank == 0:
                     files[name] = write_array(own, name, array)
                 else:
-                    _link(folder / "rank_0" / f"{name}.bin", own / f"{name}.bin")
+                    link_or_copy(folder / "rank_0" / f"{name}.bin", own / f"{name}.bin")
             PLAN.write(own, {**facts, "files": files})
     return [path / f"rank_{rank}" for rank in range(len(ranks))]
 
@@ -82,44 +103,98 @@ def write_shards(path: Path, ranks: Sequence[Mapping[str, Any]], arrays: Arrays)
 def read_plan(path: Path, make: Callable[..., P], check: bool = False) -> P:
     """Open a plan, which `make` makes of its parts; arrays are mapped: milliseconds for any size.
 
-    With `check` every byte is hashed, and the content has to give the saved fingerprint.
+    What was not read is checked before its first use: the bytes against their checksums, the
+    values against the plan, so that no kernel is led out of its arrays. With `check` all that is
+    done now, and the content has to give the saved fingerprint.
     """
     manifest = PLAN.read(path)
     with _fitting(path):
-        arrays = {
-            name: PLAN.open_array(path, name, entry, check=check or name not in _READ_LATER)
-            for name, entry in manifest["files"].items()
-        }
-        unread = {
-            name: (manifest["files"][name], array)
-            for name, array in arrays.items()
-            if name in _READ_LATER
-        }
         config = BatchingConfig(**manifest["config"])
-        ids = Ids.numbered(manifest["counts"]["samples"])
+        counts = Counts(**manifest["counts"])
+        if not all(type(count) is int and count >= 0 for count in asdict(counts).values()):
+            raise ValueError("its counts are not numbers of samples and tokens")
+        mapped = {name: _mapped(path, name, entry) for name, entry in manifest["files"].items()}
+        if check:
+            for one in mapped.values():
+                one.check_all()
+        arrays = {
+            name: one.unread if name in _READ_LATER and not one.is_small else one.whole()
+            for name, one in mapped.items()
+        }
+        skipped, by_sample = arrays.pop("skipped"), {n: arrays.pop(n, None) for n in _BY_SAMPLE}
+        ids = Ids.numbered(counts.samples)
         if "id_offsets" in arrays:
             ids = Ids.from_arrays(arrays.pop("id_offsets"), arrays.pop("id_data"))
+        if len(ids) != counts.samples:
+            raise ValueError(f"it has {len(ids):,} ids for {counts.samples:,} samples")
+        order = order_of(manifest["kind"], config, arrays)
+
+        def prove_ids() -> None:
+            for name in ("id_offsets", "id_data"):
+                mapped[name].whole()
+
+        def prove() -> None:
+            for one in mapped.values():
+                one.whole()
+            with _fitting(path):
+                order.check(counts.samples)
+                _check_samples(counts.samples, skipped, by_sample)
+
+        order.prove_first(prove)
+        ids.prove_first(prove_ids)
         shard = manifest["shard"]
         plan = make(
-            skipped=arrays.pop("skipped"),
-            **{name: arrays.pop(name, None) for name in _BY_SAMPLE},
-            order=order_of(manifest["kind"], config, arrays),
+            skipped=skipped,
+            **by_sample,
+            order=order,
             ids=ids,
             config=config,
-            num_epochs=operator.index(manifest["num_epochs"]),
-            counts=Counts(**manifest["counts"]),
-            dataset_hash=manifest["dataset_hash"],
-            tokenizer_hash=manifest["tokenizer_hash"],
-            sources=tuple((name, size, weight) for name, size, weight in manifest["sources"]),
-            note=manifest["note"],
+            num_epochs=_epochs(manifest["num_epochs"]),
+            counts=counts,
+            dataset_hash=str(manifest["dataset_hash"]),
+            tokenizer_hash=str(manifest["tokenizer_hash"]),
+            sources=tuple(
+                (str(name), operator.index(size), float(weight))
+                for name, size, weight in manifest["sources"]
+            ),
+            note=str(manifest["note"]),
             shard_of=Shard(**shard) if shard else None,
         )
-        if check and plan.fingerprint != manifest["fingerprint"]:
-            raise PLAN.damaged(path, "its content does not have the fingerprint in its manifest")
-        if not check and not shard:
-            sealed = partial(_sealed, path, manifest["fingerprint"], unread)
+        if check:
+            order.prove()
+            if plan.fingerprint != manifest["fingerprint"]:
+                raise PLAN.damaged(
+                    path, "its content does not have the fingerprint in its manifest"
+                )
+        elif not shard:
+            sealed = partial(_sealed, str(manifest["fingerprint"]), order)
             object.__setattr__(plan, "sealed", sealed)
     return plan
+
+
+def _mapped(path: Path, name: str, entry: Mapping[str, Any]) -> MappedArray:
+    if name not in TYPES:
+        raise PLAN.damaged(path, f"its manifest names an array {name!r}")
+    mapped = PLAN.open_array(path, name, entry, dtype=TYPES[name])
+    if mapped.unread.ndim != 1:
+        raise PLAN.damaged(path, f"{name}.bin is not a list of numbers")
+    return mapped
+
+
+def _check_samples(
+    samples: int, skipped: NDArray[Any], by_sample: Mapping[str, NDArray[Any] | None]
+) -> None:
+    if len(skipped) and not 0 <= skipped.min() <= skipped.max() < samples:
+        raise ValueError("it skips samples that are not there")
+    for name, values in by_sample.items():
+        if values is not None and len(values) != samples:
+            raise ValueError(f"{name} has {len(values):,} values for {samples:,} samples")
+
+
+def _epochs(number: Any) -> int:
+    if not 1 <= operator.index(number) <= MAX_EPOCHS:
+        raise ValueError(f"num_epochs is {number}")
+    return operator.index(number)
 
 
 def write_text(
@@ -151,15 +226,12 @@ def _line(batch: MicrobatchSpec) -> str:
     return json.dumps(fields) + "\n"
 
 
-def _sealed(
-    path: Path, fingerprint: str, unread: dict[str, tuple[dict[str, Any], NDArray[Any]]]
-) -> str:
+def _sealed(fingerprint: str, order: Order) -> str:
     """The fingerprint in the manifest, if the arrays are those that it was written with.
 
-    To hash them is several times quicker than to put a million names into canonical order.
+    To check them is many times quicker than to put a million names into canonical order.
     """
-    for name, (entry, array) in unread.items():
-        PLAN.check_array(path, name, entry, array)
+    order.prove()
     return fingerprint
 
 
@@ -168,14 +240,7 @@ def _fitting(path: Path) -> Iterator[None]:
     """A manifest that is sealed, but not as we seal them, is a damaged plan like any other."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, BatchwrightError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, BadFile):
             raise
-        raise PLAN.damaged(path, f"its manifest does not fit version {VERSION}: {error}") from None
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
+        raise PLAN.damaged(path, f"it is not as plans are written: {one_line(error)}") from None

@@ -7,9 +7,10 @@ epoch takes longer than microseconds: then its rows are drawn. A
 curricula and mixtures.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +24,24 @@ from batchwright.errors import UnknownSample
 from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import permute, unpermute
 
-__all__ = ["Arrays", "MaterialisedOrder", "Order", "Place", "Rows", "VirtualOrder", "order_of"]
+__all__ = [
+    "MAX_EPOCHS",
+    "Arrays",
+    "MaterialisedOrder",
+    "Order",
+    "Place",
+    "Rows",
+    "VirtualOrder",
+    "order_of",
+]
 
 Arrays = dict[str, NDArray[np.generic]]
 Drawn = tuple[
     NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]
 ]
+
+MAX_EPOCHS = 2**31 - 1
+"""Epochs are planned when they are asked for, so only a slip of the keyboard is refused here."""
 
 _DRAW_US = 80.0
 """Microseconds to find one sample of a batch by kernels that are interpreted."""
@@ -65,6 +78,14 @@ class Order(Protocol):
 
     def arrays(self) -> Arrays: ...
 
+    def check(self, samples: int) -> None:
+        """`ValueError` unless the arrays fit each other and name only these samples."""
+        ...
+
+    def prove_first(self, prove: Callable[[], None]) -> None: ...
+
+    def prove(self) -> None: ...
+
     def size(self, epoch: int) -> int:
         """Microbatches in the epoch."""
         ...
@@ -82,8 +103,35 @@ class Order(Protocol):
     def places(self, epoch: int, item: int) -> list[Place]: ...
 
 
+class _Mapped:
+    """An order whose arrays may be those of a file: they are proved before their first use."""
+
+    TYPES: ClassVar[dict[str, str]]
+    """The arrays by name, with their types."""
+    _prove: Callable[[], None] | None = None
+
+    def prove_first(self, prove: Callable[[], None]) -> None:
+        """Have `prove`, which may raise, called before any array is used."""
+        object.__setattr__(self, "_prove", prove)
+
+    def prove(self) -> None:
+        """Raise unless the arrays are as they were written and fit each other."""
+        if self._prove is not None:
+            self._prove()
+            object.__setattr__(self, "_prove", None)
+
+    def arrays(self) -> Arrays:
+        self.prove()
+        return {name: getattr(self, name) for name in self.TYPES}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is sent to another process is a copy, and there is no file to check it with.
+        self.prove()
+        return {name: value for name, value in vars(self).items() if name != "_prove"}
+
+
 @dataclass(frozen=True)
-class VirtualOrder:
+class VirtualOrder(_Mapped):
     """Samples sorted by length, shapes and a seed."""
 
     config: BatchingConfig
@@ -107,20 +155,20 @@ class VirtualOrder:
     """How packed rows are drawn anew every epoch (`mixing`); empty if they are not."""
 
     kind = "virtual"
-    _names = (
-        "items",
-        "starts",
-        "distinct",
-        "distinct_offsets",
-        "class_offsets",
-        "batch_start",
-        "batch_size",
-        "bin_starts",
-        "entry_offsets",
-        "entry_position",
-        "entry_count",
-        "mixing",
-    )
+    TYPES: ClassVar[dict[str, str]] = {
+        "items": "<i4",
+        "starts": "<i4",
+        "distinct": "<i4",
+        "distinct_offsets": "<i8",
+        "class_offsets": "<i8",
+        "batch_start": "<i8",
+        "batch_size": "<i4",
+        "bin_starts": "<i8",
+        "entry_offsets": "<i8",
+        "entry_position": "<i8",
+        "entry_count": "<i4",
+        "mixing": "<i8",
+    }
 
     def __post_init__(self) -> None:
         # Derived once: both are read for every batch.
@@ -143,8 +191,69 @@ class VirtualOrder:
     _drawn: dict[int, Drawn] = None  # type: ignore[assignment]
     """The packed rows of the epochs that were last asked for."""
 
-    def arrays(self) -> Arrays:
-        return {name: getattr(self, name) for name in self._names}
+    def check(self, samples: int) -> None:
+        """`ValueError` unless the kernels, which check no bounds, stay inside these arrays."""
+        n = len(self.items)
+        _need(0 < n < 2**31 and _within(self.items, 0, samples), "items are samples")
+        _need(len(self.starts) in (0, n), "starts are one for each item, or none")
+        _need(_within(self.starts, 0, 2**31), "starts are not negative")
+        distinct, counts = self.distinct.astype(np.int64), np.diff(self.distinct_offsets)
+        _need(_ascends(self.distinct_offsets, len(distinct), n), "distinct_offsets span the items")
+        _need((counts > 0).all() and (np.diff(distinct) < 0).all(), "distinct lengths fall")
+        _need(distinct[-1] >= 1, "lengths are at least 1")
+        _need(
+            _ascends(self.class_offsets, len(self.class_offsets) - 1, n), "classes span the items"
+        )
+        _need((np.diff(self.class_offsets) > 0).all(), "no class is empty")
+        _need(int(distinct @ counts) < 2**62, "tokens can be counted")
+        if self.config.layout == "packed":
+            self._check_packed(n)
+            return
+        start, size = self.batch_start, self.batch_size.astype(np.int64)
+        _need(len(start) == len(size) > 0, "batches have a start and a size")
+        _need(_within(start, 0, n) and (size > 0).all(), "batches are of items")
+        _need((start + size <= n).all(), "batches end with the items")
+
+    def _check_packed(self, n: int) -> None:
+        fits = int(self.config.room(self.distinct).max()) <= self.config.limit
+        _need(fits and self.rows_per_batch >= 1, "the longest sample fits a row")
+        same = np.array_equal(self.class_offsets, self.distinct_offsets)
+        _need(same, "classes of packed rows are lengths")
+        bins, position = self.bin_starts, self.entry_position
+        intervals, count = len(bins) - 1, self.entry_count.astype(np.int64)
+        _need(intervals > 0 and _ascends(bins, intervals, int(bins[-1])), "rows ascend")
+        _need(0 < bins[-1] <= n and (np.diff(bins) > 0).all(), "rows hold items")
+        _need(_ascends(self.entry_offsets, intervals, len(position)), "entries span the rows")
+        _need(len(count) == len(position) and (count > 0).all(), "entries have a count")
+        own = np.repeat(np.diff(bins), np.diff(self.entry_offsets))
+        # Neither product overflows: a count is below 2**31, and so are the rows.
+        taken = own * count
+        _need(_within(position, 0, n) and (taken <= n - position).all(), "entries are of items")
+        _need(float(taken.sum(dtype=np.float64)) <= n, "no item stands in two rows")
+        _need(int(self._row_tokens().max()) <= self._pack_width, "rows fit their width")
+        if self.mixing.size:
+            copies, rows, extra = (int(x) for x in self.mixing)
+            _need(1 <= copies <= n and min(rows, extra) >= 0, "mixing is of rows")
+            _need(rows + extra <= n // copies, "no row is empty")
+            _need(rows * copies + n % copies == int(bins[-1]), "mixing has as many rows")
+
+    def _row_tokens(self) -> NDArray[np.int64]:
+        """The most tokens that a row of each interval can have."""
+        offsets = self.distinct_offsets
+        room = self.config.room(self.distinct).astype(np.int64)
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(room * np.diff(offsets))])
+
+        def until(position: NDArray[np.int64]) -> NDArray[np.int64]:
+            """Tokens of all items before a position."""
+            which = np.minimum(np.searchsorted(offsets, position, "right") - 1, len(room) - 1)
+            found: NDArray[np.int64] = before[which] + (position - offsets[which]) * room[which]
+            return found
+
+        tokens = until(self.entry_position + self.entry_count) - until(self.entry_position)
+        # The first row of an interval has its longest items, of each entry those in front.
+        sums = np.concatenate([np.zeros(1, np.int64), np.cumsum(tokens)])
+        most: NDArray[np.int64] = sums[self.entry_offsets[1:]] - sums[self.entry_offsets[:-1]]
+        return most
 
     @property
     def longest(self) -> int:
@@ -171,6 +280,7 @@ class VirtualOrder:
         return len(self.batch_start)
 
     def rows(self, epoch: int, index: int) -> Rows:
+        self.prove()
         if self._quicker_without_numba(batches=1):
             with interpreted():
                 return self._rows(epoch, index)
@@ -215,6 +325,7 @@ class VirtualOrder:
     def costs(
         self, epoch: int, first: int, stop: int, linear: int, quadratic: int
     ) -> NDArray[np.int64]:
+        self.prove()
         if self.config.layout == "packed":
             if not quadratic:
                 left = self._num_rows - np.arange(first, stop) * self.rows_per_batch
@@ -254,12 +365,14 @@ class VirtualOrder:
         )
 
     def useful_tokens(self, epoch: int) -> int:
+        self.prove()
         if self.config.drop_last:
             sizes = range(self.size(epoch))
             return sum(int(self.rows(epoch, index).lengths.sum()) for index in sizes)
         return int(self.distinct.astype(np.int64) @ np.diff(self.distinct_offsets))
 
     def places(self, epoch: int, item: int) -> list[Place]:
+        self.prove()
         origins = np.flatnonzero(self.items == item)
         entries = len(self.entry_position)
         with interpreted(quicker_without_numba(len(origins) * (200 + 2 * entries))):
@@ -336,7 +449,7 @@ class VirtualOrder:
 
 
 @dataclass(frozen=True)
-class MaterialisedOrder:
+class MaterialisedOrder(_Mapped):
     """The lists themselves, epoch after epoch."""
 
     config: BatchingConfig
@@ -353,16 +466,16 @@ class MaterialisedOrder:
     """Microbatches of each epoch."""
 
     kind = "materialised"
-    _names = (
-        "items",
-        "starts",
-        "lengths",
-        "row_offsets",
-        "batch_rows",
-        "batch_width",
-        "batch_bucket",
-        "epoch_batches",
-    )
+    TYPES: ClassVar[dict[str, str]] = {
+        "items": "<i4",
+        "starts": "<i4",
+        "lengths": "<i4",
+        "row_offsets": "<i8",
+        "batch_rows": "<i8",
+        "batch_width": "<i4",
+        "batch_bucket": "<i4",
+        "epoch_batches": "<i8",
+    }
 
     @classmethod
     def collect(cls, config: BatchingConfig, epochs: list[list[Rows]]) -> "MaterialisedOrder":
@@ -385,11 +498,27 @@ class MaterialisedOrder:
             array.flags.writeable = False
         return order
 
-    def arrays(self) -> Arrays:
-        return {name: getattr(self, name) for name in self._names}
+    def check(self, samples: int) -> None:
+        """`ValueError` unless these arrays fit each other."""
+        n, rows, batches = len(self.items), len(self.row_offsets) - 1, len(self.batch_width)
+        _need(0 < n < 2**31 and _within(self.items, 0, samples), "items are samples")
+        _need(len(self.starts) == len(self.lengths) == n, "items have a start and a length")
+        _need(_within(self.starts, 0, 2**31) and _within(self.lengths, 1, 2**31), "so they do")
+        _need(_ascends(self.row_offsets, rows, n), "rows span the items")
+        _need(_ascends(self.batch_rows, batches, rows), "batches span the rows")
+        sizes = np.diff(self.row_offsets), np.diff(self.batch_rows)
+        _need(all((part > 0).all() for part in sizes), "no row and no batch is empty")
+        _need(len(self.batch_bucket) == batches, "batches have a bucket")
+        epochs = len(self.epoch_batches) - 1
+        _need(_ascends(self.epoch_batches, epochs, batches), "epochs span the batches")
+        width = np.repeat(self.batch_width.astype(np.int64), sizes[1])
+        room = self.config.room(self.lengths).astype(np.int64)
+        tokens = np.add.reduceat(room, self.row_offsets[:-1])
+        _need((tokens <= width).all(), "rows fit their width")
 
     @property
     def longest(self) -> int:
+        self.prove()
         return int(self.lengths.max())
 
     def size(self, epoch: int) -> int:
@@ -401,6 +530,7 @@ class MaterialisedOrder:
         return int(self.epoch_batches[epoch + 1] - self.epoch_batches[epoch])
 
     def rows(self, epoch: int, index: int) -> Rows:
+        self.prove()
         self.size(epoch)
         batch = int(self.epoch_batches[epoch]) + index
         bounds = self.row_offsets[self.batch_rows[batch] : self.batch_rows[batch + 1] + 1]
@@ -417,6 +547,7 @@ class MaterialisedOrder:
     def costs(
         self, epoch: int, first: int, stop: int, linear: int, quadratic: int
     ) -> NDArray[np.int64]:
+        self.prove()
         base = int(self.epoch_batches[epoch])
         rows = self.batch_rows[base + first : base + stop + 1]
         width = self.batch_width[base + first : base + stop].astype(np.int64)
@@ -429,12 +560,14 @@ class MaterialisedOrder:
         return linear * tokens + quadratic * squares
 
     def useful_tokens(self, epoch: int) -> int:
+        self.prove()
         base = int(self.epoch_batches[epoch])
         rows = self.batch_rows[[base, base + self.size(epoch)]]
         first, last = (int(x) for x in self.row_offsets[rows])
         return int(self.lengths[first:last].sum(dtype=np.int64))
 
     def places(self, epoch: int, item: int) -> list[Place]:
+        self.prove()
         base = int(self.epoch_batches[epoch])
         rows = self.batch_rows[[base, base + self.size(epoch)]]
         first, last = (int(x) for x in self.row_offsets[rows])
@@ -458,8 +591,25 @@ def order_of(kind: str, config: BatchingConfig, arrays: Arrays) -> Order:
     """The order that was stored as `arrays`; they are made read-only, as mapped files are."""
     for array in arrays.values():
         array.flags.writeable = False
-    order = VirtualOrder if kind == "virtual" else MaterialisedOrder
-    return order(config, **arrays)  # type: ignore[arg-type]
+    orders = {order.kind: order for order in (VirtualOrder, MaterialisedOrder)}
+    order: Order = orders[kind](config, **arrays)  # type: ignore[arg-type]
+    return order
+
+
+def _need(holds: bool | np.bool_, what: str) -> None:
+    if not holds:
+        raise ValueError(f"it does not hold that {what}")
+
+
+def _within(values: NDArray[Any], least: int, stop: int) -> bool:
+    return not values.size or bool(least <= values.min() and values.max() < stop)
+
+
+def _ascends(offsets: NDArray[Any], count: int, stop: int) -> bool:
+    """Whether these are the bounds of `count` consecutive parts of [0, stop)."""
+    if count < 0 or len(offsets) != count + 1 or offsets[0] != 0 or offsets[-1] != stop:
+        return False
+    return bool((offsets[1:] >= offsets[:-1]).all())
 
 
 @lru_cache(maxsize=64)

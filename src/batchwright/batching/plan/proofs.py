@@ -1,7 +1,6 @@
 """Proof that two runs saw the same batches: their fingerprints, and where they differ."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, zip_longest
@@ -13,8 +12,8 @@ import numpy as np
 from batchwright.batching.config import BatchingConfig
 from batchwright.batching.plan.microbatch import BatchSpec, MicrobatchSpec
 from batchwright.errors import BadFile
-from batchwright.files import existing, write_atomic
 from batchwright.fingerprint import canonical, digest
+from batchwright.sealed import read_sealed_json, write_sealed_json
 
 __all__ = [
     "BatchFingerprint",
@@ -40,15 +39,17 @@ class BatchFingerprint:
     version: int = 1
 
     def save(self, path: Path | str) -> None:
-        write_atomic(Path(path), (json.dumps(asdict(self), indent=2) + "\n").encode())
+        """Write as JSON with a checksum, whole or not at all."""
+        write_sealed_json(Path(path), asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> "BatchFingerprint":
-        path = existing(Path(path), "batch fingerprint")
+        """Read what `save` wrote; `BadFile` if a byte of it has changed."""
+        path = Path(path)
+        fields = read_sealed_json(path, "batch fingerprint", "compute it again")
         try:
-            fields = json.loads(path.read_bytes())
             loaded = cls(**fields)
-        except (ValueError, TypeError) as error:
+        except TypeError as error:
             raise BadFile(f"{path} is not a batch fingerprint: {error}") from None
         texts = (loaded.fingerprint, loaded.full_hash, loaded.config_hash)
         numbers = (loaded.num_batches, loaded.total_samples, loaded.total_tokens)

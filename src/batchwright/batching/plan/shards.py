@@ -1,6 +1,5 @@
 """Microbatches over ranks: equal counts by construction, any number of ranks, exact resume."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.errors import BadFile, ConfigError
-from batchwright.files import existing, write_atomic
 from batchwright.jit import kernel
+from batchwright.sealed import read_sealed_json, write_sealed_json
 from batchwright.world import World
 
 __all__ = [
@@ -82,16 +81,17 @@ class CheckpointPosition:
     """Fingerprint of the plan; empty fits every plan."""
 
     def save(self, path: Path | str) -> None:
-        """Write as JSON, whole or not at all."""
-        write_atomic(Path(path), (json.dumps(asdict(self), indent=2) + "\n").encode())
+        """Write as JSON with a checksum, whole or not at all."""
+        write_sealed_json(Path(path), asdict(self))
 
     @classmethod
     def load(cls, path: Path | str) -> "CheckpointPosition":
-        path = existing(Path(path), "checkpoint position")
+        """Read what `save` wrote; `BadFile` if a byte of it has changed."""
+        path = Path(path)
+        fields = read_sealed_json(path, "checkpoint position", "resume from another one")
         try:
-            fields = json.loads(path.read_bytes())
             position = cls(**fields)
-        except (ValueError, TypeError) as error:
+        except TypeError as error:
             raise BadFile(f"{path} is not a checkpoint position: {error}") from None
         numbers = (position.epoch, position.microbatch_idx, position.global_step)
         if not all(type(n) is int and n >= 0 for n in numbers) or not isinstance(

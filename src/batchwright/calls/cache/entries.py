@@ -53,7 +53,9 @@ def pack_row(request: Request, done: Done, *, keep_cut_off: bool) -> Row | None:
     if not model.isascii():
         # Half of a surrogate pair has no UTF-8.
         model = model.encode(errors="replace").decode()
-    return key, _checksum(key, response), int(time.time()), model, response, _pack_request(request)
+    at = int(time.time())
+    checksum = _checksum(key, at, model.encode(), response)
+    return key, checksum, at, model, response, _pack_request(request)
 
 
 def unpack(data: bytes) -> Done:
@@ -72,30 +74,35 @@ def unpack(data: bytes) -> Done:
     )
 
 
-def is_intact(key: bytes, checksum: bytes, response: bytes) -> bool:
+def is_intact(key: bytes, checksum: bytes, at: int, model: bytes, response: bytes) -> bool:
     """Whether a row is what was written; SQLite may return any type for a damaged one."""
     return (
         isinstance(key, bytes)
+        and isinstance(at, int)
+        and isinstance(model, bytes)
         and isinstance(response, bytes)
-        and _checksum(key, response) == checksum
+        and _checksum(key, at, model, response) == checksum
     )
 
 
 def as_json(
-    key: bytes, at: int, checksum: bytes, response: bytes, packed: bytes
+    key: bytes, checksum: bytes, at: int, model: bytes, response: bytes, packed: bytes
 ) -> dict[str, Any] | None:
     """A row for export; None unless both request and response are what was written."""
-    if not is_intact(key, checksum, response):
+    if not is_intact(key, checksum, at, model, response):
         return None
     try:
         entry = json.loads(packed)
         request = Request(entry["kind"], entry["body"], entry.get("draw"), entry.get("salt", ""))
-    except (ConfigError, ValueError, TypeError, KeyError, AttributeError):
+    except (ConfigError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         # The checksum covers the response only; a damaged request may be anything.
         return None
     if not request.key.startswith(key):
         return None
-    done = unpack(response)
+    try:
+        done = unpack(response)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
     return {
         "key": request.key.hex(),
         "at": timestamp(at).isoformat(),
@@ -153,9 +160,10 @@ def _pack_request(request: Request) -> bytes:
     return _json(rest)[:-1] + b',"body":' + request.data + b"}"
 
 
-def _checksum(key: bytes, response: bytes) -> bytes:
-    """Eight bytes that tell whether these two belong together."""
-    return hashlib.blake2b(key + response, digest_size=8).digest()
+def _checksum(key: bytes, at: int, model: bytes, response: bytes) -> bytes:
+    """Eight bytes that tell whether these belong together."""
+    head = b"%d %d " % (at, len(model))
+    return hashlib.blake2b(key + head + model + response, digest_size=8).digest()
 
 
 def _is_empty(request: Request, done: Done) -> bool:

@@ -1,13 +1,13 @@
 """Concurrency limits that earlier runs found, one file for all endpoints of a user."""
 
-import json
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import CannotWrite
-from batchwright.files import write_atomic
+from batchwright.errors import BadFile, CannotWrite, MissingFile
 from batchwright.models import registry as models
+from batchwright.sealed import read_sealed_json, write_sealed_json
 
 __all__ = ["limits_path", "load_limit", "save_limits"]
 
@@ -19,10 +19,7 @@ def limits_path() -> Path:
 
 def load_limit(address: str) -> dict[str, Any] | None:
     """What an earlier run learned about an endpoint; None if nothing readable is there."""
-    try:
-        state = json.loads(limits_path().read_bytes())[address]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    state = _known().get(address)
     return state if isinstance(state, dict) else None
 
 
@@ -31,14 +28,13 @@ def save_limits(states: Mapping[str, dict[str, Any]]) -> None:
 
     It only saves the next run a ramp, so a disk that refuses is not an error.
     """
+    with contextlib.suppress(CannotWrite):
+        write_sealed_json(limits_path(), {**_known(), **states})
+
+
+def _known() -> dict[str, Any]:
+    """All that is saved; nothing if the file is not there or damaged: it is learned again."""
     try:
-        known = json.loads(limits_path().read_bytes())
-    except (OSError, ValueError):
-        known = {}
-    if not isinstance(known, dict):
-        known = {}
-    text = json.dumps({**known, **states}, indent=1, sort_keys=True)
-    try:
-        write_atomic(limits_path(), text.encode() + b"\n")
-    except CannotWrite:
-        return
+        return read_sealed_json(limits_path(), "file of limits", "")
+    except (BadFile, MissingFile):
+        return {}

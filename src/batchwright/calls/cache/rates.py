@@ -1,20 +1,26 @@
 """Token buckets that the processes of one machine share through a file."""
 
 import contextlib
+import json
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from batchwright.calls.cache.process_id import boot_id
 from batchwright.calls.cache.sqlite import Database
+from batchwright.errors import BadFile
+from batchwright.files import parse_json
+from batchwright.lines import checked_line, is_checked, without_check
 
 __all__ = ["RateFile"]
 
 APPLICATION_ID = 0x62775261
-VERSION = 1
+VERSION = 2
+# One row, so that a damaged one is noticed and none can be missing.
 SCHEMA = """
-CREATE TABLE buckets(
-    name TEXT PRIMARY KEY, boot TEXT NOT NULL, requests REAL NOT NULL, tokens REAL NOT NULL)
+CREATE TABLE buckets(id INTEGER PRIMARY KEY, line BLOB NOT NULL);
+INSERT INTO buckets VALUES (1, '')
 """
 
 
@@ -25,24 +31,38 @@ class RateFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
         self._database = Database(path, "rate limit file", SCHEMA, APPLICATION_ID, VERSION)
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[list[float]]:
         """The two times, held by this process alone; what the block leaves in them is saved."""
         with self._database.writing() as connection:
-            # The clock restarts with the machine, and so do the buckets.
-            row = connection.execute(
-                "SELECT requests, tokens FROM buckets WHERE name = ? AND boot = ?",
-                (name, boot_id()),
-            ).fetchone()
-            before = row or (-math.inf, -math.inf)
-            times = list(before)
+            buckets = self._read(connection.execute("SELECT id, line FROM buckets").fetchall())
+            times = list(buckets.get(name, (-math.inf, -math.inf)))
+            before = tuple(times)
             yield times
             if tuple(times) != before:
-                connection.execute(
-                    "INSERT OR REPLACE INTO buckets VALUES (?, ?, ?, ?)", (name, boot_id(), *times)
-                )
+                body = json.dumps({"boot": boot_id(), "buckets": {**buckets, name: times}})
+                line = checked_line(body.encode())
+                connection.execute("UPDATE buckets SET line = ? WHERE id = 1", (line,))
+
+    def _read(self, rows: list[tuple[Any, Any]]) -> dict[str, list[float]]:
+        try:
+            ((number, line),) = rows
+            if number == 1 and not line:
+                return {}
+            if number != 1 or not is_checked(line):
+                raise ValueError("it does not match its checksum")
+            found = parse_json(without_check(line))
+            # The clock restarts with the machine, and so do the buckets.
+            if found["boot"] != boot_id():
+                return {}
+            return {name: [float(a), float(b)] for name, (a, b) in found["buckets"].items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadFile(
+                f"the rate limit file {self._path} is damaged: {error}; move it away and run again"
+            ) from None
 
     def close(self) -> None:
         self._database.close()

@@ -27,7 +27,7 @@ __all__ = ["Cache", "CacheStats", "Row"]
 T = TypeVar("T")
 
 APPLICATION_ID = 0x62774361
-VERSION = 2
+VERSION = 3
 # The response stands before the request, so that a get need not read past it. Random keys stay
 # out of the table's own order: rows are appended, only the index is written all over.
 SCHEMA = """
@@ -44,7 +44,7 @@ MOST_LEASE_S = 7200.0
 """A lease that ends later is of another clock."""
 CHUNK = 128
 """Keys or rows of one statement, at most."""
-ENTRIES = "SELECT key, digest, answer FROM entries WHERE key IN ({})"
+ENTRIES = "SELECT key, digest, at, model, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
 # Only where there is no response yet and nobody else has a lease, not even an expired one.
 LEASE = (
@@ -145,12 +145,12 @@ class Cache:
         wanted = {key[:KEY_BYTES]: key for key in keys}
         found: dict[bytes, Done] = {}
         with self._database.reading() as connection:
-            for key, checksum, response in _select(connection, ENTRIES, list(wanted)):
+            for row in _select(connection, ENTRIES, list(wanted)):
                 # A damaged index may lead to another row.
-                if key not in wanted or not entries.is_intact(key, checksum, response):
+                if row[0] not in wanted or not entries.is_intact(*row):
                     self.damaged += 1
-                elif (done := self._usable(response)) is not None:
-                    found[wanted[key]] = done
+                elif (done := self._usable(row[-1])) is not None:
+                    found[wanted[row[0]]] = done
             self.hits += len(found)
             self.misses += len(wanted) - len(found)
             self._unsaved_hits += len(found)
@@ -287,7 +287,7 @@ class Cache:
             (total,) = connection.execute("SELECT count(*) FROM entries").fetchone()
             for number, row in enumerate(
                 connection.execute(
-                    "SELECT key, at, digest, answer, request FROM entries ORDER BY id"
+                    "SELECT key, digest, at, model, answer, request FROM entries ORDER BY id"
                 )
             ):
                 entry = entries.as_json(*row)
@@ -322,9 +322,9 @@ class Cache:
     def _intact(self, connection: Connection, keys: Sequence[bytes]) -> set[bytes]:
         """Those of the keys that have a response which `get_many` would return."""
         return {
-            key
-            for key, checksum, response in _select(connection, ENTRIES, keys)
-            if entries.is_intact(key, checksum, response) and self._usable(response) is not None
+            row[0]
+            for row in _select(connection, ENTRIES, keys)
+            if entries.is_intact(*row) and self._usable(row[-1]) is not None
         }
 
     def _save_hits(self, connection: Connection) -> None:

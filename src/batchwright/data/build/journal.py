@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.errors import CannotWrite
+from batchwright.files import write_all
 
 __all__ = ["Journal", "Record"]
+
+OURS = b'{"format": "batchwright.'
+"""How the first line of any journal begins."""
 
 Record = tuple[Any, ...]
 """Columns of one chunk: sample ids, lengths, content hashes, and what else its writer needs."""
@@ -33,13 +37,24 @@ class Journal:
         self._header = json.dumps(header).encode() + b"\n"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+            # Nobody named this file: a link there is not followed, and a FIFO not waited for.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+            head = os.pread(self._file.fileno(), 4096, 0).partition(b"\n")[0]
+            if not head.startswith(OURS) and not OURS.startswith(head):
+                self._file.close()
+                raise CannotWrite(
+                    f"{path} was not written by this command, so it is not replaced; move it away "
+                    f"or name another output"
+                )
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
             raise CannotWrite(
                 f"another process is writing {path}; wait for it or name another output"
             ) from None
+        except CannotWrite:
+            raise
         except OSError as error:
             raise CannotWrite(f"cannot write {path}: {error.strerror}") from None
 
@@ -94,10 +109,8 @@ class Journal:
             self._write(self._header)
 
     def _write(self, raw: bytes) -> None:
-        view = memoryview(raw)
         try:
-            while view:
-                view = view[self._file.write(view) :]
+            write_all(self._file.fileno(), raw)
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}: {error.strerror}; free space and run again: "

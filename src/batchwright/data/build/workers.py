@@ -57,6 +57,8 @@ def map_chunks(
             spent = time.monotonic() - begin
             if workers > 1 and spent >= TRIAL_S and spent / done * (total - done) > WORTH_S:
                 break
+        else:
+            return
     chunks = (source.chunk(at, stop) for at, stop in ranges)
     if workers == 1:
         yield from (work(chunk, tokenizer, known) for chunk in chunks)

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -22,9 +23,9 @@ from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.data.tokens.kept import ELSEWHERE, StoreLock, stores_folder
 from batchwright.data.tokens.store import LARGE, STORE, TokenStore
 from batchwright.errors import BadFile, BadRow, CannotWrite, DuplicateId
-from batchwright.files import link_or_copy
+from batchwright.files import link_or_copy, write_all
 from batchwright.fingerprint import digest
-from batchwright.sealed import MANIFEST, write_array
+from batchwright.sealed import MANIFEST, ArrayWriter, write_array
 
 __all__ = ["find_store", "make_store"]
 
@@ -63,8 +64,10 @@ def make_store(
     the same store, one waits for the other.
     """
     store, tokenised = _intact(source, tokenizer), 0
-    if store is None:
-        path = _path(source, tokenizer)
+    path = _path(source, tokenizer)
+    if store is not None:
+        _clear(path, source, tokenizer)
+    else:
         with StoreLock(path):
             # Another process may have made it meanwhile.
             store = _intact(source, tokenizer)
@@ -96,6 +99,14 @@ def _path(source: Source, tokenizer: Tokenizer) -> Path:
     return stores_folder() / key[:16]
 
 
+def _clear(path: Path, source: Source, tokenizer: Tokenizer) -> None:
+    """Remove what a build left that was killed when its store was finished already."""
+    partial = _partial(path, source, tokenizer)
+    if partial.exists():
+        with contextlib.suppress(OSError), StoreLock(path, wait=False):
+            shutil.rmtree(partial)
+
+
 def _intact(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
     try:
         return find_store(source, tokenizer)
@@ -117,7 +128,7 @@ class _Unfinished:
         self._earlier = earlier
         self._journal = Journal(folder / "journal.jsonl", JOURNAL, tokenizer.fingerprint)
         self._files = {name: (folder / f"{name}.bin").open("a+b", 0) for name in LARGE}
-        self._hashers = {name: hashlib.sha256() for name in LARGE}
+        self._writers = {name: ArrayWriter(LARGE[name]) for name in LARGE}
         for file in self._files.values():
             file.seek(0)
         columns = [columns_of(record) for record in self._journal.replay(self._is_intact)]
@@ -137,7 +148,7 @@ class _Unfinished:
     def beside(cls, path: Path, source: Source, tokenizer: Tokenizer) -> Iterator["_Unfinished"]:
         """Kept when the block ends with an error, if there is anything to keep; else deleted."""
         earlier = _earlier(source, tokenizer)
-        self = cls(_partial(path, source, tokenizer), tokenizer, earlier)
+        self = cls(_begun(path, source, tokenizer), tokenizer, earlier)
         if self.resumed:
             log.warning("resuming: %s rows are tokenised already", f"{self.resumed:,}")
         try:
@@ -159,10 +170,8 @@ class _Unfinished:
         raw = {name: _bytes(values, name) for name, values in pieces.items()}
         try:
             for name, file in self._files.items():
-                self._hashers[name].update(raw[name])
-                view = memoryview(raw[name])
-                while view:
-                    view = view[file.write(view) :]
+                self._writers[name].update(raw[name])
+                write_all(file.fileno(), raw[name])
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self._folder}: {error.strerror}; {ELSEWHERE}, and run again: "
@@ -176,26 +185,23 @@ class _Unfinished:
         as_made = len(places) == self._count and np.array_equal(places, np.arange(self._count))
         if as_made and self._earlier is None:
             # Which is usual: nothing is written twice.
-            entries = {}
-            for name, file in self._files.items():
-                size = file.seek(0, os.SEEK_END) // LARGE[name].itemsize
-                entries[name] = _entry(name, size, self._hashers[name])
+            for name in LARGE:
                 link_or_copy(self._folder / f"{name}.bin", folder / f"{name}.bin")
-            return entries
+            return {name: writer.entry() for name, writer in self._writers.items()}
         return {name: self._copy(folder, name, places) for name in LARGE}
 
     def _copy(self, folder: Path, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
         parts = [_mapped(self._folder / f"{name}.bin", name)]
         sizes = [np.zeros(1, np.int64), *self._sizes]
         if self._earlier is not None:
-            parts.insert(0, getattr(self._earlier, name))
+            parts.insert(0, getattr(self._earlier, name).whole())
             sizes.insert(1, self._earlier.lengths.values.astype(np.int64))
         offsets, border = np.cumsum(np.concatenate(sizes)), len(parts[0])
         # Rows stand as they were made unless the data changed in between: one run is usual.
         first_here = 0 if self._earlier is None else len(self._earlier)
         breaks = (np.diff(places) != 1) | (places[1:] == first_here)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
-        hasher, size = hashlib.sha256(), 0
+        writer = ArrayWriter(LARGE[name])
         with (folder / f"{name}.bin").open("wb") as file:
             for first, stop in pairwise(bounds):
                 begin, end = int(offsets[places[first]]), int(offsets[places[stop - 1] + 1])
@@ -205,9 +211,8 @@ class _Unfinished:
                 for at in range(begin, end, COPY_ITEMS):
                     raw = part[at - before : min(at + COPY_ITEMS, end) - before].tobytes()
                     file.write(raw)
-                    hasher.update(raw)
-                    size += len(raw) // LARGE[name].itemsize
-        return _entry(name, size, hasher)
+                    writer.update(raw)
+        return writer.entry()
 
     def _is_intact(self, record: Record) -> bool:
         items = sum(record[1])
@@ -215,7 +220,7 @@ class _Unfinished:
         if record[3:] != (_checksum(*raw.values()),):
             return False
         for name, part in raw.items():
-            self._hashers[name].update(part)
+            self._writers[name].update(part)
         return True
 
     def _close(self, *, keep: bool) -> None:
@@ -231,10 +236,18 @@ class _Unfinished:
             self._folder.rmdir()
 
 
+def _partial_name(source: Source, tokenizer: Tokenizer) -> str:
+    return digest("partial", source.name, tokenizer.fingerprint)[:8]
+
+
 def _partial(path: Path, source: Source, tokenizer: Tokenizer) -> Path:
+    """The folder in which a store is made."""
+    return path.with_name(f"{_partial_name(source, tokenizer)}-{path.name}.partial")
+
+
+def _begun(path: Path, source: Source, tokenizer: Tokenizer) -> Path:
     """Where to make a store: with what a build of an earlier version of the data left, if any."""
-    name = digest("partial", source.name, tokenizer.fingerprint)[:8]
-    folder = path.with_name(f"{name}-{path.name}.partial")
+    name, folder = _partial_name(source, tokenizer), _partial(path, source, tokenizer)
     for left in path.parent.glob(f"{name}-*.partial") if not folder.exists() else ():
         store = path.with_name(left.name.removeprefix(f"{name}-").removesuffix(".partial"))
         with contextlib.suppress(OSError), StoreLock(store, wait=False):
@@ -251,15 +264,15 @@ def _earlier(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
         try:
             fields = STORE.read(path)
             if (fields["source"], fields["tokenizer_hash"]) == (source.name, tokenizer.fingerprint):
-                found.append(((path / MANIFEST).stat().st_mtime, path, fields))
+                found.append(((path / MANIFEST).stat().st_mtime, path))
         except (BadFile, KeyError, OSError):
             continue
-    for _, path, fields in sorted(found, reverse=True, key=lambda entry: entry[0]):
+    for _, path in sorted(found, reverse=True):
         with contextlib.suppress(BadFile, OSError):
             store = TokenStore(path)
             # What is copied gets a new checksum, so damage must not pass.
-            for name in LARGE:
-                STORE.check_array(path, name, fields["files"][name], getattr(store, name))
+            store.tokens.whole()
+            store.mask.whole()
             return store
     return None
 
@@ -322,10 +335,6 @@ def _said(skipped: Any) -> dict[str, Any]:
 def _mapped(path: Path, name: str) -> NDArray[Any]:
     # An empty file cannot be mapped.
     return np.memmap(path, LARGE[name], "r") if path.stat().st_size else np.empty(0, LARGE[name])
-
-
-def _entry(name: str, size: int, hasher: Any) -> dict[str, Any]:
-    return {"dtype": LARGE[name].str, "shape": [size], "sha256": hasher.hexdigest()}
 
 
 def _bytes(values: NDArray[Any], name: str) -> bytes:

@@ -31,6 +31,7 @@ from batchwright.logic.mine.paths import Adjacency, adjacency, count_bodies, fin
 from batchwright.logic.rules import Clause, Rules
 from batchwright.logic.vocab import Vocab
 from batchwright.permutation import permutation
+from batchwright.sealed import sealed_text
 
 __all__ = [
     "LONGEST",
@@ -199,10 +200,14 @@ def mine(
 
 
 def write_rules(path: Path, rules: Rules, vocab: Vocab, note: str = "") -> None:
-    """Write rules one a line, as `name:weight:body -> head`; `parse_rules` reads them back."""
+    """Write rules one a line, as `name:weight:body -> head`; `parse_rules` reads them back.
+
+    The first and the last line have their checksum; without these they can be edited by hand.
+    """
     lines = [f"# {note}"] if note else []
     lines += [rules.text(r, vocab) for r in range(len(rules))]
-    write_atomic(path, ("\n".join(lines) + "\n").encode())
+    text = sealed_text("\n".join(lines) + "\n", "delete this and the last line to edit the rules")
+    write_atomic(path, text.encode())
 
 
 def chains_of(rules: Rules) -> Chains:

@@ -173,7 +173,10 @@ def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
         )
     if beam is not None:
         config = replace(config, beam=beam)
-    asked = Asked.of(*_program(config, graph, run / "rules.txt"))
+    wider, rules = _program(config, graph, run / "rules.txt")
+    if found.state["rules"] != rules.fingerprint:
+        raise Mismatch(f"the prover {run} was trained with other rules than its rules.txt holds")
+    asked = Asked.of(wider, rules)
     policy = _policy(config, asked)
     _load(policy, found.state["policy"], found.path)
     return _scorer(config, asked, policy)
@@ -196,14 +199,14 @@ def _train(
     questions = asked.questions(graph.train)
     valid = evenly_spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth)
-    facts = digest("prover", vocab_digest(graph), digest_array(wider.train))
+    facts = digest("prover", vocab_digest(graph), digest_array(wider.train), rules.fingerprint)
     at, best, saved = _At(), _copied(policy), None
     if found := run.latest():
         before = found.state
         if before["facts"] != facts:
             raise Mismatch(
-                f"{found.path} was trained on other facts than {config.data} holds; restore the "
-                f"graph of the run"
+                f"{found.path} was trained on other facts or rules than {config.data} and "
+                f"{run.folder / 'rules.txt'} hold; restore those of the run"
             )
         at, saved = _At(**before["at"]), before["learner"]
         _load(policy, before["policy"], found.path)
@@ -285,7 +288,12 @@ def _train(
                 run.save(at.round, state)
     finished = at.round == len(plan)
     if finished and run.writes and not run.is_left(begun_at, at.round, "model"):
-        kept = {"policy": best, "vocab": vocab_digest(graph), "valid_mrr": at.best_mrr}
+        kept = {
+            "policy": best,
+            "vocab": vocab_digest(graph),
+            "rules": rules.fingerprint,
+            "valid_mrr": at.best_mrr,
+        }
         save_checkpoint(run.folder / "model", at.best_round, kept, keep=1)
         run.finish(at.round)
     why = "done" if finished else "stopped"

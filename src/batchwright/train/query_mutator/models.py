@@ -37,8 +37,9 @@ from batchwright.envs.query_mutation.models import (
     rate_by,
 )
 from batchwright.envs.questions import Question
-from batchwright.errors import BadFile, CannotWrite, Mismatch, MissingFile, NoServer
+from batchwright.errors import CannotWrite, Mismatch, MissingFile, NoServer
 from batchwright.events import EventLog
+from batchwright.lines import LineFile, read_lines
 from batchwright.rewards import Contains, Exact, Judge, Numeric, Rule, Similarity
 from batchwright.train.query_mutator.config import QueryMutatorConfig, width_of
 
@@ -54,15 +55,10 @@ class FailureLog:
     def __init__(self, path: Path, *, replay: bool) -> None:
         self._path, self._replay = path, replay
         self._known: dict[str, str] = {}
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                self._known[row["place"]] = row["why"]
-            except (ValueError, KeyError, TypeError):
-                # The last line may be incomplete: the run was killed while writing it.
-                if number < len(lines):
-                    raise BadFile(f"{path} line {number} is not a failure record") from None
+        self._file: LineFile | None = None
+        raw = path.read_bytes() if path.exists() else b""
+        for place, why in read_lines(path, raw, "list of failures", _failure):
+            self._known[place] = why
 
     def known(self, place: str) -> str | None:
         return (self._known.get(place) or None) if self._replay else None
@@ -72,10 +68,15 @@ class FailureLog:
             return
         self._known[place] = why
         try:
-            with self._path.open("ab") as file:
-                file.write(json.dumps({"place": place, "why": why}).encode() + b"\n")
+            if self._file is None:
+                self._file = LineFile(self._path, "list of failures")
+            self._file.append(json.dumps({"place": place, "why": why}).encode())
         except OSError as error:
             raise CannotWrite(f"cannot write {self._path}: {error.strerror}") from error
+
+
+def _failure(row: dict[str, Any]) -> tuple[str, str]:
+    return str(row["place"]), str(row["why"])
 
 
 @dataclass(frozen=True)

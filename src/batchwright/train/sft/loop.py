@@ -42,6 +42,7 @@ from batchwright.models.adapter import (
     find_adapter,
     name_base,
 )
+from batchwright.models.folder import seal_model
 from batchwright.models.transformers import (
     context_length,
     load_model,
@@ -629,3 +630,4 @@ def _export(model: Any, config: SftConfig, main: bool, adapter: Adapter | None, 
         if config.lora_rank:
             name_base(folder, adapter.base if adapter else config.model, base)
         write_tokenizer(folder, adapter.tokenizer if adapter else config.model, config.tokenizer)
+        seal_model(folder)

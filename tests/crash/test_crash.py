@@ -1,0 +1,339 @@
+"""Commands killed at every step they take on the disk: what they leave is old, new or resumed.
+
+Every point is a kill -9 of a command before one of its operations on files, or in the middle of a
+write. Then its output must be what it was before or what it should become, byte by byte, and the
+same command again must come to the same end and leave nothing else behind.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchwright.checkpoint import latest
+from batchwright.events import read_events
+
+HERE = Path(__file__).parent
+BASE = "data batchplan build -l lengths.jsonl -b 512 --layout packed --pack-max-len 256"
+
+
+class Zygote:
+    """The process that forks, kills and resumes."""
+
+    def __init__(self, folder: Path, *modules: str) -> None:
+        self._output = folder / "said.txt"
+        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "zygote.py", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environ, "HF_HUB_OFFLINE": "1", "BATCHWRIGHT_HOME": str(folder / "home")},
+            text=True,
+        )
+
+    def __call__(self, folder: Path, line: str, **more: Any) -> dict[str, Any]:
+        """Run a command in a folder, or a function that is named with a colon."""
+        if ":" in line.split(" ")[0]:
+            what: dict[str, Any] = {"call": line, "args": [str(folder)]}
+        else:
+            what = {"argv": line.split()}
+        tokens = {"BATCHWRIGHT_TOKENS": str(folder / "tokens")}
+        found = self.ask(
+            {**what, "folder": str(folder), "output": str(self._output), "env": tokens, **more}
+        )
+        assert not found["hung"], f"{line} {more} hangs"
+        return found
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    @property
+    def said(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._process.stdout.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A command, what it writes, and what of it may differ from run to run."""
+
+    line: str
+    output: str
+    before: tuple[str, ...] = ()
+    """Commands that come first; their outputs are there when it is killed."""
+    whole: bool = True
+    """Whether the output is either old or new; else it grows, and only its end is compared."""
+    volatile: tuple[str, ...] = (".lock",)
+
+
+CASES = {
+    "lengths": Case("data lengths build -d train.jsonl -t bytes -o out.jsonl -q", "out.jsonl"),
+    "lengths again": Case(
+        "data lengths build -d train.jsonl -t bytes -o out.safetensors -q",
+        "out.safetensors",
+        ("data lengths build -d few.jsonl -t bytes -o out.safetensors -q",),
+    ),
+    "plan": Case(f"{BASE} -e 2 -o plan", "plan", (f"{BASE} -e 1 --seed 7 -o plan",)),
+    "shards": Case(
+        "data batchplan shard -p base -w 2 -o shards",
+        "shards",
+        ("data batchplan shard -p base -w 3 -o shards",),
+    ),
+    "text": Case("data batchplan export -p base -o text", "text"),
+    "batches": Case("data batch generate -p base -d train.jsonl -t bytes -o batches -q", "batches"),
+    "rules": Case("data kg mine graph -o rules.txt -q", "rules.txt"),
+    "small files": Case(
+        "writers:small_files", "position.json", ("writers:small_files",), whole=True
+    ),
+    "checkpoints": Case(
+        "writers:checkpoints", "checkpoints", whole=False, volatile=("events.jsonl",)
+    ),
+    "replay": Case("writers:replay", "buffer", whole=False, volatile=(".lock",)),
+}
+
+
+def rows(path: Path, count: int) -> None:
+    draw = random.Random(3)
+    with path.open("w") as file:
+        for number in range(count):
+            text = " ".join(draw.choices(["otters", "count", "tokens"], k=draw.randint(1, 30)))
+            file.write(json.dumps({"id": f"r{number}", "text": text}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    folder = tmp_path_factory.mktemp("zygote")
+    process = Zygote(folder, "batchwright.cli.app", "batchwright.streaming", "writers")
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def ground(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What commands read, with everything they use imported and compiled."""
+    folder = tmp_path_factory.mktemp("ground")
+    rows(folder / "train.jsonl", 60)
+    rows(folder / "few.jsonl", 20)
+    (folder / "graph").mkdir()
+    names = "abcdefgh"
+    facts = [f"{a}\tparent\t{b}\n{b}\tchild\t{a}\n" for a, b in itertools.pairwise(names)]
+    for part in ("train", "valid", "test"):
+        (folder / "graph" / f"{part}.txt").write_text("".join(facts))
+    first = (
+        "data lengths build -d train.jsonl -t bytes -o lengths.jsonl -q",
+        f"{BASE} -e 1 -o base",
+    )
+    lines = [*first, *(case.line for case in CASES.values() if ":" not in case.line)]
+    warm = [{"argv": line.split()} for line in lines]
+    own = {"BATCHWRIGHT_TOKENS": str(folder / "tokens")}
+    zygote.ask({"warm": warm, "folder": str(folder), "env": own})
+    for path in folder.iterdir():
+        if path.name not in ("train.jsonl", "few.jsonl", "graph", "lengths.jsonl", "base"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return folder
+
+
+def listing(folder: Path, volatile: tuple[str, ...] = ()) -> dict[str, bytes | None]:
+    """Every name below a folder, hidden ones too, with its content."""
+    found = {"": folder.read_bytes()} if folder.is_file() else {}
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if path.name in volatile:
+            continue
+        found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else b""
+    return found
+
+
+@dataclasses.dataclass
+class Killed:
+    """One case with what it begins and ends with, to be killed anywhere."""
+
+    zygote: Zygote
+    case: Case
+    start: Path
+    folder: Path
+    names: list[str]
+    end: dict[str, bytes | None]
+
+    @classmethod
+    def of(cls, zygote: Zygote, case: Case, ground: Path, folder: Path) -> "Killed":
+        start = folder / "start"
+        shutil.copytree(ground, start)
+        for line in case.before:
+            assert zygote(start, line)["code"] == 0, zygote.said
+        whole = folder / "whole"
+        shutil.copytree(start, whole)
+        found = zygote(whole, case.line)
+        assert found["code"] == 0, zygote.said
+        # All in one place: some files name the folder they are in.
+        return cls(
+            zygote, case, start, folder / "here", found["names"], listing(whole, case.volatile)
+        )
+
+    def check(self, **moment: Any) -> bool:
+        """Kill it at one moment, look at what is there, and have it resumed."""
+        here, case = self.folder, self.case
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(self.start, here)
+        killed = self.zygote(here, case.line, **moment)["killed"]
+        if case.whole:
+            old = listing(self.start / case.output)
+            new = listing(self.folder.parent / "whole" / case.output)
+            assert listing(here / case.output) in (old, new), f"half-written after {moment}"
+        again = self.zygote(here, case.line)
+        assert again["code"] == 0, f"not resumed after {moment}: {self.zygote.said}"
+        left = listing(here, case.volatile)
+        assert left.keys() == self.end.keys(), f"other files after {moment}"
+        assert left == self.end, f"another result after {moment}"
+        return killed
+
+
+def moments(names: list[str], most: int) -> list[int]:
+    """Up to `most` steps, evenly spread, with every kind of step among them."""
+    if len(names) <= most:
+        return list(range(1, len(names) + 1))
+    firsts = {name: number for number, name in reversed(list(enumerate(names, start=1)))}
+    spread = [1 + number * len(names) // most for number in range(most)]
+    return sorted({*firsts.values(), *spread})[:: max(1, (most + len(firsts)) // most)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_killed_at_any_step_is_resumed(
+    name: str, zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    killed = Killed.of(zygote, CASES[name], ground, tmp_path)
+    chosen = moments(killed.names, 6)
+
+    assert all(killed.check(kill_at=number) for number in chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_killed_at_every_step_and_at_random_moments_is_resumed(
+    name: str, zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    killed = Killed.of(zygote, CASES[name], ground, tmp_path)
+    draw = random.Random(name)
+    points: list[dict[str, Any]] = [{"kill_at": n + 1} for n in range(len(killed.names))]
+    points += [{"kill_after": draw.uniform(0.0, 0.3)} for _ in range(max(20, 100 - len(points)))]
+
+    for point in points:
+        killed.check(**point)
+
+
+@pytest.mark.parametrize("name", ["plan", "lengths again", "batches", "checkpoints", "replay"])
+def test_a_disk_that_is_full_at_any_step_changes_nothing(
+    name: str, zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    killed = Killed.of(zygote, CASES[name], ground, tmp_path)
+    case, here = killed.case, tmp_path / "here"
+    old, new = listing(killed.start / case.output), listing(tmp_path / "whole" / case.output)
+    for number in moments(killed.names, 6):
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(killed.start, here)
+        found = zygote(here, case.line, fail_at=number)
+        step = f"{killed.names[number - 1]}, step {number}"
+        if ":" not in case.line:
+            # Cleaning up may fail without harm; all else is one sentence.
+            assert found["code"] in (0, 1), f"{step}: {zygote.said}"
+            assert "Traceback" not in zygote.said
+            assert "internal" not in zygote.said, f"{step}: {zygote.said}"
+        if case.whole:
+            assert listing(here / case.output) in (old, new), step
+        assert zygote(here, case.line)["code"] == 0, f"{step}: {zygote.said}"
+        assert listing(here, case.volatile) == killed.end, step
+
+
+def test_what_was_logged_before_a_kill_is_there_after_it(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    """A log grows by whole lines, whichever write of it is torn."""
+    killed = Killed.of(zygote, CASES["checkpoints"], ground, tmp_path)
+    writes = [n for n, name in enumerate(killed.names, start=1) if name == "write"]
+    assert len(writes) == 3
+    for number in writes:
+        killed.check(kill_at=number)
+        steps = [event.fields["step"] for event in read_events(tmp_path / "here/events.jsonl")]
+        # The step whose line was torn is saved, so it is not done again.
+        assert steps == [n for n in (1, 2, 3) if n != writes.index(number) + 1]
+        found = latest(tmp_path / "here" / "checkpoints")
+        assert found is not None
+        assert found.step == 3
+
+
+def test_leftovers_of_many_kills_do_not_add_up(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(ground, here)
+    case = CASES["plan"]
+    renames = 1 + zygote(here, case.line)["names"].index("os.mkdir")
+    before = set(listing(here))
+    for extra in range(8):
+        assert zygote(here, case.line, kill_at=renames + 1 + extra % 4)["killed"]
+        hidden = [path for path in here.iterdir() if path.name.startswith(".")]
+        assert len(hidden) <= 1
+    assert zygote(here, case.line)["code"] == 0
+    assert set(listing(here)) == before
+
+
+@pytest.fixture
+def limited(zygote: Zygote, ground: Path, tmp_path: Path) -> Callable[..., str]:
+    """Run a command under a limit of the system; what it said when it was refused."""
+
+    def run(line: str, **more: Any) -> str:
+        found = zygote(tmp_path / "here", line, **more)
+        assert found["code"] == 1, zygote.said
+        said = zygote.said.strip()
+        assert "Traceback" not in said
+        assert "internal" not in said
+        return said
+
+    shutil.copytree(ground, tmp_path / "here")
+    return run
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(
+    limited: Callable[..., str], tmp_path: Path
+) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    locked = tmp_path / "here" / "locked"
+    locked.mkdir(mode=0o555)
+    said = limited(f"{BASE} -e 1 -o locked/plan")
+    assert "cannot write" in said
+    assert list(locked.iterdir()) == []
+
+
+def test_a_command_does_with_few_file_descriptors(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ground, tmp_path / "here")
+    for case in CASES.values():
+        if ":" not in case.line:
+            found = zygote(tmp_path / "here", case.line, limits={"RLIMIT_NOFILE": 64})
+            assert found["code"] == 0, zygote.said
+
+
+def test_a_limit_on_the_size_of_files_is_one_sentence(limited: Callable[..., str]) -> None:
+    said = limited(f"{BASE} -e 1 -o plan", limits={"RLIMIT_FSIZE": 100})
+    assert "cannot write plan" in said
