@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Small models on a shared machine: one thread each is faster than threads that wait for others.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup chromium demo quick lint test guides training test-all bench docs release-check lock clean
+.PHONY: setup chromium demo quick lint test guides training fuzz test-all bench docs release-check lock clean
 
 setup: $(VENV)/.installed chromium
 
@@ -57,6 +57,10 @@ guides: $(VENV)/.installed
 # Whole training runs, resumed, killed, on several ranks; and the classes of other libraries.
 training: $(VENV)/.installed
 	$(PYTEST) tests -m 'training and not slow'
+
+# Every format damaged and crafted in thousands of ways; MUTATIONS and SEED choose others.
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/fuzz.py --mutations $(or $(MUTATIONS),10000) --seed $(or $(SEED),1)
 
 test-all: lint
 	$(PYTEST)

@@ -1,0 +1,117 @@
+"""What checking costs: opening, the first use and later uses of plans and token stores.
+
+A plan of ten million samples (100,000 with --quick) and a store of 50 million tokens (a million).
+Printed are the best of several tries in one process, each with files that were opened anew; CRC-32
+of every block, which is what the first use pays, stands beside SHA-256 of the whole. Samples of the
+store are read in random order, with every block checked on its first use, with all of them checked
+already, and with no checks at all.
+"""
+
+import argparse
+import hashlib
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
+from batchwright.data.tokens.store import STORE, TokenStore
+from batchwright.rng import stream
+from batchwright.sealed import write_array
+
+TRIES = 5
+
+
+def best(work: Callable[[], object]) -> float:
+    """Seconds of the quickest of several calls."""
+    found = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def plans(folder: Path, samples: int) -> None:
+    lengths = stream(42, "bench/seal").integers(1, 2048, samples, np.int32)
+    for layout in ("packed", "bucketed"):
+        config = BatchingConfig(layout=layout, token_budget=16384, pack_max_length=2048)
+        path = BatchPlanBuilder(lengths, config).build(1).save(folder / layout)
+        files = sorted(path.glob("*.bin"))
+        size = sum(file.stat().st_size for file in files)
+        opened = best(lambda path=path: BatchPlan.load(path))
+        fresh = [BatchPlan.load(path) for _ in range(TRIES)]
+        first = best(lambda fresh=fresh: fresh.pop().order.prove())
+        plan = BatchPlan.load(path)
+        plan.batch(0, 0)
+        later = best(lambda plan=plan: plan.batch(0, 1))
+        whole = best(
+            lambda files=files: [hashlib.sha256(file.read_bytes()).digest() for file in files]
+        )
+        print(
+            f"plan, {layout}, {samples:,} samples, {size / 2**20:.0f} MiB: "
+            f"open {opened * 1e3:.2f} ms, "
+            f"checks of the first use {first * 1e3:.1f} ms ({size / first / 2**30:.1f} GiB/s; "
+            f"SHA-256 of the files {whole * 1e3:.1f} ms), a microbatch {later * 1e6:.0f} us"
+        )
+
+
+def tokens(folder: Path, count: int) -> None:
+    path, length = folder / "store", 500
+    path.mkdir()
+    n = count // length
+    arrays = {
+        "tokens": stream(42, "bench/seal/tokens").integers(0, 50_000, n * length, np.int32),
+        "mask": np.ones(n * length, np.uint8),
+        "offsets": np.arange(n + 1, dtype=np.int64) * length,
+        "loss": np.tile(np.array([1, length - 1], np.int32), (n, 1)),
+        "content": np.arange(1, n + 1, dtype=np.uint64),
+    }
+    none = {"count": 0, "reasons": []}
+    names = {"source": "x", "tokenizer": "x", "dataset_hash": "x", "tokenizer_hash": "x"}
+    files = {name: write_array(path, name, array) for name, array in arrays.items()}
+    STORE.write(path, {**names, "skipped": none, "repeated": none, "files": files})
+    order = stream(42, "bench/seal/order").permutation(n)
+    opened = best(lambda: TokenStore(path))
+
+    def read(store: TokenStore) -> None:
+        for item in order:
+            store(int(item))
+
+    def unchecked(store: TokenStore) -> None:
+        for item in order:
+            first = int(item) * length
+            store.tokens.unread[first : first + length].sum()
+            store.mask.unread[first : first + length].sum()
+
+    def summed(store: TokenStore) -> None:
+        for item in order:
+            sample = store(int(item))
+            sample.input_ids.sum()
+            sample.loss_mask.sum()
+
+    fresh = [TokenStore(path) for _ in range(TRIES)]
+    checked = best(lambda: summed(fresh.pop()))
+    store = TokenStore(path)
+    read(store)
+    again, bare = best(lambda: summed(store)), best(lambda: unchecked(store))
+    print(
+        f"token store, {count:,} tokens: open {opened * 1e3:.2f} ms, a sample in its first epoch "
+        f"{checked / n * 1e6:.2f} us, later {again / n * 1e6:.2f} us, slices of the bare arrays "
+        f"{bare / n * 1e6:.2f} us"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    with tempfile.TemporaryDirectory() as folder:
+        plans(Path(folder), 100_000 if quick else 10_000_000)
+        tokens(Path(folder), 1_000_000 if quick else 50_000_000)
+
+
+if __name__ == "__main__":
+    main()
