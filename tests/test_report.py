@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, NoServer
 from batchwright.events import EventLog, EventTail, read_events
+from batchwright.lines import check_of, checked_line, without_check
 from batchwright.report.advice import advise
 from batchwright.report.columns import Columns
 from batchwright.report.html import html_report
@@ -142,7 +143,7 @@ LINES = st.one_of(
         st.one_of(st.floats(allow_nan=False), st.text(max_size=5), st.lists(st.integers())),
     ),
     st.sampled_from(
-        ['{"t":1,"ki', '{"t":2,"x":[{}', "", "{}", "[]", "1", '{"t":1,"kind":"a"},{}', "}"]
+        ['{"t":1,"ki', '{"t":2,"x":[{}', "{}", "[]", "[1}", '{"t":1,"kind":"a"},{}', "}"]
     ),
 )
 
@@ -153,17 +154,21 @@ def test_lines_parsed_together_are_the_records_that_each_line_is(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "together.jsonl"
-    path.write_text("".join(line + "\n" for line in lines), "utf-8")
-    tail, expected = EventTail(path), []
+    raw, check, expected = b"", 0, []
     for line in lines:
+        checked = checked_line(line.encode(), check)
+        raw, check = raw + checked, check_of(checked)
         try:
-            record = json.loads(line)
+            record = json.loads(without_check(checked))
             expected.append((float(record.pop("t")), record.pop("kind"), record))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
+    path.write_bytes(raw)
+    tail = EventTail(path)
 
     assert [tuple(event) for event in tail.read()] == expected
-    assert len(expected) + tail.torn + len(tail.bad) == sum(map(bool, lines))
+    assert len(expected) + len(tail.bad) == len(lines)
+    assert tail.torn == 0
 
 
 def test_a_plan_is_summarised_without_a_compiler(run_dir: Path) -> None:
@@ -175,6 +180,33 @@ def test_a_plan_is_summarised_without_a_compiler(run_dir: Path) -> None:
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("kind", ["changed", "added", "added again", "removed"])
+@pytest.mark.parametrize("at", [0, 3, 4])
+def test_a_line_that_is_not_as_written_is_named_and_the_others_are_read(
+    at: int, kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        write_steps(log, 1, 6, 1, random.Random(1))
+    left, lines = list(read_events(path)), path.read_bytes().splitlines()
+    if kind == "changed":
+        lines[at] = lines[at].replace(b'"t":', b'"t":1', 1)
+        del left[at]
+    elif kind == "removed":
+        # The next one is as it was written, but not where it was written.
+        del lines[at], left[at : at + 2]
+    else:
+        lines.insert(at, b"no record" if kind == "added" else lines[-1])
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+    tail = EventTail(path)
+
+    assert tail.read() == left
+    assert tail.bad == [at + 1]
+    with pytest.raises(BadFile, match=f"line {at + 1}:"):
+        list(read_events(path))
 
 
 def test_a_run_read_while_it_grows_equals_one_read_at_its_end(tmp_path: Path) -> None:

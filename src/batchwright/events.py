@@ -5,6 +5,7 @@ Readers ignore kinds they do not know. A process killed while writing leaves at 
 line, which readers skip and the next writer cuts off.
 """
 
+import contextlib
 import json
 import math
 import numbers
@@ -16,7 +17,14 @@ from typing import Any, NamedTuple
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
 from batchwright.files import existing, parse_json
-from batchwright.lines import LineFile, read_lines
+from batchwright.lines import (
+    LineFile,
+    check_of,
+    has_check,
+    is_checked,
+    read_lines,
+    without_check,
+)
 
 __all__ = ["Event", "EventLog", "EventTail", "finite", "read_events"]
 
@@ -92,8 +100,8 @@ def _event(record: dict[str, Any]) -> Event:
 class EventTail:
     """Reads a log that is being written: each `read` gives the records appended since the last.
 
-    A line that is no record does not stop it: what cannot be read is counted, so that the rest
-    of a damaged log can still be looked at.
+    Every line is checked as `read_events` does, but one that is not as it was written does not
+    stop it: it is left out and named, so that the rest of a damaged log can still be looked at.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,11 +111,11 @@ class EventTail:
         self.size = 0
         """Bytes that the file had when it was last read."""
         self.torn = 0
-        """Lines that a killed writer left incomplete, a last one that is still open included."""
+        """1 if the last line is incomplete: its writer was killed, or is still at it."""
         self.bad: list[int] = []
-        """Numbers of the lines that are no records and not torn either."""
+        """Numbers of the lines that are not as they were written, or follow one that is missing."""
         self._lines = 0
-        self._closed_torn = 0
+        self._before: tuple[int, ...] = (0,)
 
     def read(self, most_bytes: int = 2**18) -> list[Event]:
         """The next records, from at most `most_bytes` of the file; an empty list at its end.
@@ -126,26 +134,43 @@ class EventTail:
         whole, newline, rest = data.rpartition(b"\n")
         self.offset += len(whole) + len(newline)
         lines = whole.split(b"\n") if newline else []
-        events = _parse_all(lines)
+        events = self._all_at_once(lines)
         if events is None:
             events = self._one_by_one(lines)
-        else:
-            self._lines += len(lines)
-        at_end = self.offset + len(rest) >= self.size
-        self.torn = self._closed_torn + bool(rest and at_end)
+        self.torn = int(bool(rest) and self.offset + len(rest) >= self.size)
+        return events
+
+    def _all_at_once(self, lines: list[bytes]) -> list[Event] | None:
+        """All lines as records, parsed as one array, which is much faster; None if one is none.
+
+        Every line has its check, and there have to be as many records as lines: none joins with
+        its neighbours unseen.
+        """
+        before = self._before[0]
+        for line in lines:
+            if len(self._before) > 1 or line[:1] != b"{" or not is_checked(line, before):
+                return None
+            before = check_of(line)
+        try:
+            records = json.loads(b"[" + b",".join(map(without_check, lines)) + b"]")
+            if len(records) != len(lines):
+                return None
+            events = [_event(record) for record in records]
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+            return None
+        self._lines += len(lines)
+        self._before = (before,)
         return events
 
     def _one_by_one(self, lines: list[bytes]) -> list[Event]:
-        """The records among lines of which some are none; those are counted."""
+        """The records among lines of which some are none; those are named."""
         events = []
         for line in lines:
             self._lines += 1
-            event = _parse(line)
+            event = self._event(line)
             if event is not None:
                 events.append(event)
-            elif line and _torn(line):
-                self._closed_torn += 1
-            elif line:
+            else:
                 self.bad.append(self._lines)
         return events
 
@@ -154,47 +179,17 @@ class EventTail:
         """How much of the file is read, from 0 to 1."""
         return min(1.0, self.offset / self.size) if self.size else 1.0
 
-
-def _parse_all(lines: list[bytes]) -> list[Event] | None:
-    """All lines as records, parsed as one array, which is much faster; None if one is none.
-
-    A damaged line does not join with its neighbours unseen: every line has to begin as an object
-    does and end as one, and there have to be as many records as lines.
-    """
-    if not all(line[:1] == b"{" and line[-1:] == b"}" for line in lines):
-        return None
-    try:
-        records = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(records) != len(lines):
-            return None
-        return [Event(float(r.pop("t")), str(r.pop("kind")), r) for r in records]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _parse(line: bytes) -> Event | None:
-    try:
-        record = parse_json(line)
-        record.pop("crc", None)
-        return _event(record)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _torn(line: bytes) -> bool:
-    """Whether a line is the start of a record whose writer was killed before it was complete."""
-    head = b'{"t":'
-    if not head.startswith(line[: len(head)]):
-        return False
-    try:
-        json.loads(line)
-    except json.JSONDecodeError as error:
-        # In a torn line nothing is wrong but that it ends too early.
-        early = error.pos >= len(line) or error.msg.startswith("Unterminated string")
-        return early or not line.endswith(b"}")
-    except UnicodeDecodeError:
-        return False
-    return False
+    def _event(self, line: bytes) -> Event | None:
+        event = None
+        if any(is_checked(line, before) for before in self._before):
+            with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+                event = _event(parse_json(without_check(line)))
+        if event is not None:
+            self._before = (check_of(line),)
+        elif has_check(line):
+            # The next line follows the last good one if this was added, or this if it was changed.
+            self._before = (self._before[0], check_of(line))
+        return event
 
 
 def finite(value: Any) -> Any:

@@ -21,7 +21,15 @@ from typing import Any, TypeVar
 from batchwright.errors import BadFile, one_line
 from batchwright.files import append_to, parse_json, write_all
 
-__all__ = ["LineFile", "checked_line", "is_checked", "read_lines", "without_check"]
+__all__ = [
+    "LineFile",
+    "check_of",
+    "checked_line",
+    "has_check",
+    "is_checked",
+    "read_lines",
+    "without_check",
+]
 
 T = TypeVar("T")
 
@@ -49,8 +57,13 @@ def is_checked(line: bytes, before: int = 0) -> bool:
     return len(line) > _TAIL and checked_line(without_check(line), before) == line + b"\n"
 
 
+def has_check(line: bytes) -> bool:
+    """Whether a line ends as checked ones do, be it right or wrong."""
+    return _HAS_CHECK.search(line) is not None
+
+
 def check_of(line: bytes) -> int:
-    """The check of a line that is checked."""
+    """The check of a line that has one."""
     return int(line.rstrip(b"\n")[-10:-2], 16)
 
 
@@ -139,7 +152,7 @@ class LineFile:
         check = 0
         if whole:
             last = whole.rpartition(b"\n")[2]
-            if not _HAS_CHECK.search(last):
+            if not has_check(last):
                 raise BadFile(f"{self.path} is not a {what} of this version; move it away")
             check = check_of(last)
         if is_checked(torn, check):

@@ -134,7 +134,7 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
     if pid == 0:
         os.setsid()
         child(job, str(report))
-    limit, kill_after = job.get("timeout", 60.0), job.get("kill_after")
+    limit, kill_after = job.get("timeout", 600.0), job.get("kill_after")
     ended, hung = 0, False
     while not ended:
         ended, status = os.waitpid(pid, os.WNOHANG)

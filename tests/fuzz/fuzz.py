@@ -30,6 +30,8 @@ from batchwright.errors import BatchwrightError
 
 SECONDS = 20
 """What a reader may take of its processor's time, before it counts as hanging."""
+WAIT = 600
+"""Seconds that a reader may wait for something, however busy the machine is."""
 MEMORY = 8 * 2**30
 """Bytes that a reader may address: what a file claims must not be allocated."""
 PART = 50
@@ -157,26 +159,41 @@ def part(name: str, seeds: range, example: Path, place: Path, whole: Any) -> lis
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with report.open("a") as file, contextlib.redirect_stdout(None):
             for seed in seeds:
                 file.write(json.dumps([seed]) + "\n")
                 file.flush()
+                # Compiled code does not heed the timer of `outcome`: the system ends it later.
+                used = int(time.process_time())
+                resource.setrlimit(resource.RLIMIT_CPU, (used + 2 * SECONDS, -1))
                 found = one(name, seed, example, place, whole)
                 file.write(json.dumps([seed, *found]) + "\n")
                 file.flush()
         os._exit(0)
-    began = time.monotonic()
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        if time.monotonic() - began > 3 * SECONDS:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.005)
+    status = _wait(pid, report)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     done = [tuple(row) for row in rows if len(row) > 1]
     if rows and len(rows[-1]) == 1:
         rest = range(rows[-1][0] + 1, seeds.stop)
-        done.append((rows[-1][0], "crash", ""))
+        hangs = status in (-signal.SIGXCPU, -signal.SIGKILL)
+        done.append((rows[-1][0], "hangs" if hangs else "crash", f"it ended with {status}"))
         done += part(name, rest, example, place, whole) if rest else []
     return done
+
+
+def _wait(pid: int, report: Path) -> int:
+    """The exit code of a child, which is killed if its report does not grow any more."""
+    size, since = -1, 0.0
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if report.stat().st_size != size:
+            size, since = report.stat().st_size, time.monotonic()
+        if time.monotonic() - since > WAIT:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def main(arguments: list[str] | None = None) -> int:

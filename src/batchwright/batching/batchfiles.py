@@ -100,6 +100,7 @@ class BatchReader:
             counts = [*self._manifest["batches"], self._manifest["per_file"]]
             fits = all(type(count) is int and count >= 0 for count in counts) and counts[-1] > 0
             fits = fits and self._manifest["num_epochs"] == len(counts) - 1
+            fits = fits and isinstance(self._manifest["fingerprint"], str)
         except (KeyError, TypeError):
             fits = False
         if not fits:

@@ -269,15 +269,15 @@ class RunReader:
         if self._missing:
             notes.append(f"{EVENTS} is missing: nothing was recorded, or it was removed.")
         if tail.torn:
-            lines = "a line" if tail.torn == 1 else f"{tail.torn:,} lines"
             notes.append(
-                f"{EVENTS} has {lines} cut off in the middle, as a killed process leaves it; "
+                f"{EVENTS} has a line cut off in the middle, as a killed process leaves it; "
                 f"the rest is shown."
             )
         if tail.bad:
             where = ", ".join(map(str, tail.bad[:5])) + (", ..." if len(tail.bad) > 5 else "")
             notes.append(
-                f"{EVENTS}: {len(tail.bad):,} lines are no records and are left out (line {where})."
+                f"{EVENTS}: {len(tail.bad):,} lines are not as they were written, or follow "
+                f"a missing one, and are left out (line {where})."
             )
         if (format := stamp.get("format")) is not None and format != FORMAT:
             notes.append(

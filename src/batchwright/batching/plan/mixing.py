@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from batchwright.batching.packing import kernels
 from batchwright.batching.packing.patterns import Patterns, pack_histogram
+from batchwright.errors import BadFile
 from batchwright.jit import interpreted, quicker_without_numba
 from batchwright.permutation import mix
 
@@ -119,6 +120,11 @@ def mixed_patterns(
         kernels.stir(falling, row_of, used, capacity, tries, own)
         row_offsets, slot = kernels.gather(row_of, used)
     missing = rows + extra + 1 - len(row_offsets)
+    if missing < 0:
+        raise BadFile(
+            f"the batch plan cannot be used: its samples do not fit {rows + extra:,} rows of "
+            f"{capacity:,} tokens; build it again: batchwright data batchplan build"
+        )
     if missing:
         # Every epoch has as many rows, so some are cut in two.
         inside = np.setdiff1d(np.arange(pieces), row_offsets)

@@ -171,6 +171,11 @@ class VirtualOrder(_Mapped):
     }
 
     def __post_init__(self) -> None:
+        # The number of microbatches is told before the arrays are proved.
+        _need(len(self.mixing) in (0, 3), "mixing has three numbers, or none")
+        if self.config.layout == "packed":
+            _need(len(self.bin_starts) > 1, "there are rows")
+            _need(self.rows_per_batch >= 1, "a row fits the token budget")
         # Derived once: both are read for every batch.
         buckets = np.full(len(self.class_offsets) - 1, -1, np.int32)
         widths = np.zeros(len(buckets), np.int32)
@@ -216,7 +221,7 @@ class VirtualOrder(_Mapped):
 
     def _check_packed(self, n: int) -> None:
         fits = int(self.config.room(self.distinct).max()) <= self.config.limit
-        _need(fits and self.rows_per_batch >= 1, "the longest sample fits a row")
+        _need(fits, "the longest sample fits a row")
         same = np.array_equal(self.class_offsets, self.distinct_offsets)
         _need(same, "classes of packed rows are lengths")
         bins, position = self.bin_starts, self.entry_position
@@ -226,10 +231,14 @@ class VirtualOrder(_Mapped):
         _need(_ascends(self.entry_offsets, intervals, len(position)), "entries span the rows")
         _need(len(count) == len(position) and (count > 0).all(), "entries have a count")
         own = np.repeat(np.diff(bins), np.diff(self.entry_offsets))
+        _need((np.diff(self.entry_offsets) > 0).all(), "no row is empty")
         # Neither product overflows: a count is below 2**31, and so are the rows.
         taken = own * count
         _need(_within(position, 0, n) and (taken <= n - position).all(), "entries are of items")
-        _need(float(taken.sum(dtype=np.float64)) <= n, "no item stands in two rows")
+        first = np.argsort(position)
+        ends = np.append(0, (position + taken)[first])
+        tiles = np.array_equal(ends[:-1], position[first]) and ends[-1] == n
+        _need(tiles, "each item stands in one row")
         _need(int(self._row_tokens().max()) <= self._pack_width, "rows fit their width")
         if self.mixing.size:
             copies, rows, extra = (int(x) for x in self.mixing)
