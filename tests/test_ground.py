@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import batchwright
 from batchwright import rng
 from batchwright.errors import (
     BadFile,
@@ -23,6 +26,7 @@ from batchwright.events import Event, EventLog, read_events
 from batchwright.files import atomic_folder, write_atomic, writing
 from batchwright.fingerprint import canonical, digest, digest_array, merkle_root
 from batchwright.lines import checked_line
+from batchwright.sealed import SealedFolder
 from batchwright.world import World
 
 
@@ -420,3 +424,122 @@ def test_a_damaged_log_gives_its_first_records_or_one_sentence(
         assert found == [0.0, 0.1, 0.2][: len(found)]
         # What looks like a torn last line is one that was hit at its end.
         assert cut or (len(found) == 2 and at % len(raw) >= raw.rindex(b"{"))
+
+
+def test_a_killed_writer_loses_no_acknowledged_record(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from batchwright.events import EventLog
+log = EventLog(Path(sys.argv[1]))
+for n in range(10**9):
+    log.write("step", n=n, padding="x" * (n % 300))
+    print(n, flush=True)
+"""
+    path = tmp_path / "log"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if int(line) >= 500:
+            break
+    process.send_signal(signal.SIGKILL)
+    acknowledged = [500, *map(int, process.stdout.read().split()[:-1])]
+    process.wait()
+    process.stdout.close()
+
+    numbers = [event.fields["n"] for event in read_events(path)]
+
+    assert numbers == list(range(len(numbers)))
+    assert len(numbers) > acknowledged[-1]
+
+
+def test_numpy_numbers_become_plain_ones_in_the_run_log(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("step", loss=np.float32(0.5), step=np.int64(3), nan=np.float64("nan"), ok=True)
+    (event,) = read_events(tmp_path / "events.jsonl")
+
+    assert event.fields == {"loss": 0.5, "step": 3, "nan": None, "ok": True}
+
+
+def test_a_folder_of_another_kind_is_not_replaced(tmp_path: Path) -> None:
+    mine = SealedFolder("batchwright.mine", 1, "thing", "make it again")
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web" / "manifest.json").write_text('{"format": "somebody.elses"}')
+
+    with pytest.raises(ConfigError, match="not overwritten"), mine.replacing(tmp_path / "web"):
+        pass
+    for _ in range(2):
+        with mine.replacing(tmp_path / "own") as folder:
+            mine.write(folder, {"a": 1})
+
+    assert mine.read(tmp_path / "own")["a"] == 1
+    assert [path.name for path in (tmp_path / "web").iterdir()] == ["manifest.json"]
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_numba_is_imported_by_the_first_kernel_that_is_called() -> None:
+    done = python("""
+import sys
+import numpy as np
+from batchwright.jit import interpreted
+from batchwright.permutation import permute
+with interpreted():
+    plain = permute(3, 1000, np.uint64(7))
+assert "numba" not in sys.modules
+assert permute(3, 1000, np.uint64(7)) == plain
+assert "numba" in sys.modules
+""")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_numba_is_loaded_when_many_small_things_are_done() -> None:
+    done = python("""
+import sys
+from batchwright.batching import BatchingConfig, BatchPlanBuilder
+plan = BatchPlanBuilder({str(i): i % 50 + 1 for i in range(100)}, BatchingConfig()).build()
+first = [batch for batch in plan.iter_epoch(0)]
+assert "numba" not in sys.modules
+for epoch in range(100):
+    list(plan.iter_epoch(epoch))
+assert "numba" in sys.modules
+assert [batch for batch in plan.iter_epoch(0)] == first
+""")
+
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_run_where_nothing_can_be_cached(tmp_path: Path) -> None:
+    # Nobody, not even root, can write into a wheel on the path or under /proc.
+    archive = tmp_path / "package.whl"
+    root = Path(batchwright.__file__).parent
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in root.rglob("*.py"):
+            file.write(path, f"batchwright/{path.relative_to(root)}")
+    nowhere = dict.fromkeys(("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR"), "/proc/none")
+
+    done = python(
+        """
+import numpy as np
+import batchwright
+from batchwright.permutation import mix
+assert ".whl" in batchwright.__file__
+print(int(mix(np.uint64(42), np.uint64(7))))
+""",
+        PYTHONPATH=str(archive),
+        **nowhere,
+    )
+
+    assert done.stdout.strip() == "14769051326987775908", done.stderr
