@@ -12,6 +12,7 @@ from batchwright.batching import BatchingConfig, BatchPlanBuilder
 from batchwright.data import load_tokenizer, open_source
 from batchwright.data.tokens import make_store
 from batchwright.events import EventLog
+from batchwright.sealed import write_sealed_json
 
 HOSTILE = "<img src=x onerror=alert(1)><script>document.title='owned'</script>\u2028'\"&amp;"
 
@@ -33,8 +34,8 @@ def stored_run(folder: Path, *, steps: int = 40, ranks: int = 4, layout: Any = "
     )
     BatchPlanBuilder(store.lengths, config).build(2).save(folder / "plan")
     (folder / "config.toml").write_text('model = "tiny"\nseed = 7\n')
-    stamp = {"format": 2, "batchwright": "0.1.0", "python": "3.11", "seed": 7, "commit": "abc"}
-    (folder / "stamp.json").write_text(json.dumps(stamp))
+    stamp = {"format": 3, "batchwright": "0.1.0", "python": "3.11", "seed": 7, "commit": "abc"}
+    write_sealed_json(folder / "stamp.json", stamp)
     with EventLog(folder / "events.jsonl") as log:
         log.write("start", step=0, steps=steps, world=ranks)
         write_steps(log, 1, steps, ranks, draw)

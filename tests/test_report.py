@@ -23,6 +23,7 @@ from batchwright.report.columns import Columns
 from batchwright.report.html import html_report
 from batchwright.report.server import View, bound
 from batchwright.report.summary import RunReader, find_runs, summarise, summarise_plan
+from batchwright.sealed import sealed_text, write_sealed_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 from stored_run import HOSTILE, column, records, stored_run, write_steps
@@ -261,6 +262,23 @@ def test_damage_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert summarise(run)["steps"]["rows"] == 5
     for said in ("cut off", "line 13", "format 1", "config.toml is missing", "comet"):
         assert said in notes
+
+
+@pytest.mark.parametrize("name", ["stamp.json", "config.toml"])
+def test_settings_that_were_changed_are_said_and_not_shown(name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    with EventLog(run / "events.jsonl") as log:
+        write_steps(log, 1, 3, 1, random.Random(0))
+    write_sealed_json(run / "stamp.json", {"format": 3, "seed": 7})
+    (run / "config.toml").write_text(sealed_text("seed = 7", "settings"))
+    assert summarise(run)["notes"] == []
+    raw = (run / name).read_text()
+    (run / name).write_text(raw.replace("7", "8", 1) if name == "stamp.json" else raw[:-20])
+    found = summarise(run)
+
+    assert [name in note for note in found["notes"]] == [True]
+    assert found["stamp" if name == "stamp.json" else "config"] == {}
 
 
 def test_what_is_no_run_is_refused_in_one_sentence(tmp_path: Path) -> None:

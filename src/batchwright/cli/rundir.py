@@ -35,6 +35,7 @@ def recorded(
 
     from batchwright.events import EventLog
     from batchwright.files import write_atomic
+    from batchwright.sealed import sealed_text
     from batchwright.train.run import write_stamp
 
     config, again = folder / "config.toml", (folder / "events.jsonl").exists()
@@ -50,7 +51,7 @@ def recorded(
             write_stamp(folder, int(settings.get("seed") or 0))
             lines = {"run": kind, **{n: v for n, v in settings.items() if v is not None}}
             text = "".join(f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in lines.items())
-            write_atomic(config, text.encode())
+            write_atomic(config, sealed_text(text, "settings of this run").encode())
         log.write("resume" if again else "start", run=kind, **fields)
         try:
             yield log

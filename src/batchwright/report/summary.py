@@ -6,7 +6,6 @@ record in the files; curves are means over runs of records when there are too ma
 """
 
 import fcntl
-import json
 import math
 import os
 import struct
@@ -19,14 +18,16 @@ from typing import Any
 
 from batchwright.errors import BadFile, BatchwrightError, MissingFile
 from batchwright.events import Event, EventTail
+from batchwright.files import parse_json
 from batchwright.report.advice import advise
 from batchwright.report.columns import Columns
 from batchwright.report.rollouts import Rollouts
+from batchwright.sealed import check_text, read_sealed_json
 
 __all__ = ["RunReader", "find_runs", "is_run", "summarise", "summarise_plan"]
 
 SCHEMA = 1
-FORMAT = 2
+FORMAT = 3
 """Of run folders, as `stamp.json` has it; others are shown as far as they can be read."""
 EVENTS = "events.jsonl"
 STEPS = ("step", "update", "round", "epoch", "episode")
@@ -512,7 +513,11 @@ def _locked(path: Path) -> bool | None:
 
 def _toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        return tomllib.loads(path.read_text("utf-8")), ""
+        text = path.read_text("utf-8")
+        check_text(text, Path(path.name), "it is left out")
+        return tomllib.loads(text), ""
+    except BadFile as error:
+        return {}, f"{error}."
     except FileNotFoundError:
         return {}, f"{path.name} is missing: the settings of the run are not known."
     except (OSError, ValueError) as error:
@@ -521,7 +526,11 @@ def _toml(path: Path) -> tuple[dict[str, Any], str]:
 
 def _json(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
+        if isinstance(found, dict) and found.get("format") == FORMAT:
+            found = read_sealed_json(path, "stamp of a run", "it is left out")
+    except BadFile as error:
+        return {}, f"{error}."
     except FileNotFoundError:
         return {}, f"{path.name} is missing: versions and commit of the run are not known."
     except (OSError, ValueError) as error:
