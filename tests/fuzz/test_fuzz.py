@@ -1,11 +1,8 @@
 """A few mutations of every format; `make fuzz` does thousands."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from formats import FORMATS
 
 from fuzz import GOOD, make, part
