@@ -18,6 +18,7 @@ from batchwright.checkpoint import latest
 from batchwright.errors import BadFile, ConfigError
 from batchwright.events import read_events
 from batchwright.logic.loaders import shipped_graph
+from batchwright.sealed import sealed_text
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.query_mutator.config import QueryMutatorConfig
@@ -256,14 +257,20 @@ def test_a_setting_of_another_type_in_the_file_of_a_run_is_named(
     with Run(unusual(TRAINERS[name], tmp_path / "run")) as run:
         run.start()
     path = tmp_path / "run" / "config.toml"
-    whole = path.read_text().splitlines()
+    whole = path.read_text().splitlines()[1:-1]
+
+    def write(number: int, line: str) -> None:
+        """As a program that is not ours could have written and sealed it."""
+        lines = [*whole[:number], line, *whole[number + 1 :]]
+        path.write_text(sealed_text("\n".join(lines), "settings of this run"))
+
     for i, line in enumerate(whole):
         setting, value = line.split(" = ", 1)
-        path.write_text("\n".join([*whole[:i], f"{setting} = {{}}", *whole[i + 1 :]]))
+        write(i, f"{setting} = {{}}")
         with pytest.raises(BadFile, match=f"config.toml: {setting!r} is .*; correct it"):
             config.of_run(tmp_path / "run")
         if value.isdigit():
-            path.write_text("\n".join([*whole[:i], f'{setting} = "{value}"', *whole[i + 1 :]]))
+            write(i, f'{setting} = "{value}"')
             said = call(f"train {name} --resume run", tmp_path)
             assert (said.code, said.err.count("\n")) == (1, 1)
             assert f"config.toml: {setting!r} is {value}" in said.err

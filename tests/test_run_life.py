@@ -35,6 +35,7 @@ from batchwright.events import read_events
 from batchwright.logic.kge import load_kge
 from batchwright.logic.loaders import shipped_graph
 from batchwright.models.transformers import load_model
+from batchwright.sealed import write_sealed_json
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.kge.loop import train_kge
 from batchwright.train.prover.config import ProverConfig
@@ -236,9 +237,7 @@ class RunLife(RuleBasedStateMachine):
             assert not (self.run / "model").exists()
             assert not (self.run / "finished.json").exists()
         else:
-            assert json.loads((self.run / "finished.json").read_text()) == {
-                "step": self.finished_at
-            }
+            assert json.loads((self.run / "finished.json").read_text())["step"] == self.finished_at
             assert contents(self.run / "model") == self.model, "a finished model stays"
 
 
@@ -353,7 +352,7 @@ def test_a_run_killed_between_its_last_checkpoint_and_its_model_is_finished_by_r
     train_sft(dataclasses.replace(config, max_steps=2))
     short = load_file(tmp_path / "run/model/model.safetensors")
     train_sft(dataclasses.replace(config, max_steps=4), resume=True)
-    (tmp_path / "run/finished.json").write_text('{"step": 2}')
+    write_sealed_json(tmp_path / "run/finished.json", {"step": 2})
     long = load_file(tmp_path / "run/model/model.safetensors")
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     # As if the model of the shorter run still stood there.

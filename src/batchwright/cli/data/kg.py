@@ -11,7 +11,7 @@ from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 __all__ = ["kg"]
 
 kg = App(name="kg")
-_MINED = re.compile(rb"# \d+ rules mined from ")
+_MINED = re.compile(rb"(# sealed [^\n]*\n)?# \d+ rules mined from ")
 """How a file of mined rules begins."""
 
 GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")]

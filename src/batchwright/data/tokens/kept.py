@@ -115,6 +115,10 @@ class StoreLock:
         self._path = path.with_name(f"{path.name}.lock")
         self._wait = wait
 
+    def exists(self) -> bool:
+        """Whether a process holds it, or one that was killed has left it."""
+        return self._path.exists()
+
     def __enter__(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def _path(source: Source, tokenizer: Tokenizer) -> Path:
 def _clear(path: Path, source: Source, tokenizer: Tokenizer) -> None:
     """Remove what a build left that was killed when its store was finished already."""
     partial = _partial(path, source, tokenizer)
-    if partial.exists():
+    if partial.exists() or StoreLock(path).exists():
         with contextlib.suppress(OSError), StoreLock(path, wait=False):
             shutil.rmtree(partial)
 
