@@ -502,11 +502,17 @@ def test_another_tokenizer_resumes_nothing(tmp_path: Path) -> None:
 def test_of_two_processes_one_tokenises_and_the_other_waits(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", texts_of(2000))
     script = (
-        "import sys, time\n"
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
         "from batchwright.data import load_tokenizer, open_source\n"
         "from batchwright.data.tokens import make_store\n"
+        "here = Path(sys.argv[1]).parent\n"
+        "def progress(*_):\n"
+        "    while len(list(here.glob('ready.*'))) < 3: time.sleep(0.01)\n"
+        "    time.sleep(0.2)\n"
+        "(here / f'ready.{os.getpid()}').touch()\n"
         "store, made = make_store(open_source(sys.argv[1]), load_tokenizer('bytes'),\n"
-        "    workers=1, progress=lambda *_: time.sleep(0.1))\n"
+        "    workers=1, progress=progress)\n"
         "print(len(store), made)\n"
     )
     started = [

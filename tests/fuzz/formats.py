@@ -37,6 +37,7 @@ from batchwright.events import EventLog, read_events
 from batchwright.logic.mine.mining import write_rules
 from batchwright.logic.rules import parse_rules
 from batchwright.logic.vocab import Vocab
+from batchwright.models.folder import check_model, seal_model
 from batchwright.streaming import ReplayBuffer, ReplayBufferConfig, StreamSample
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.prover.config import ProverConfig
@@ -354,6 +355,19 @@ def _read_limits(folder: Path) -> Value:
     return [load_limit("http://a"), load_limit("http://b")]
 
 
+def _model(folder: Path) -> None:
+    (folder / "model").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (folder / "model" / name).write_bytes(name.encode() * 100)
+    seal_model(folder / "model")
+
+
+def _read_model(folder: Path) -> Value:
+    # What all loaders of weights do first.
+    check_model(folder / "model")
+    return [path.read_bytes() for path in sorted((folder / "model").iterdir())[:2]]
+
+
 FORMATS: dict[str, Format] = {
     "lengths.jsonl": Format(lambda f: _cache(f, ".jsonl"), lambda f: _read_cache(f, ".jsonl")),
     "lengths.safetensors": Format(
@@ -384,6 +398,7 @@ FORMATS: dict[str, Format] = {
         lambda seen, whole: seen == whole.replace("(2, ", "(1, ").replace("r', 2)", "r', 1)"),
     ),
     "embedding": Format(_kge, _read_kge),
+    "model": Format(_model, _read_model),
     "position": Format(
         lambda f: CheckpointPosition(1, 20, 300, "p" * 64).save(f / "position.json"),
         lambda f: CheckpointPosition.load(f / "position.json"),
