@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from batchwright.data.build.journal import Journal
+from batchwright.data.build.journal import OURS, Journal
 from batchwright.data.build.workers import CHUNK_ROWS
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
@@ -324,7 +324,14 @@ def test_a_journal_with_any_byte_flipped_or_cut_gives_only_true_entries(tmp_path
     journal.close()
     raw = path.read_bytes()
     damaged = [raw[:size] for size in range(len(raw))]
-    damaged += [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]
+    flipped = [raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :] for at in range(len(raw))]
+    # What no longer begins as a journal does may be somebody's file.
+    for content in flipped[: len(OURS)]:
+        path.write_bytes(content)
+        with pytest.raises(CannotWrite, match="was not written by this command"):
+            Journal(path, JOURNAL, "t")
+        assert path.read_bytes() == content
+    damaged += flipped[len(OURS) :]
     damaged.append(raw + b'{"sum":"')
 
     for content in damaged:

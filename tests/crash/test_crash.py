@@ -245,7 +245,10 @@ def test_a_command_killed_at_every_step_and_at_random_moments_is_resumed(
     "name",
     [
         *("lengths again", "replay"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("plan", "batches", "checkpoints")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("plan", "batches", "checkpoints")
+        ),
     ],
 )
 def test_a_disk_that_is_full_at_any_step_changes_nothing(

@@ -265,6 +265,7 @@ def _spent(folder: Path) -> None:
     prompts = _prompts(folder)
     spent = Spent(folder / "answers.jsonl", PRICES, prompts, [])
     for index, prompt in enumerate(prompts):
+        spent.reserve(prompt.request, 0.5)
         spent.add(prompt, Done("x", {}, "stop", Usage(3, index)), own_cache=False)
 
 
