@@ -284,14 +284,14 @@ class Spent:
         self._lock = threading.Lock()
         self._found = len(content)
         self._file: LineFile | None = None
-        for row in read_lines(self.path, content, "count of what was paid", _payment):
-            if row.cost is None:
-                self._open.setdefault(row.mark, []).append(row.at_most)
+        for one in read_lines(self.path, content, "count of what was paid", _payment):
+            if one.cost is None:
+                self._open.setdefault(one.mark, []).append(one.at_most)
             else:
-                self._settled(row.mark)
-                if row.is_paid:
-                    self.paid.add(row.mark)
-                    self.total += row.cost
+                self._settled(one.mark)
+                if one.is_paid:
+                    self.paid.add(one.mark)
+                    self.total += one.cost
         self._new: list[dict[str, Any]] = []
         if not content:
             # Earlier runs had no prices, or all their calls are done.
