@@ -201,6 +201,8 @@ class RunConfig:
             version, format = told["batchwright"], told.get("format", 1)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, MissingFile):
+                # Settings that no run of this trainer has say more about the folder.
+                cls.load(run / "config.toml")
                 raise
             raise BadFile(f"{file} cannot be read: {error}; {way}") from None
         if format != FORMAT:
