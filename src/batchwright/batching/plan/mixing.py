@@ -20,7 +20,7 @@ from batchwright.permutation import mix
 
 __all__ = ["VARIANTS", "mixable_patterns", "mixed_patterns"]
 
-BLOCK = 2**15
+BLOCK = 2**13
 """Fewest pieces of a block: its rows are drawn in a few milliseconds, once for an epoch."""
 
 VARIANTS = 16
@@ -66,10 +66,8 @@ def mixable_patterns(
     spare = rows * capacity - int(slots @ np.arange(len(slots)))
     # No row is empty.
     most_extra = min((most_rows - patterns.num_bins) // copies, int(slots.sum()) - rows)
-    extra = 0
-    if spare < 2 * capacity and most_extra > 0:
-        # The last of the random rows seldom come out then.
-        extra = 1
+    # With so few tokens to spare the last of the random rows seldom come out.
+    extra = max(0, most_extra) if 1000 * spare < rows * capacity else 0
     if extra and copies == 1:
         sizes = np.flatnonzero(hist)[::-1].astype(np.int32)
         most = max_segments or kernels.UNLIMITED
@@ -77,9 +75,9 @@ def mixable_patterns(
             made, _ = kernels.random_rows(
                 sizes, hist[sizes], capacity, most, rows + 1, 1, np.uint64(0)
             )
-        if not made.size:
-            # Then all that may be added make rows more random.
-            extra = most_extra
+        if made.size:
+            # One is enough; otherwise all that may be added make rows more random.
+            extra = 1
     return patterns, np.array([copies, rows, extra])
 
 
