@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.checkpoint import latest
-from batchwright.errors import BatchwrightError, ConfigError, Mismatch, MissingFile
+from batchwright.errors import BadFile, BatchwrightError, ConfigError, Mismatch, MissingFile
 from batchwright.events import read_events
 from batchwright.logic.kge import load_kge
 from batchwright.logic.loaders import shipped_graph
@@ -728,8 +728,11 @@ def test_what_an_adapter_does_not_fit_is_refused_by_name(
     assert "no adapter at base/model" in call("models merge base/model -o m", tmp_path).err
 
     other = train_sft(new(tmp_path, seed=7, lr=1e-4, run_dir=tmp_path / "other")).run_dir / "model"
-    (base / "model.safetensors").replace(tmp_path / "kept")
     shutil.copy(other / "model.safetensors", base / "model.safetensors")
+    with pytest.raises(BadFile, match=r"model\.safetensors does not match its checksum"):
+        train_sft(again)
+    shutil.rmtree(base)
+    shutil.copytree(other, base)
     with pytest.raises(Mismatch, match=f"was trained on {base} with weights [0-9a-f]+, which now"):
         train_sft(again)
     shutil.rmtree(base)

@@ -5,6 +5,7 @@ write. Then its output must be what it was before or what it should become, byte
 same command again must come to the same end and leave nothing else behind.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,8 +20,11 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from batchwright.checkpoint import latest
 from batchwright.events import read_events
+from raw_server import RawServer, Seen
 
 HERE = Path(__file__).parent
 BASE = "data batchplan build -l lengths.jsonl -b 512 --layout packed --pack-max-len 256"
@@ -84,6 +88,11 @@ class Case:
     whole: bool = True
     """Whether the output is either old or new; else it grows, and only its end is compared."""
     volatile: tuple[str, ...] = (".lock",)
+    resume: str = ""
+    """The command that resumes a run that has begun; else the same again."""
+    following: str = ""
+    """What saves once more. A writer killed between its last save and removing what that
+    supersedes leaves an older version, whole, until then."""
 
 
 CASES = {
@@ -106,9 +115,53 @@ CASES = {
         "writers:small_files", "position.json", ("writers:small_files",), whole=True
     ),
     "checkpoints": Case(
-        "writers:checkpoints", "checkpoints", whole=False, volatile=("events.jsonl",)
+        "writers:checkpoints",
+        "checkpoints",
+        whole=False,
+        volatile=("events.jsonl",),
+        following="writers:one_more_checkpoint",
     ),
-    "replay": Case("writers:replay", "buffer", whole=False, volatile=(".lock",)),
+    "replay": Case(
+        "writers:replay",
+        "buffer",
+        whole=False,
+        volatile=(".lock",),
+        following="writers:more_replay",
+    ),
+}
+
+
+# Of logs only the lines differ that a killed run wrote twice, of stamps the time.
+LOGGED = ("events.jsonl", "stamp.json", ".lock", "timings.json")
+TRAINING = {
+    "train sft": Case(
+        "train sft --model tiny --data train.jsonl --token-budget 512 --epochs 1 --max-steps 4 "
+        "--save-every 2 --quiet --run-dir run",
+        "run/model",
+        volatile=LOGGED,
+        resume="train sft --resume run --quiet",
+    ),
+    "train kge": Case(
+        "train kge --data graph --rank 4 --batch-size 8 --epochs 3 --save-every 1 --quiet "
+        "--run-dir run",
+        "run/model",
+        volatile=LOGGED,
+        resume="train kge --resume run --quiet",
+    ),
+    "train prover": Case(
+        "train prover --data graph --mine --n-envs 8 --clone-updates 2 --ppo-steps 0 --passes 1 "
+        "--eval-triples 4 --save-every 1 --quiet --run-dir run",
+        "run/model",
+        volatile=LOGGED,
+        resume="train prover --resume run --quiet",
+    ),
+    "train query-mutator": Case(
+        "train query-mutator --target-model sim --num-processes 4 --num-steps 2 "
+        "--num-env-steps 24 --save-interval 1 --quiet --save-dir run",
+        "run/model",
+        volatile=LOGGED,
+        resume="train query-mutator --resume run --quiet",
+    ),
 }
 
 
@@ -174,6 +227,7 @@ class Killed:
     folder: Path
     names: list[str]
     end: dict[str, bytes | None]
+    followed: dict[str, bytes | None]
 
     @classmethod
     def of(cls, zygote: Zygote, case: Case, ground: Path, folder: Path) -> "Killed":
@@ -185,10 +239,14 @@ class Killed:
         shutil.copytree(start, whole)
         found = zygote(whole, case.line)
         assert found["code"] == 0, zygote.said
+        end = listing(whole, case.volatile)
+        followed = end
+        if case.following:
+            later = shutil.copytree(whole, folder / "followed")
+            assert zygote(later, case.following)["code"] == 0, zygote.said
+            followed = listing(later, case.volatile)
         # All in one place: some files name the folder they are in.
-        return cls(
-            zygote, case, start, folder / "here", found["names"], listing(whole, case.volatile)
-        )
+        return cls(zygote, case, start, folder / "here", found["names"], end, followed)
 
     def check(self, **moment: Any) -> bool:
         """Kill it at one moment, look at what is there, and have it resumed."""
@@ -200,11 +258,24 @@ class Killed:
             old = listing(self.start / case.output)
             new = listing(self.folder.parent / "whole" / case.output)
             assert listing(here / case.output) in (old, new), f"half-written after {moment}"
-        again = self.zygote(here, case.line)
+        begun = case.resume and (here / "run" / "config.toml").exists()
+        again = self.zygote(here, case.resume if begun else case.line)
         assert again["code"] == 0, f"not resumed after {moment}: {self.zygote.said}"
         left = listing(here, case.volatile)
-        assert left.keys() == self.end.keys(), f"other files after {moment}"
-        assert left == self.end, f"another result after {moment}"
+        if case.following or case.resume:
+            older = left.keys() - self.end.keys()
+            place = "run/checkpoints/" if case.resume else f"{case.output}/"
+            assert all(name.startswith(place) for name in older), f"other files after {moment}"
+        else:
+            assert left.keys() == self.end.keys(), f"other files after {moment}"
+        # What a run says of its time differs, what it has made does not.
+        compared = f"{case.output}/" if case.resume else ""
+        ended = {name: raw for name, raw in self.end.items() if name.startswith(compared)}
+        assert ended
+        assert {name: left.get(name) for name in ended} == ended, f"another result after {moment}"
+        if case.following:
+            assert self.zygote(here, case.following)["code"] == 0, self.zygote.said
+            assert listing(here, case.volatile) == self.followed, f"left for ever after {moment}"
         return killed
 
 
@@ -239,6 +310,59 @@ def test_a_command_killed_at_every_step_and_at_random_moments_is_resumed(
 
     for point in points:
         killed.check(**point)
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """As `zygote`, with what training needs."""
+    process = Zygote(
+        tmp_path_factory.mktemp("trainers"), "torch", "transformers", "numba", "batchwright.cli.app"
+    )
+    yield process
+    process.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_killed_at_steps_and_at_random_moments_is_resumed(
+    name: str, trainers: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    killed = Killed.of(trainers, TRAINING[name], ground, tmp_path)
+    draw = random.Random(name)
+    points: list[dict[str, Any]] = [{"kill_at": n} for n in moments(killed.names, 12)]
+    points += [{"kill_after": draw.uniform(0.0, 3.0)} for _ in range(4)]
+
+    for point in points:
+        killed.check(**point)
+
+
+def test_calls_killed_at_any_step_are_resumed_and_none_with_a_response_is_sent_again(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    start = tmp_path / "ground"
+    start.mkdir()
+    rows = [{"id": f"r{n}", "prompt": f"question {n}"} for n in range(12)]
+    (start / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with RawServer(Seen.answer) as server:
+        case = Case(
+            f"calls run -i prompts.jsonl -o answers.jsonl --endpoint {server.url} --model m "
+            "--price-in 1 --price-out 1 --max-tokens 9 --max-cost 1 -q",
+            "answers.jsonl",
+            whole=False,
+        )
+        killed = Killed.of(zygote, case, start, tmp_path)
+        for number in moments(killed.names, 6):
+            here = killed.folder
+            shutil.rmtree(here, ignore_errors=True)
+            shutil.copytree(start, here)
+            assert zygote(here, case.line, kill_at=number)["killed"]
+            answers = here / "answers.jsonl"
+            written = answers.read_bytes().count(b"\n") if answers.exists() else 0
+            before = len(server.seen)
+            assert zygote(here, case.line)["code"] == 0, zygote.said
+            sent = {seen.text for seen in server.seen[before:]}
+            assert not sent & {row["prompt"] for row in rows[:written]}
+            assert listing(here) == killed.end, f"{killed.names[number - 1]}, step {number}"
 
 
 @pytest.mark.parametrize(
@@ -347,3 +471,57 @@ def test_a_command_does_with_few_file_descriptors(
 def test_a_limit_on_the_size_of_files_is_one_sentence(limited: Callable[..., str]) -> None:
     said = limited(f"{BASE} -e 1 -o plan", limits={"RLIMIT_FSIZE": 100})
     assert "cannot write plan" in said
+
+
+@pytest.mark.parametrize("name", ["plan", "rules", "batches", "lengths again"])
+def test_a_limit_on_memory_is_one_sentence(
+    name: str, zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    killed = Killed.of(zygote, CASES[name], ground, tmp_path)
+    case, here = killed.case, tmp_path / "here"
+    old, new = listing(killed.start / case.output), listing(tmp_path / "whole" / case.output)
+    codes = []
+    for memory in (0, 2**16, 2**20, 2**26):
+        shutil.rmtree(here, ignore_errors=True)
+        shutil.copytree(killed.start, here)
+        codes.append(zygote(here, case.line, memory=memory)["code"])
+        assert "Traceback" not in zygote.said
+        assert "internal" not in zygote.said, (memory, zygote.said)
+        assert listing(here / case.output) in (old, new)
+    assert set(codes) <= {0, 1}, codes
+    assert zygote(here, case.line)["code"] == 0, zygote.said
+    assert listing(here, case.volatile) == killed.end
+
+
+def test_a_full_disk_is_one_sentence_and_the_command_resumes_when_there_is_room(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    """On a file system of its own, which is really full: not every write is one of Python's."""
+    here = tmp_path / "small"
+    here.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(here)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    try:
+        shutil.copytree(ground, here, dirs_exist_ok=True)
+        for case in CASES.values():
+            if ":" in case.line or case.output == "position.json":
+                continue
+            for line in case.before:
+                assert zygote(here, line)["code"] == 0, zygote.said
+            old = listing(here / case.output)
+            filled = here / "filled"
+            with contextlib.suppress(OSError), filled.open("wb", 0) as file:
+                while True:
+                    file.write(bytes(4096))
+            code = zygote(here, case.line)["code"]
+            assert code == 1, (case.line, zygote.said)
+            assert "Traceback" not in zygote.said
+            assert "internal" not in zygote.said, (case.line, zygote.said)
+            assert listing(here / case.output) == old
+            filled.unlink()
+            assert zygote(here, case.line)["code"] == 0, (case.line, zygote.said)
+            hidden = [path for path in here.iterdir() if path.name.endswith(".unfinished")]
+            assert hidden == []
+    finally:
+        subprocess.run(["umount", str(here)], check=True)

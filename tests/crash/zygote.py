@@ -98,6 +98,10 @@ def child(job: dict[str, Any], report: str) -> None:
     os.dup2(output, 2)
     for name, limit in job.get("limits", {}).items():
         resource.setrlimit(getattr(resource, name), (limit, limit))
+    if "memory" in job:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + job["memory"]
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     moments = Moments(folder, job.get("kill_at", 0), job.get("fail_at", 0))
     moments.watch()

@@ -366,7 +366,9 @@ def _model(folder: Path) -> None:
 def _read_model(folder: Path) -> Value:
     # What all loaders of weights do first.
     check_model(folder / "model")
-    return [path.read_bytes() for path in sorted((folder / "model").iterdir())[:2]]
+    files = sorted((folder / "model").iterdir())
+    # Of the manifest only its meaning counts: a space more is no damage.
+    return {path.name: path.read_bytes() for path in files if path.name != "manifest.json"}
 
 
 FORMATS: dict[str, Format] = {

@@ -158,19 +158,24 @@ def part(name: str, seeds: range, example: Path, place: Path, whole: Any) -> lis
     report.write_text("")
     pid = os.fork()
     if pid == 0:
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        with report.open("a") as file, contextlib.redirect_stdout(None):
-            for seed in seeds:
-                file.write(json.dumps([seed]) + "\n")
-                file.flush()
-                # Compiled code does not heed the timer of `outcome`: the system ends it later.
-                used = int(time.process_time())
-                resource.setrlimit(resource.RLIMIT_CPU, (used + 2 * SECONDS, -1))
-                found = one(name, seed, example, place, whole)
-                file.write(json.dumps([seed, *found]) + "\n")
-                file.flush()
-        os._exit(0)
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            with report.open("a") as file, contextlib.redirect_stdout(None):
+                for seed in seeds:
+                    file.write(json.dumps([seed]) + "\n")
+                    file.flush()
+                    # Compiled code does not heed the timer of `outcome`: the system ends it later.
+                    used = int(time.process_time())
+                    resource.setrlimit(resource.RLIMIT_CPU, (used + 2 * SECONDS, -1))
+                    found = one(name, seed, example, place, whole)
+                    file.write(json.dumps([seed, *found]) + "\n")
+                    file.flush()
+            os._exit(0)
+        except BaseException:
+            # A mistake of this script: not to go on as a second copy of the parent.
+            traceback.print_exc()
+            os._exit(99)
     status = _wait(pid, report)
     rows = [json.loads(line) for line in report.read_text().splitlines()]
     done = [tuple(row) for row in rows if len(row) > 1]

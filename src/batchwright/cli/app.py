@@ -140,6 +140,10 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
     except KeyboardInterrupt as stop:
         say(f"stopped: {stop}" if str(stop) else "stopped", err=True)
         return 130
+    except MemoryError:
+        return _failed(
+            "there is not enough memory for this; allow more, or give less data at once", debug
+        )
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _mute()
