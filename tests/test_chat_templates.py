@@ -451,6 +451,9 @@ INSTRUCTION_AFTER = (
     "<system>Write your answer with the sources that you have read."
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+ALWAYS_ASKS = (
+    "{% for m in messages %}<turn><{{ m.role }}>{{ m.content }}<end>{% endfor %}<turn><assistant>"
+)
 ONLY_PARTS = (
     "{% for m in messages %}{{ m.role }}: {% for part in m.content %}{{ part.text }}{% endfor %}"
     "<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -473,8 +476,9 @@ CALLS = [
         (CALL_APART, CALLS, "tool calls of its message 1 cannot be located in the turn"),
         (INSTRUCTION_AFTER, CHATS["two turns"], "ends its message 3 with instructions of its own"),
         (LAST_THOUGHT_LOST, CHATS["reasoning inside"], "leaves out the text between <think>"),
+        (ALWAYS_ASKS, CHATS["two turns"], "ends a conversation with the header of another turn"),
     ],
-    ids=["result inside", "call apart", "instruction after", "parts as Python"],
+    ids=["result inside", "call apart", "instruction after", "parts as Python", "always asks"],
 )
 def test_a_loss_that_would_cover_too_much_or_too_little_is_refused(
     text: str, messages: list[dict[str, Any]], wrong: str
@@ -491,9 +495,12 @@ def test_short_texts_are_not_taken_for_letters_of_the_template() -> None:
     assert learned.replace("<|endoftext|>", "").split() == ["a", "s"]
 
 
-def test_the_header_of_a_second_answer_in_a_row_is_not_learned() -> None:
+@pytest.mark.parametrize(
+    "end", ["<|endoftext|>", "{{ '' if loop.last else '<|endoftext|>' }}"], ids=["each", "earlier"]
+)
+def test_the_header_of_a_second_answer_in_a_row_is_not_learned(end: str) -> None:
     ours = with_template(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}" + end + "{% endfor %}"
         "{% if add_generation_prompt and messages[-1].role == 'user' %}<assistant>{% endif %}"
     )
     row = {"messages": [user("Why?"), said("Because."), said("That is why.")]}
@@ -503,6 +510,22 @@ def test_the_header_of_a_second_answer_in_a_row_is_not_learned() -> None:
     assert "<assistant>" not in learned
     assert "Because." in learned
     assert "That is why." in learned
+
+
+def test_a_header_that_is_asked_for_in_another_way_is_not_learned() -> None:
+    ours = with_template(
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}"
+        "<think></think>{% endif %}{{ m.content }}<|endoftext|>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant></think>{% endif %}"
+    )
+    row = {"messages": [user("Why?"), said("Because."), user("So?"), said("So.")]}
+    sample = encode_row(row, ours, "0")
+    learned = ours.decode(sample.input_ids[sample.loss_mask == 1])
+
+    assert "<assistant>" not in learned
+    assert "Because." in learned
+    assert "So." in learned
+    assert "Why" not in learned
 
 
 def test_variables_of_a_row_reach_its_template() -> None:

@@ -100,7 +100,10 @@ def _header(
     """How much of what a turn adds is the header that stands before an answer to a user."""
     last = max((i for i, m in enumerate(before) if m["role"] != "assistant"), default=-1)
     prompt = _generation_prompt(chat, before[: last + 1], tools) if last >= 0 else ""
-    return len(prompt) if prompt and added.startswith(prompt) else 0
+    at = added.find(prompt) if prompt else -1
+    # The end of the turn before may come first.
+    ends = at >= 0 and all(len(p) > 1 or p.isspace() for p in PIECES.findall(added[:at]))
+    return at + len(prompt) if ends else 0
 
 
 def _found(
@@ -121,6 +124,9 @@ def _found(
     header = text.rfind(prompt, earliest, start) if prompt else -1
     if header >= 0:
         start = header + len(prompt)
+    else:
+        # It asks in one way and shows in another: what both begin with is the header.
+        start += len(_common(prompt, text[start:]))
     alone = _probe(messages, turn, mark := _unused(text))[: turn + 1]
     tail = chat.render(alone, add_generation_prompt=False, tools=tools).partition(mark)[2]
     end += len(_common(tail, text[end:]))

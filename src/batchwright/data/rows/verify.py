@@ -97,7 +97,42 @@ def _wrong(
                     f"the chat template ends its message {number} with instructions of its own, "
                     f"which the loss would cover; {WAYS}"
                 )
+        if _goes_on(chat, probe, words, tools, turns[-1]):
+            return (
+                "the chat template ends a conversation with the header of another turn, which the "
+                "loss would cover; choose --loss-on everything, or mark the turns of the template "
+                "with {% generation %}"
+            )
     return ""
+
+
+def _goes_on(
+    chat: ChatTemplate,
+    probe: Sequence[Message],
+    words: Sequence[Sequence[tuple[str, str]]],
+    tools: Sequence[Any] | None,
+    turn: int,
+) -> bool:
+    """Whether a header follows the turn where nobody asked for one."""
+    if not words[turn] or probe[turn].get("tool_calls"):
+        return False
+    more = {"role": "user", "content": "zqqz"}
+    try:
+        ended = chat.render(probe[: turn + 1], add_generation_prompt=False, tools=tools)
+        going = chat.render([*probe[: turn + 1], more], add_generation_prompt=False, tools=tools)
+    except BadRow:
+        return False
+    last = max((word for _, word in words[turn]), key=ended.rfind)
+    if last not in going:
+        return False
+    head, _, tail = ended.rpartition(last)
+    after = PIECES.findall(tail)
+    shared = PIECES.findall(going.rpartition(last)[2])
+    same = next((i for i, (a, b) in enumerate(zip(after, shared, strict=False)) if a != b), None)
+    if same is None:
+        return False
+    before = {piece for piece in PIECES.findall(head[-200:]) if len(piece) > 1}
+    return any(piece in before for piece in after[same:])
 
 
 def _probe(
