@@ -27,6 +27,9 @@ settings.load_profile("any machine")
 # Before torch is imported: sums in another number of threads are other sums, and a run in this
 # process is compared with one in a process of its own.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some virtual machines name matrix instructions (AMX) that they do not let a program use, and a
+# bfloat16 matrix product of torch then ends the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # The hub's client would report each use of TRL from a thread of its own, and no test needs it.
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 
