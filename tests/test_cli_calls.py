@@ -15,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls.simulator import Simulator
+from batchwright.report.summary import summarise
 from raw_server import RawServer, Seen, answer
 
 COMMAND = Path(sys.executable).parent / "batchwright"
@@ -124,13 +125,22 @@ def test_failed_calls_are_marked_and_made_again_when_asked(call, tmp_path):
         else:
             await seen.answer()
 
+    said = "--run-dir run --price-in 1 --price-out 2"
+    shown = []
     with RawServer(handler) as server:
-        first = call(line(server.url), tmp_path)
+        first = call(line(server.url, said), tmp_path)
+        shown.append(summarise(tmp_path / "run")["calls"])
         marked = answers(tmp_path)
         healthy = True
-        unasked = call(line(server.url), tmp_path)
-        again = call(line(server.url, "--retry-failed"), tmp_path)
+        unasked = call(line(server.url, said), tmp_path)
+        shown.append(summarise(tmp_path / "run")["calls"])
+        again = call(line(server.url, f"{said} --retry-failed --format json"), tmp_path)
+        shown.append(summarise(tmp_path / "run")["calls"])
         assert len(server.seen) == 12
+    # The record of all three commands together says what the last one says.
+    assert [one["totals"]["failed"] for one in shown] == [2, 2, 0]
+    assert [one["totals"]["done"] for one in shown] == [8, 8, 10]
+    assert shown[-1]["cost"] == pytest.approx(again.data["cost"])
 
     assert first.code == 1
     assert "2 of 10 calls failed" in first.err

@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +20,14 @@ from hypothesis import strategies as st
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, NoServer
 from batchwright.events import EventLog, EventTail, read_events
 from batchwright.lines import check_of, checked_line, without_check
+from batchwright.report import advice
 from batchwright.report.advice import advise
 from batchwright.report.columns import Columns
 from batchwright.report.html import html_report
+from batchwright.report.plans import sample_text
 from batchwright.report.server import View, bound
 from batchwright.report.summary import RunReader, find_runs, summarise, summarise_plan
+from batchwright.report.words import words
 from batchwright.sealed import sealed_text, write_sealed_json
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -118,6 +123,8 @@ def test_points_are_means_of_equal_runs_and_lose_no_value(values: list[Any], poi
         means = [np.nan if mean is None else mean for mean in shown["mean"]["x"]]
         expected = [np.mean(run) if run else np.nan for run in known]
         assert means == pytest.approx(expected, rel=1e-5, abs=1e-5, nan_ok=True)
+        flat = [v for v in values if v is not None]
+        assert columns.ends(["x"])["x"] == [flat[0], flat[-1], min(flat), max(flat)]
         assert columns.sums("x", points) == pytest.approx(
             [sum(run) for run in known], rel=1e-5, abs=1e-4
         )
@@ -173,12 +180,12 @@ def test_lines_parsed_together_are_the_records_that_each_line_is(
 
 
 def test_a_plan_is_summarised_without_a_compiler(run_dir: Path) -> None:
-    words = (
+    script = (
         "import sys; from pathlib import Path; from batchwright.report import summarise;"
         f"found = summarise({str(run_dir)!r}); assert found['plan']['budgets'];"
         "assert 'numba' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr
 
@@ -245,6 +252,106 @@ def test_a_resumed_run_shows_each_step_once_and_says_what_was_trained_again(
     assert found["steps"]["t"] == sorted(found["steps"]["t"])
 
 
+def test_figures_of_a_long_run_are_of_its_records_and_not_of_its_points(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    draw = random.Random(4)
+    steps = [
+        {"round": k + 1, "loss": draw.gauss(0, 9), "seconds": draw.random()} for k in range(1300)
+    ]
+    for step in steps[::3]:
+        # Rounds of another part: their time is not of rollouts.
+        step |= {"charts/rollout_s": step["seconds"] / 4, "charts/update_s": step["seconds"] / 2}
+    with EventLog(run / "events.jsonl") as log:
+        for step in steps:
+            log.write("round", **step)
+    found = summarise(run)
+    loss = [step["loss"] for step in steps]
+    shown = f"{loss[0]:.4g} {loss[-1]:.4g} {min(loss):.4g} {max(loss):.4g}".split()
+    times = found["steps"]["times"]
+    kinds = {name: sum(sums) for name, sums in times["kinds"].items()}
+    slowest = sorted(steps, key=lambda step: -step["seconds"])
+
+    rows = [line.split()[1:5] for line in words(found).splitlines() if line.startswith("loss ")]
+    assert shown in rows
+    assert found["steps"]["width"] > 1
+    assert sum(kinds.values()) == pytest.approx(column(steps, "seconds"), rel=1e-4)
+    assert kinds["update"] == pytest.approx(column(steps[::3], "seconds") / 2, rel=1e-4)
+    assert [row[0] for row in times["slowest"][:50]] == [step["round"] for step in slowest[:50]]
+
+
+def test_a_record_of_many_episodes_counts_for_all_of_them(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("start", episodes=20)
+        log.write("episode", episode=1, seconds=3.0)
+        log.write("episode", episode=20, seconds=1.9)
+    times = summarise(tmp_path)["steps"]["times"]
+    assert sum(times["of"]) == 20
+    assert times["slowest"] == [[1, 3.0], [20, pytest.approx(0.1)]]
+
+
+def test_cancelled_calls_have_not_failed(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("start", run="calls", prompts=30)
+        log.write("calls", window_s=1, done=9, failed=21, failed_by={"cancelled": 20, "timeout": 1})
+        found = summarise(tmp_path)
+        log.write("resume", run="calls", prompts=30, failed=0)
+        log.write("calls", window_s=1, done=21, failed=0, failed_by={})
+    shown = {cell["name"]: cell["value"] for cell in found["strip"]}
+    assert shown["calls failed"] == pytest.approx(0.1)
+    shown = {cell["name"]: cell["value"] for cell in summarise(tmp_path)["strip"]}
+    assert shown["calls failed"] == 0
+
+
+ODD = [
+    *('{"loss":1e308}', '{"loss":-1e308}', '{"loss":1e400}', '{"loss":NaN}', '{"step":1e400}'),
+    *(f'{{"tokens":{10**400}}}', f'{{"step":{10**400}}}', f'{{"t":{10**400}}}', '{"t":1e400}'),
+    *('{"t":"soon"}', '{"step":"two"}', '{"step":[1]}', '{"kind":{}}', '{"loss":{"a":[{}]}}'),
+    *(f'{{"x":{"[" * n}{"]" * n}}}' for n in (9, 500, 2000, 100_000)),
+    *('{"kind":"start","steps":"x"}', '{"kind":"stop","error":[1e400]}', '{"kind":"eval","at":[]}'),
+    '{"kind":"calls","failed_by":{"x":1e400},"errors":[],"done":"many","p50":[[1]]}',
+    '{"kind":"limit","why":[[1e999]]}',
+    '{"kind":"resume","step":1e400,"failed":"x"}',
+]
+DEEP = '{"goal":"g","by":"rule","children":['
+TURNS = [
+    *(f'{{"proof":{DEEP * n}{"]}" * n},"reward":1}}' for n in (30, 400, 900, 5000)),
+    *('{"reward":1e400}', '{"reward":NaN,"why":[[]]}', f'{{"gain":{10**400}}}', '{"question":{}}'),
+    *('{"reward":1e308}', '{"reward":-1e308}', f'{{"env":{10**400}}}', '{"episode":1e400}'),
+]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_odd_record_is_counted_and_the_rest_is_shown(together: bool, tmp_path: Path) -> None:
+    """Whatever a line holds, every form of the report can be made and has the good records."""
+    cases = [list(range(len(ODD) + len(TURNS)))] if together else [[k] for k in range(len(ODD))]
+    for number, case in enumerate(cases):
+        run = tmp_path / str(number)
+        (run / "rollouts").mkdir(parents=True)
+        plain = '"t":1,"kind":"step","step":%d,"loss":2.5,"tokens":9,"padded":10,"seconds":1'
+        lines = ['{"t":0,"kind":"start","step":0,"steps":5}', f"{{{plain % 1}}}"]
+        lines += [f"{{{plain % 2},{ODD[k][1:]}" for k in case if k < len(ODD)]
+        lines += [f"{{{plain % 3}}}".replace("2.5", "1.5"), f"{{{plain % 4}}}"]
+        turn = '{"env":0,"episode":%d,'
+        good, check = [turn % 0 + '"reward":0.5}'], 0
+        odd = [turn % k + TURNS[k - len(ODD)][1:] for k in case if k >= len(ODD)]
+        (run / "rollouts" / "1.jsonl").write_text("\n".join(good + odd) + "\n")
+        with (run / "events.jsonl").open("wb") as file:
+            for line in lines:
+                file.write(checked := checked_line(line.encode(), check))
+                check = check_of(checked)
+        (run / "config.toml").write_text("when = 2020-01-01\nrate = inf\n")
+        found = summarise(run)
+
+        assert found["steps"]["ends"]["loss"][1:3] == [2.5, 1.5], lines
+        assert found["rollouts"]["episodes"] >= 1
+        assert "loss" in words(found)
+        json.loads(json.dumps(found, allow_nan=False))
+        html_report([found])
+        if together:
+            assert any("left out" in note for note in found["notes"])
+
+
 def test_damage_is_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -299,9 +406,83 @@ def test_links_out_of_the_folder_are_not_followed(run_dir: Path, tmp_path: Path)
     assert set(find_runs(root)) == {"deep/one"}
 
 
+def test_nothing_is_read_through_links_that_lead_out_and_secrets_are_hidden(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    """Every file and folder of a run, and every file in its folders, as a link or a pipe."""
+    names = ["events.jsonl", "config.toml", "stamp.json", "plan", "tokens", "rollouts"]
+    inner = ["plan/items.bin", "tokens/tokens.bin", "rollouts/000001.jsonl"]
+    hidden = {"config.toml": "config", "stamp.json": "stamp", "events.jsonl": "steps"}
+    for name in [*names, *inner]:
+        run = tmp_path / name.replace("/", "-") / "run"
+        shutil.copytree(run_dir, run)
+        os.rename(run / name, run.parent / "moved")
+        (run / name).symlink_to(run.parent / "moved")
+        found, part = summarise(run), name.partition("/")[0]
+        if part == "tokens":
+            assert "leads out" in sample_text(run, 0)["error"]
+            assert "text" in sample_text(run, 0, run.parent)
+            continue
+        assert [note for note in found["notes"] if "leads out of the folder" in note], name
+        if name != inner[2]:
+            assert not found[hidden.get(part, part)], name
+        # The same link inside the folder that is shown is followed.
+        reader = RunReader(run, inside=run.parent)
+        while reader.update():
+            pass
+        assert reader.summary()["notes"] == [], name
+    run = tmp_path / "pipes"
+    shutil.copytree(run_dir, run)
+    for name in ("config.toml", "stamp.json", "rollouts/000001.jsonl", ".lock"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert "no regular file" in " ".join(summarise(run)["notes"])
+    (run / "config.toml").unlink()
+    (run / "config.toml").write_text(
+        'api_secret = "hunter2"\nhf_token = "hunter2"\ntoken_budget = 512\n'
+        'endpoint = ["http://me:hunter2@host/v1"]\n[judge]\npassword = "hunter2"\n'
+        'note = "uses sk-hunter2hunter2"\nmodel = "tiny"\n'
+    )
+    config = summarise(run)["config"]
+    assert "hunter2" not in json.dumps(config)
+    assert (config["token_budget"], config["judge"]["model"]) == (512, "tiny")
+
+
+def test_every_command_and_flag_in_advice_exists() -> None:
+    """Parsed from the source of the rules, so that none is left out because it was not given."""
+    from batchwright.cli.app import app
+
+    source = (Path(advice.__file__)).read_text("utf-8")
+    commands = re.findall(r"`batchwright ([^`]+)`", source)
+    assert commands
+    flags: set[str] = set()
+
+    def collect(one: Any) -> None:
+        for name in one:
+            if name.startswith("-"):
+                continue
+            collect(one[name])
+        if one.default_command is not None:
+            for argument in one.assemble_argument_collection():
+                flags.update(argument.names)
+
+    collect(app)
+    for command in commands:
+        found = app
+        for word in command.split():
+            assert word in found, f"batchwright {command} does not exist"
+            found = found[word]
+    for flag in re.findall(r"--[a-z][a-z-]+", source):
+        assert flag in flags, f"no command has {flag}"
+    # What looks like a command is marked as one, and so is checked here.
+    groups = "|".join(name for name in app if not name.startswith("-"))
+    bare = re.findall(rf"(?<!batchwright )\b(?:with|run|by) (?:{groups}) [a-z]+", source)
+    assert bare == []
+
+
 def test_advice_is_given_for_what_it_names_and_not_otherwise(run_dir: Path) -> None:
     found = summarise(run_dir)
-    said = {advice["panel"] for advice in found["advice"]}
+    said = {one["panel"] for one in found["advice"]}
     assert "rollouts" in said  # a sixth of the turns is invalid
     assert "ranks" in said  # loads of 512 to 1,024 tokens
     better = json.loads(json.dumps(found))
@@ -310,7 +491,7 @@ def test_advice_is_given_for_what_it_names_and_not_otherwise(run_dir: Path) -> N
         sum(loads) / 4
         for loads in zip(*(r["padded"] for r in found["steps"]["ranks"]), strict=True)
     ]
-    assert {advice["panel"] for advice in advise(better)} <= said - {"rollouts", "ranks"}
+    assert {one["panel"] for one in advise(better)} <= said - {"rollouts", "ranks"}
 
 
 def test_a_report_is_one_file_without_foreign_addresses_and_text_stays_text(

@@ -156,7 +156,14 @@ class EventTail:
             if len(records) != len(lines):
                 return None
             events = [_event(record) for record in records]
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError):
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ):
             return None
         self._lines += len(lines)
         self._before = (before,)
@@ -182,7 +189,9 @@ class EventTail:
     def _event(self, line: bytes) -> Event | None:
         event = None
         if any(is_checked(line, before) for before in self._before):
-            with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            with contextlib.suppress(
+                LookupError, TypeError, ValueError, AttributeError, ArithmeticError
+            ):
                 event = _event(parse_json(without_check(line)))
         if event is not None:
             self._before = (check_of(line),)

@@ -78,7 +78,7 @@ def read_lines(
             before = check_of(line)
             try:
                 made = make(parse_json(without_check(line)))
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise BadFile(
                     f"{path}, line {number}: not a line of a {what}: {one_line(error)[:200]}"
                 ) from None

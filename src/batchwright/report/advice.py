@@ -60,8 +60,8 @@ def _skipped(summary: Summary) -> Iterator[Advice]:
         yield Advice(
             "plan",
             f"{plan['skipped']:,} of {plan['samples']:,} samples are in no batch.",
-            "See why with data batchplan info; choose --overflow truncate or split, or a larger "
-            "budget.",
+            "See why with `batchwright data batchplan info`; choose --overflow truncate or split, "
+            "or a larger budget.",
         )
 
 
@@ -75,7 +75,7 @@ def _data_wait(summary: Summary) -> Iterator[Advice]:
             "ranks",
             f"The trainer waited for data {percent(share)} of the time "
             f"({seconds(totals['data_wait_s'])}).",
-            "Tokenise beforehand with data tokens build, or read from a faster disk.",
+            "Tokenise beforehand with `batchwright data lengths build`, or use a faster disk.",
         )
 
 
@@ -105,8 +105,22 @@ def _calls_failing(summary: Summary) -> Iterator[Advice]:
             "calls",
             f"{percent(totals['failed'] / ended)} of the calls failed"
             f"{': ' + kinds if kinds else ''}; failed calls never enter the loss.",
-            "Raise the deadline or the tries, or lower the limit.",
+            _against(summary["calls"]["failed_by"]),
         )
+
+
+def _against(kinds: Mapping[str, int]) -> str:
+    """What helps against the most frequent kind of failure."""
+    most = max(kinds, key=lambda kind: kinds[kind], default="")
+    return {
+        "unreachable": "Check that the server runs and that its address is right.",
+        "http_4xx": "The server refuses the requests: check the model's name, the key and what is "
+        "sent.",
+        "truncated": "Allow longer responses (max_tokens).",
+        "empty": "Look at the prompts that got an empty response.",
+        "bad_body": "Check what the server answers: it is not what its protocol says.",
+        "rate_limited": "Give the server's rate limit as --rpm or --tpm.",
+    }.get(most, "Raise the deadline or the tries, or lower the limit.")
 
 
 def _rejected(summary: Summary) -> Iterator[Advice]:

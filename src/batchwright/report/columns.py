@@ -4,12 +4,12 @@ import math
 from array import array
 from collections.abc import Iterable, Mapping
 from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "plain"]
+__all__ = ["Columns", "is_number", "plain", "tame"]
 
 Floats = NDArray[np.float64]
 
@@ -18,6 +18,44 @@ POINTS = 512
 TOGETHER = 512
 """Records that wait to be taken into the columns together."""
 NUMBERS = {int, float}
+MOST = 1e100
+"""Numbers beyond it are no measurements, and sums of them would overflow."""
+DEEPEST = 48
+"""Levels of what a record holds; proofs have one for each goal, and one for its list."""
+EXACT = 2**53
+"""Whole numbers up to here are themselves in JSON for every reader."""
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value of JSON is a number that can be shown; a bool is none."""
+    return type(value) in NUMBERS and -MOST < value < MOST
+
+
+def tame(value: Any, text: int | None = None, deepest: int = DEEPEST) -> Any:
+    """A value from a file as every part of a report can take it: JSON, finite, not too deep.
+
+    Texts longer than `text` are cut and say by how much.
+
+    >>> tame({"a": [float("inf"), 10**400, [[1]]]}, deepest=3)
+    {'a': [None, None, ['(nested too deeply to be shown)']]}
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        if text is None or len(value) <= text:
+            return value
+        return f"{value[:text]} [{len(value) - text:,} more characters]"
+    if isinstance(value, int | float):
+        if not is_number(value):
+            return None
+        return float(value) if abs(value) > EXACT else value
+    if isinstance(value, list | tuple | Mapping) and not deepest:
+        return "(nested too deeply to be shown)"
+    if isinstance(value, Mapping):
+        return {str(name): tame(one, text, deepest - 1) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [tame(one, text, deepest - 1) for one in value]
+    return str(value)
 
 
 class Columns:
@@ -28,6 +66,13 @@ class Columns:
         self._new: list[Mapping[str, Any]] = []
         self._kept = 0
         """Records that are in the columns; those in `_new` follow."""
+        self._odd = 0
+
+    @property
+    def odd(self) -> int:
+        """Numbers that are left out: not finite, or beyond all measure."""
+        self._keep()
+        return self._odd
 
     @property
     def rows(self) -> int:
@@ -48,21 +93,37 @@ class Columns:
                 self._extend(name, [record[name] for record in records])
             self._kept += len(records)
 
-    def _extend(self, name: str, values: list[Any]) -> None:
+    def _extend(self, name: str, values: list[Any], deep: int = 0) -> None:
         kinds = set(map(type, values))
         if kinds <= NUMBERS:
-            column = self._columns.get(name)
-            if column is None:
-                column = self._columns[name] = array("d")
-            if (missing := self._kept - len(column)) > 0:
-                column.extend([math.nan] * missing)
-            column.extend(values)
+            self._append(name, self._measured(values))
         elif kinds == {list}:
-            for k, place in enumerate(zip_longest(*values)):
-                self._extend(f"{name}.{k}", list(place))
+            # Lists of lists are no columns.
+            if not deep:
+                for k, place in enumerate(zip_longest(*values)):
+                    self._extend(f"{name}.{k}", list(place), deep + 1)
         elif kinds & NUMBERS:
             # A bool is an int to Python, and no measurement.
-            self._extend(name, [v if type(v) in NUMBERS else math.nan for v in values])
+            known = iter(self._measured([v for v in values if type(v) in NUMBERS]))
+            self._append(name, [next(known) if type(v) in NUMBERS else math.nan for v in values])
+
+    def _measured(self, values: list[float]) -> list[float]:
+        """The same numbers, with NaN for those that are none to show; they are counted."""
+        try:
+            if bool((np.abs(np.array(values, np.float64)) < MOST).all()):
+                return values
+        except OverflowError:
+            pass
+        self._odd += sum(not is_number(v) for v in values)
+        return [v if is_number(v) else math.nan for v in values]
+
+    def _append(self, name: str, values: list[float]) -> None:
+        column = self._columns.get(name)
+        if column is None:
+            column = self._columns[name] = array("d")
+        if (missing := self._kept - len(column)) > 0:
+            column.extend([math.nan] * missing)
+        column.extend(values)
 
     def cut(self, rows: int) -> None:
         """Keep the first `rows` records."""
@@ -93,6 +154,17 @@ class Columns:
         values = self.column(name)
         there = np.flatnonzero(~np.isnan(values))
         return float(values[there[-1]]) if there.size else None
+
+    def ends(self, names: Iterable[str]) -> dict[str, list[float]]:
+        """The first, last, lowest and highest value of each field that has any, of all records."""
+        found = {}
+        for name in names:
+            values = self.column(name)
+            known = values[~np.isnan(values)]
+            if known.size:
+                ends = (known[0], known[-1], known.min(), known.max())
+                found[name] = [float(v) for v in ends]
+        return found
 
     def width(self, points: int = POINTS) -> int:
         """Records in each point of a curve: a power of two, so that a growing log stays steady."""

@@ -17,6 +17,7 @@ from batchwright.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from batchwright.data.tokens.store import TokenStore
 from batchwright.errors import BatchwrightError
 from batchwright.jit import interpreted
+from batchwright.report.links import refusal
 
 __all__ = ["plan_summary", "sample_text"]
 
@@ -234,14 +235,20 @@ def _planned(lengths: Ints, config: Any) -> BatchPlan:
     return BatchPlanBuilder(Lengths.of(lengths), config).build()
 
 
-def sample_text(run: Path, item: int) -> dict[str, Any]:
-    """A sample of a run by its number: its tokens as text where the run can decode them."""
+def sample_text(run: Path, item: int, inside: Path | None = None) -> dict[str, Any]:
+    """A sample of a run by its number: its tokens as text where the run can decode them.
+
+    Links that lead out of `inside`, by default the run itself, are not followed.
+    """
+    inside = (inside or run).resolve()
+    if why := refusal(run / "tokens", inside):
+        return {"item": item, "error": f"the folder tokens of this run {why}"}
     try:
         sample = TokenStore(run / "tokens")(item)
     except (BatchwrightError, OSError, IndexError, ValueError) as error:
         return {"item": item, "error": f"the tokens of this run cannot be read: {error}"}
     ids = np.asarray(sample.input_ids).tolist()
-    tokenizer = _tokenizer(run)
+    tokenizer = None if refusal(run / "model", inside) else _tokenizer(run)
     text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
     return {
         "item": item,

@@ -1,6 +1,5 @@
 """The episodes of a run: `rollouts/*.jsonl`, one turn or one proof a line."""
 
-import json
 from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -8,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from batchwright.files import parse_json
+from batchwright.report.columns import is_number, tame
+from batchwright.report.links import refusal
 
 __all__ = ["Rollouts"]
 
@@ -17,6 +20,7 @@ INVALID = 40
 CHARACTERS = 2000
 """Of one text; the number of those left out is shown."""
 BINS = 24
+ENVS_END = 2**31
 ENVS = 4096
 """Squares of the grid."""
 
@@ -24,8 +28,11 @@ ENVS = 4096
 class Rollouts:
     """Reads files of episodes once each, newest last, and keeps counts of all of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, inside: Path | None = None) -> None:
         self._folder = folder
+        self._inside = (inside or folder).resolve()
+        self.refused: dict[str, str] = {}
+        """Files that are not read, and why."""
         self._read: set[str] = set()
         self._rewards = array("d")
         self._last: deque[dict[str, Any]] = deque(maxlen=LAST)
@@ -37,13 +44,19 @@ class Rollouts:
     def update(self, most: int = 64) -> bool:
         """Read files that are new, at most so many; whether there were any."""
         try:
+            if self._folder.is_symlink() and (why := refusal(self._folder, self._inside)):
+                self.refused = {self._folder.name: why}
+                return False
             names = sorted(p.name for p in self._folder.iterdir() if p.suffix == ".jsonl")
         except OSError:
             return False
         new = [name for name in names if name not in self._read][:most]
         for name in new:
             self._read.add(name)
-            self._read_file(self._folder / name)
+            if why := refusal(self._folder / name, self._inside):
+                self.refused[f"{self._folder.name}/{name}"] = why
+            else:
+                self._read_file(self._folder / name)
         return bool(new)
 
     def _read_file(self, path: Path) -> None:
@@ -55,7 +68,7 @@ class Rollouts:
         episodes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
         for line in filter(None, lines):
             try:
-                turn = json.loads(line)
+                turn = parse_json(line)
                 episodes.setdefault((turn["env"], turn["episode"]), []).append(turn)
             except (ValueError, KeyError, TypeError):
                 self.bad += 1
@@ -79,20 +92,17 @@ class Rollouts:
         first, last = turns[0], turns[-1]
         episode = {
             "file": file,
-            "env": first["env"],
-            "episode": first["episode"],
-            "question": _cut(first.get("question", "")),
+            "env": tame(first["env"], CHARACTERS),
+            "episode": tame(first["episode"], CHARACTERS),
+            "question": tame(first.get("question", ""), CHARACTERS),
             "reward": total,
             "invalid": invalid,
-            "turns": [
-                {name: _cut(value) for name, value in turn.items()} | {"invalid": _invalid(turn)}
-                for turn in turns
-            ],
+            "turns": [tame(turn, CHARACTERS) | {"invalid": _invalid(turn)} for turn in turns],
         }
         self._last.append(episode)
         if invalid:
             self._invalid.append(episode)
-        if isinstance(first["env"], int) and len(self._envs) < ENVS:
+        if type(first["env"]) is int and abs(first["env"]) < ENVS_END and len(self._envs) < ENVS:
             seen = self._envs.setdefault(first["env"], {"env": first["env"], "episodes": 0})
             seen["episodes"] += 1
             seen["reward"] = total
@@ -125,7 +135,7 @@ class Rollouts:
 
 def _reward(turn: Mapping[str, Any]) -> float | None:
     for name in ("gain", "reward"):
-        if isinstance(value := turn.get(name), int | float):
+        if is_number(value := turn.get(name)):
             return float(value)
     return None
 
@@ -135,10 +145,5 @@ def _invalid(turn: Mapping[str, Any]) -> str:
     named = [name for name in ("gain", "reward") if name in turn]
     if not named or _reward(turn) is not None:
         return ""
-    return str(turn.get("why") or "no reward")
-
-
-def _cut(value: Any) -> Any:
-    if not isinstance(value, str) or len(value) <= CHARACTERS:
-        return value
-    return f"{value[:CHARACTERS]} [{len(value) - CHARACTERS:,} more characters]"
+    why = turn.get("why")
+    return why[:CHARACTERS] if isinstance(why, str) and why else "no reward"

@@ -94,15 +94,20 @@ class _Watch:
                     if time.monotonic() - began > PARTIAL_S:
                         break
                 found = await asyncio.to_thread(self._summary, new, state)
+                if found is not None:
+                    state = found["state"]
+                    await self._tell(found)
+                    if found["planning"]:
+                        # The rest is shown already; this may take a second.
+                        found = await asyncio.to_thread(self.reader.summary)
+                        await self._tell(found)
             except (BatchwrightError, OSError) as error:
                 await self._tell(error=str(error))
                 return
-            if found is not None:
-                state = found["state"]
-                await self._tell(found)
-                if found["planning"]:
-                    found = await asyncio.to_thread(self.reader.summary)
-                    await self._tell(found)
+            except Exception as error:
+                # Whatever a file holds, its page says so, and those of other runs go on.
+                await self._tell(error=f"This run cannot be shown: {type(error).__name__}: {error}")
+                return
             if not new:
                 await asyncio.sleep(POLL_S)
 
@@ -217,7 +222,9 @@ class View:
         item = request.query.get("item", "")
         if not item.isdecimal() or len(item) > 10:
             return _refusal(400, "item must be the number of a sample")
-        return web.json_response(await asyncio.to_thread(sample_text, path, int(item)))
+        return web.json_response(
+            await asyncio.to_thread(sample_text, path, int(item), self.root.resolve())
+        )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         """Summaries as server-sent events: one at once, another whenever the run has grown."""
@@ -232,7 +239,8 @@ class View:
             return await self._idle(answer)
         watch = self._watches.get(key)
         if watch is None or watch.error is not None:
-            reader = await asyncio.to_thread(RunReader, path, None if key == "." else key)
+            name = None if key == "." else key
+            reader = await asyncio.to_thread(RunReader, path, name, self.root.resolve())
             watch = self._watches.setdefault(key, _Watch(reader))
             if watch.error is not None:
                 watch = self._watches[key] = _Watch(reader)

@@ -8,6 +8,7 @@ record in the files; curves are means over runs of records when there are too ma
 import fcntl
 import math
 import os
+import re
 import struct
 import time
 import tomllib
@@ -20,7 +21,8 @@ from batchwright.errors import BadFile, BatchwrightError, MissingFile
 from batchwright.events import Event, EventTail
 from batchwright.files import parse_json
 from batchwright.report.advice import advise
-from batchwright.report.columns import Columns
+from batchwright.report.columns import Columns, is_number, tame
+from batchwright.report.links import refusal
 from batchwright.report.rollouts import Rollouts
 from batchwright.sealed import check_text, read_sealed_json
 
@@ -34,9 +36,15 @@ STEPS = ("step", "update", "round", "epoch", "episode")
 """Kinds of records that are one step of a trainer each, and the names of their numbers."""
 QUIET_S = 60.0
 """A run without a lock counts as live for so long after its last record."""
+WORDS = 2000
+"""Characters of one text of a record."""
+SLOWEST = 200
+"""Records that are listed by the time they took."""
 CHANGES = 1000
 """Limit changes that are listed; all are counted."""
 ADDITIVE = ("tokens", "padded", "loss_tokens", "seconds", "data_wait_s")
+LEVELS = 8
+"""Of lists and objects in a record."""
 DEEPEST = 3
 MOST_RUNS = 500
 
@@ -96,9 +104,12 @@ def summarise_plan(path: Path) -> dict[str, Any]:
 
 
 class RunReader:
-    """Reads a run as it grows: `update` until it gives False, then `summary`, and again later."""
+    """Reads a run as it grows: `update` until it gives False, then `summary`, and again later.
 
-    def __init__(self, run: Path, name: str | None = None) -> None:
+    Links that lead out of `inside`, by default the run itself, are not followed, and said.
+    """
+
+    def __init__(self, run: Path, name: str | None = None, inside: Path | None = None) -> None:
         if not run.is_dir():
             raise MissingFile(f"there is no folder {run}; name a run directory")
         if not is_run(run):
@@ -108,11 +119,13 @@ class RunReader:
             )
         self.run = run
         self.name = name or run.resolve().name
+        self._inside = (inside or run).resolve()
         self._start()
 
     def _start(self) -> None:
         self._tail = EventTail(self.run / EVENTS)
-        self._rollouts = Rollouts(self.run / "rollouts")
+        self._rollouts = Rollouts(self.run / "rollouts", self._inside)
+        self._refused: dict[str, str] = {}
         self._steps, self._calls, self._evals = Columns(), Columns(), Columns()
         self._limits: list[dict[str, Any]] = []
         self._reasons: Counter[str] = Counter()
@@ -124,7 +137,9 @@ class RunReader:
         self._stop: dict[str, Any] | None = None
         self._parts: dict[str, list[float]] = {}
         self._unit = "step"
-        self._resumed = self._repeated = 0
+        self._resumed = self._repeated = self._odd = 0
+        self._failed_before = 0.0
+        """Failed calls that do not stand: those of a process whose run was resumed since."""
         self._before = self._now = 0.0
         self._trackers = 0
         self._missing = False
@@ -133,6 +148,8 @@ class RunReader:
     def update(self) -> bool:
         """Read what is new, a part of it if it is much; whether there may be more."""
         new = self._rollouts.update()
+        if self._refuses(EVENTS):
+            return new
         try:
             events = self._tail.read()
         except MissingFile:
@@ -147,8 +164,20 @@ class RunReader:
             self._take(event)
         return new or bool(events)
 
+    def _refuses(self, name: str) -> bool:
+        """Whether a part of the run is not read; why not becomes a note."""
+        why = refusal(self.run / name, self._inside)
+        if why:
+            self._refused[name] = why
+        else:
+            self._refused.pop(name, None)
+        return bool(why)
+
     def _take(self, event: Event) -> None:
         fields = event.fields
+        if not is_number(event.t) or not _flat(fields) or not is_number(self._at(event)):
+            self._odd += 1
+            return
         if event.kind == "resume" or event.t < self._now - self._before - 1e-3:
             # The clock of a log starts anew with each process that writes to it.
             self._before = self._now
@@ -158,30 +187,37 @@ class RunReader:
         elif event.kind == "calls":
             self._call(fields)
         elif event.kind == "limit":
-            self._reasons[str(fields.get("why"))] += 1
-            self._limits.append({"t": round(self._now, 3), **fields})
+            self._reasons[str(fields.get("why"))[:WORDS]] += 1
+            self._limits.append({"t": round(self._now, 3), **tame(fields, WORDS)})
         elif event.kind == "eval":
             at = next((fields[unit] for unit in STEPS if unit in fields), self._steps.rows)
             self._evals.add({"at": at, "t": self._now, **fields})
         elif event.kind in ("start", "resume"):
             self._begin(event.kind, fields)
         elif event.kind == "stop":
-            self._stop = dict(fields)
+            self._stop = tame(fields, WORDS)
         elif event.kind == "window":
-            self._windows.append({"t": round(self._now, 3), **fields})
+            self._windows.append({"t": round(self._now, 3), **tame(fields, WORDS)})
         elif event.kind == "tracker":
             self._trackers += 1
         else:
             self._unknown[event.kind] += 1
 
+    def _at(self, event: Event) -> Any:
+        """The number of the step that a record is of; 0 for one that is of none."""
+        return event.fields.get(event.kind, 0) if event.kind in STEPS else 0
+
     def _begin(self, kind: str, fields: Mapping[str, Any]) -> None:
-        self._begun, self._stop = dict(fields), None
+        self._begun, self._stop = tame(fields, WORDS), None
         self._unit = next((unit for unit in STEPS if f"{unit}s" in fields), self._unit)
         if kind != "resume":
             return
         self._resumed += 1
+        if is_number(stand := fields.get("failed")):
+            # Calls that failed are made again, but for so many.
+            self._failed_before = max(0.0, self._calls.total("failed") - stand)
         at = fields.get(self._unit)
-        if isinstance(at, int) and self._steps.rows:
+        if isinstance(at, int) and is_number(at) and self._steps.rows:
             kept = int((self._steps.column("at") <= at).sum())
             self._repeated += self._steps.rows - kept
             self._steps.cut(kept)
@@ -198,10 +234,16 @@ class RunReader:
             span[1] = at
 
     def _call(self, fields: Mapping[str, Any]) -> None:
-        self._calls.add({**fields, "t": self._now})
+        row = {**fields, "t": self._now}
+        kinds = fields.get("failed_by")
+        cancelled = kinds.get("cancelled") if isinstance(kinds, dict) else None
+        if cancelled and is_number(cancelled) and is_number(row.get("failed")):
+            # Ctrl-C or a full error budget ended them: they were not made, so none failed.
+            row |= {"failed": row["failed"] - cancelled, "cancelled": cancelled}
+        self._calls.add(row)
         for name, counter in (("failed_by", self._failed_by), ("errors", self._errors)):
             if (found := fields.get(name)) and isinstance(found, dict):
-                counter.update({str(k): int(v) for k, v in found.items()})
+                counter.update({str(k)[:WORDS]: int(v) for k, v in found.items() if is_number(v)})
 
     def summary(self, *, quick: bool = False) -> dict[str, Any]:
         """The run as far as it was read.
@@ -209,8 +251,13 @@ class RunReader:
         To look at a plan takes a second or more; `quick`, it is left out until it was done once,
         and `planning` says so.
         """
-        config, config_note = _toml(self.run / "config.toml")
-        stamp, stamp_note = _json(self.run / "stamp.json")
+        config: dict[str, Any] = {}
+        stamp: dict[str, Any] = {}
+        config_note = stamp_note = ""
+        if not self._refuses("config.toml"):
+            config, config_note = _toml(self.run / "config.toml")
+        if not self._refuses("stamp.json"):
+            stamp, stamp_note = _json(self.run / "stamp.json")
         planning = quick and self._plan_is_new()
         plan, plan_note = (None, "") if planning else self._planned()
         notes = [note for note in (config_note, stamp_note, plan_note) if note]
@@ -254,8 +301,9 @@ class RunReader:
 
     def _progress(self) -> dict[str, Any]:
         of = self._begun.get(f"{self._unit}s") or None
+        of = int(of) if is_number(of) else None
         at = self._steps.last("at")
-        if at is None and isinstance(begun := self._begun.get(self._unit), int | float):
+        if at is None and is_number(begun := self._begun.get(self._unit)):
             at = begun
         return {
             "unit": self._unit,
@@ -266,7 +314,9 @@ class RunReader:
         }
 
     def _notes(self, stamp: Mapping[str, Any]) -> list[str]:
-        tail, notes = self._tail, []
+        tail = self._tail
+        refused = self._refused | self._rollouts.refused
+        notes = [f"{name} {why}." for name, why in sorted(refused.items())]
         if self._missing:
             notes.append(f"{EVENTS} is missing: nothing was recorded, or it was removed.")
         if tail.torn:
@@ -277,8 +327,13 @@ class RunReader:
         if tail.bad:
             where = ", ".join(map(str, tail.bad[:5])) + (", ..." if len(tail.bad) > 5 else "")
             notes.append(
-                f"{EVENTS}: {len(tail.bad):,} lines are not as they were written, or follow "
-                f"a missing one, and are left out (line {where})."
+                f"{EVENTS}: {len(tail.bad):,} {'line is' if len(tail.bad) == 1 else 'lines are'} "
+                f"not as written, or after a missing one, and left out (line {where})."
+            )
+        if odd := self._odd + self._steps.odd + self._calls.odd + self._evals.odd:
+            notes.append(
+                f"{EVENTS}: {odd:,} {'value is' if odd == 1 else 'values are'} not finite, beyond "
+                f"1e100 or nested too deeply, and left out."
             )
         if (format := stamp.get("format")) is not None and format != FORMAT:
             notes.append(
@@ -296,7 +351,7 @@ class RunReader:
                 f"Resumed {self._resumed:,} {'time' if self._resumed == 1 else 'times'}"
                 f"{again if self._repeated else ''}."
             )
-        if passed := self._begun.get("passed_over"):
+        if isinstance(passed := self._begun.get("passed_over"), list) and passed:
             notes.append(f"Damaged checkpoints were passed over: {', '.join(map(str, passed))}.")
         if self._stop is not None and (error := self._stop.get("error")):
             notes.append(f"The run stopped with an error: {error}")
@@ -321,6 +376,8 @@ class RunReader:
             "last": steps.lasts("at"),
             "t": steps.lasts("t"),
             **steps.points(names),
+            "ends": steps.ends(names),
+            "times": self._times(),
             "sums": {n: steps.sums(n) for n in ADDITIVE if n in steps.names},
             "totals": {n: steps.total(n) for n in (*ADDITIVE, *_invalids(names)) if n in names},
             "newest": {n: steps.last(n) for n in names},
@@ -334,6 +391,42 @@ class RunReader:
                 for rank in ranks
             ],
             "rank_busiest": self._busiest(ranks),
+        }
+
+    def _times(self) -> dict[str, Any] | None:
+        """What the time of the steps went on: of each kind, seconds per step over runs of records.
+
+        A record may be of several episodes. `slowest` are records, the longest first.
+        """
+        import numpy as np
+
+        steps, names = self._steps, self._steps.names
+        rollout, update = "charts/rollout_s", "charts/update_s"
+        parts = {name: np.nan_to_num(steps.column(name)) for name in (rollout, update)}
+        whole = steps.column("seconds") if "seconds" in names else parts[rollout] + parts[update]
+        if not whole[whole > 0].size:
+            return None
+        whole = np.nan_to_num(whole)
+        if rollout in names:
+            kinds = {"rollout": parts[rollout], "update": parts[update]}
+            rest = np.maximum(0, whole - parts[rollout] - parts[update])
+            if rest.sum() > 0.01 * whole.sum():
+                kinds["other"] = rest
+        elif "data_wait_s" in names:
+            waited = np.nan_to_num(steps.column("data_wait_s"))
+            kinds = {"compute": np.maximum(0, whole - waited), "wait for data": waited}
+        else:
+            kinds = {"seconds": whole}
+        of = np.ones(steps.rows)
+        if self._unit == "episode":
+            of = np.maximum(1, np.diff(steps.column("at"), prepend=0))
+        order = np.argsort(-whole / of, kind="stable")[:SLOWEST]
+        at = steps.column("at")[order].tolist()
+        each = [(values / of)[order].tolist() for values in kinds.values()]
+        return {
+            "kinds": {name: steps.sums(values) for name, values in kinds.items()},
+            "of": steps.sums(of),
+            "slowest": [list(row) for row in zip(at, *each, strict=True)],
         }
 
     def _busiest(self, ranks: list[int]) -> list[float | None]:
@@ -353,14 +446,23 @@ class RunReader:
         names = [n for n in evals.names if n not in ("at", "t", *STEPS) and "." not in n]
         points = evals.points(names)
         return {"rows": evals.rows, "at": evals.lasts("at"), "t": evals.lasts("t"), **points} | {
-            "newest": {n: evals.last(n) for n in names}
+            "newest": {n: evals.last(n) for n in names},
+            "ends": evals.ends(names),
         }
 
     def _call_summary(self) -> dict[str, Any] | None:
         calls = self._calls
         if not calls.rows and not self._limits:
             return None
-        counts = ("sent", "hit", "dedup", "retry", "failed", "done", "window_s", "busy_s", "room_s")
+        counts = (
+            *("sent", "hit", "dedup", "retry", "failed", "cancelled", "done"),
+            *("window_s", "busy_s", "room_s"),
+        )
+        totals = {n: calls.total(n) for n in counts if n in calls.names}
+        if "failed" in totals:
+            totals["again"] = self._failed_before
+            totals["failed"] -= self._failed_before
+        failed_by = {k: n for k, n in self._failed_by.most_common() if k != "cancelled"}
         levels = [n for n in ("in_flight", "limit", "p50", "p95", "p99") if n in calls.names]
         step = -(-len(self._limits) // CHANGES) or 1
         return {
@@ -368,25 +470,28 @@ class RunReader:
             "t": calls.lasts("t"),
             **calls.points(levels),
             "sums": {n: calls.sums(n) for n in counts if n in calls.names},
-            "totals": {n: calls.total(n) for n in counts if n in calls.names},
-            "newest": {n: calls.last(n) for n in (*levels, "cost")},
+            "totals": totals,
+            "ends": calls.ends(levels),
+            "newest": {n: calls.last(n) for n in levels},
             "limits": self._limits[::step],
             "limit_changes": len(self._limits),
             "reasons": dict(self._reasons.most_common()),
-            "failed_by": dict(self._failed_by.most_common()),
+            "failed_by": failed_by,
             "errors": dict(self._errors.most_common(20)),
-            "cost": calls.last("cost"),
+            "cost": calls.total("spent") if "spent" in calls.names else None,
         }
 
     def _plan_is_new(self) -> bool:
         path = self.run / "plan"
+        if self._refuses("plan"):
+            return False
         known = self._plan is not None and self._plan[0] == _changed(path / "manifest.json")
         return path.is_dir() and not known
 
     def _planned(self) -> tuple[dict[str, Any] | None, str]:
         """The summary of the run's plan, worked out once, and what is wrong with it."""
         path = self.run / "plan"
-        if not path.is_dir():
+        if not path.is_dir() or self._refuses("plan"):
             return None, ""
         if self._plan_is_new():
             changed = _changed(path / "manifest.json")
@@ -395,7 +500,7 @@ class RunReader:
 
             try:
                 self._plan = changed, plan_summary(BatchPlan.load(path)), ""
-            except (BatchwrightError, OSError) as error:
+            except (BatchwrightError, OSError, ValueError, ArithmeticError) as error:
                 self._plan = changed, None, f"The plan cannot be shown: {error}"
         assert self._plan is not None
         return self._plan[1], self._plan[2]
@@ -497,7 +602,7 @@ def _changed(path: Path) -> float:
 def _locked(path: Path) -> bool | None:
     """Whether a process holds the lock of a run; None if nothing tells. It is not taken."""
     try:
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -511,11 +616,28 @@ def _locked(path: Path) -> bool | None:
         os.close(handle)
 
 
+SECRET = re.compile(r"secret|passw|credential|(^|_)(api_?key|key|token)$", re.IGNORECASE)
+"""Names of settings whose values are not shown."""
+KEY = re.compile(r"\b(?:sk|hf|ghp|xox[bp])[-_][A-Za-z0-9_-]{8,}|(?<=://)[^/@\s]+(?=@)")
+"""Keys as services write them, and names and passwords in addresses."""
+
+
+def _redacted(value: Any, name: str = "") -> Any:
+    """Settings without the values that look like secrets."""
+    if isinstance(value, dict):
+        return {k: _redacted(v, str(k)) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_redacted(one, name) for one in value]
+    if isinstance(value, str):
+        return "(hidden)" if value and SECRET.search(name) else KEY.sub("(hidden)", value)
+    return value
+
+
 def _toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_text("utf-8")
         check_text(text, Path(path.name), "it is left out")
-        return tomllib.loads(text), ""
+        return tame(_redacted(tomllib.loads(text)), WORDS), ""
     except BadFile as error:
         return {}, f"{error}."
     except FileNotFoundError:
@@ -535,4 +657,17 @@ def _json(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"{path.name} is missing: versions and commit of the run are not known."
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read: {error}"
-    return (found, "") if isinstance(found, dict) else ({}, f"{path.name} is not an object.")
+    if not isinstance(found, dict):
+        return {}, f"{path.name} is not an object."
+    return tame(_redacted(found), WORDS), ""
+
+
+def _flat(fields: Mapping[str, Any]) -> bool:
+    """Whether a record is not nested deeper than any that is written; without recursion."""
+    level: list[Any] = [value for value in fields.values() if isinstance(value, list | dict)]
+    for _ in range(LEVELS):
+        if not level:
+            return True
+        below = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [v for values in below for v in values if isinstance(v, list | dict)]
+    return False

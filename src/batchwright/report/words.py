@@ -45,7 +45,7 @@ def _curves(summary: Mapping[str, Any]) -> list[list[str | float | None]]:
         for name, values in (source or {}).get("mean", {}).items():
             known = [value for value in values if value is not None]
             if known:
-                ends = (known[0], known[-1], min(known), max(known))
+                ends = source["ends"][name]
                 found.append([prefix + name, *(f"{v:.4g}" for v in ends), _spark(known)])
     return found
 

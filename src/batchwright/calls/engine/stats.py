@@ -235,7 +235,7 @@ class StatsLog:
         self.since = 0.0
         """Where the window of the next line begins."""
         self._reported: dict[str, int] = {}
-        self._busy_s = 0.0
+        self._busy_s = self._cost = 0.0
         self._failed_by: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
@@ -284,8 +284,9 @@ class StatsLog:
             failed_by=dict(kinds),
             errors=dict(errors),
             in_flight=sum(upstream.in_flight for upstream in self._upstreams),
-            cost=stats.cost,
+            spent=stats.cost - self._cost,
         )
+        self._cost = stats.cost
 
     def _write(self, kind: str, /, **fields: Any) -> None:
         if self._events is None:

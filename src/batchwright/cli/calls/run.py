@@ -178,7 +178,14 @@ def run(
     settings |= {"endpoint": [one.name for one in endpoints], "batch_size": batch_size}
     with (
         terminated_like_ctrl_c(),
-        recorded(run_dir, "calls", settings, prompts=len(prompts)) as events,
+        # Failures that stand: all others are made again, and are not counted twice.
+        recorded(
+            run_dir,
+            "calls",
+            settings,
+            prompts=len(prompts),
+            failed=0 if retry_failed else sum("error" in row for _, row in known),
+        ) as events,
     ):
         pool = _open(
             endpoints,

@@ -137,7 +137,8 @@ function chart(key, o) {
   if (y0 === y1) { const gap = Math.abs(y0) * 0.1 || 1; y0 -= o.zero && y0 === 0 ? 0 : gap; y1 += gap; }
   const X = (v) => L + (v - x0) / (x1 - x0) * (W - L - R), Y = (v) => H - B - (v - y0) / (y1 - y0) * (H - B - T);
   const first = o.series[0], known = first.y.filter((v) => v !== null && v !== undefined);
-  const said = empty ? "no values" : `${plural(known.length, "point")}, from ${num(known[0])} to ${num(known[known.length - 1])}, lowest ${num(Math.min(...known))}, highest ${num(Math.max(...known))}`;
+  const ends = first.ends || [known[0], known[known.length - 1], Math.min(...known), Math.max(...known)], told = o.shares ? share : o.form || num;
+  const said = empty ? "no values" : `${plural(known.length, "point")}, from ${told(ends[0])} to ${told(ends[1])}, lowest ${told(ends[2])}, highest ${told(ends[3])}`;
   const cross = sv("line", {class: "cross", y1: T, y2: H - B, visibility: "hidden"});
   const shade = sv("rect", {class: "pick", y: T, height: H - B - T, width: 0});
   const picked = o.brush && o.brush.now();
@@ -452,7 +453,7 @@ function metric(s, name) {
   if (!s) return null;
   const from = name.startsWith("eval: ") ? s.evals : s.steps, plainName = name.replace(/^eval: /, "");
   if (!from || !(plainName in from.mean)) return null;
-  return {x: from.at || from.last, y: from.mean[plainName], low: from.low[plainName], high: from.high[plainName], newest: from.newest[plainName]};
+  return {x: from.at || from.last, y: from.mean[plainName], low: from.low[plainName], high: from.high[plainName], ends: from.ends[plainName], newest: from.newest[plainName]};
 }
 const stepBrush = {now: () => { const r = S.main && range(S.main); return r ? [r.low, r.high] : null; }, set: (a, z) => select(a, z)};
 function drawSteps(s, o) {
@@ -476,7 +477,7 @@ function drawSteps(s, o) {
   };
   const parts = t && Object.keys(t.parts).length > 1 ? lead("Parts: ", Object.entries(t.parts).map(([name, [a, z]]) => `${name} ${num(a)} to ${num(z)}`).join(", "), ".") : null;
   panel("steps", [
-    t ? lead(b(num(t.rows)), ` ${unit}s recorded`, t.width > 1 ? `; a point is the mean of ${num(t.width)}, the band their range` : "", ". Drag over a chart to select.") : null, parts,
+    t ? lead(t.times && sum(t.times.of) > t.rows ? [b(plural(sum(t.times.of), unit)), ` in ${plural(t.rows, "record")}`] : [b(plural(t.rows, unit)), " recorded"], t.width > 1 ? `; a point is the mean of ${num(t.width)}, the band their range` : "", ". Drag over a chart to select.") : null, parts,
     el("div", {class: "tiles"}, tiles),
     el("details", {"data-key": "metrics", open: S.open.has("metrics"), ontoggle: (event) => event.target.open ? S.open.add("metrics") : S.open.delete("metrics")}, el("summary", {text: `All ${names.length} metrics`}),
       el("div", {class: "filters"}, names.map((name) => el("label", null, el("input", {type: "checkbox", "data-key": "metric-" + name, checked: shown.includes(name), onchange: toggle(name)}), " " + name)))),
@@ -484,25 +485,23 @@ function drawSteps(s, o) {
 }
 
 function drawRanks(s) {
-  const t = s.steps;
-  const has = t && (("seconds" in t.sums && "data_wait_s" in t.sums) || "charts/rollout_s" in t.mean || "seconds" in t.sums);
-  if (!has) return panel("ranks", null, "no times of steps are recorded.");
+  const t = s.steps, times = t && t.times;
+  if (!times) return panel("ranks", null, "no times of steps are recorded.");
   const r = range(s), unit = t.unit, cut = (list) => r ? list.slice(r.a, r.b + 1) : list;
-  const kinds = "charts/rollout_s" in t.mean ? [["rollout", t.mean["charts/rollout_s"], "c1"], ["update", t.mean["charts/update_s"], "c2"]]
-    : "data_wait_s" in t.sums ? [["compute", t.mean.seconds.map((v, k) => v - t.mean.data_wait_s[k]), "c1"], ["wait for data", t.mean.data_wait_s, "c2"]]
-    : [["seconds", t.mean.seconds, "c1"]];
-  const total = sum(kinds.flatMap((k) => cut(k[1])));
-  const worst = cut(t.last).map((at, k) => [at, ...kinds.map((kind) => cut(kind[1])[k])]).sort((x, y) => sum(y.slice(1)) - sum(x.slice(1))).slice(0, 10);
+  // Seconds per step: a point may be of several records, and a record of several episodes.
+  const kinds = Object.entries(times.kinds).map(([name, sums], k) => [name, sums.map((v, i) => times.of[i] ? v / times.of[i] : null), `c${k + 1}`, sum(cut(sums))]);
+  const total = sum(kinds.map((k) => k[3])), of = sum(cut(times.of));
+  const slow = times.slowest.filter((row) => !r || (row[0] >= r.low && row[0] <= r.high)), worst = slow.slice(0, 10), some = r && worst.length < 10 && times.slowest.length < t.rows;
   const ranks = t.ranks.map((rank) => ({rank: rank.rank, padded: sum(cut(rank.padded)), wait: sum(cut(rank.data_wait_s))}));
   const most = Math.max(1, ...ranks.map((k) => k.padded)), all = sum(cut(t.rank_busiest));
   panel("ranks", [
-    kinds.length > 1 && lead("Where the time of ", r ? "the selected " : "all ", unit + "s went: ", kinds.map(([name, list], k) => [k ? ", " : "", name + " ", b(share(sum(cut(list)) / total))]), "."),
-    chart("time", {title: `Seconds per ${unit}`, now: secs(mean(cut(t.mean.seconds || kinds[0][1]))) + " on average", unit, zero: true, form: secs, wide: true, brush: stepBrush, series: kinds.map(([name, y, c]) => ({name, x: t.last, y, c}))}),
+    kinds.length > 1 && lead("Where the time of ", r ? "the selected " : "all ", unit + "s went: ", kinds.map(([name, , , spent], k) => [k ? ", " : "", name + " ", b(share(spent / total))]), ` of ${secs(total)}.`),
+    chart("time", {title: `Seconds per ${unit}`, now: secs(total / of) + " on average", unit, zero: true, form: secs, wide: true, brush: stepBrush, series: kinds.map(([name, y, c]) => ({name, x: t.last, y, c}))}),
     ranks.length > 1 ? [el("h3", {text: "Tokens computed by each rank"}), lead("The most loaded rank sets the pace: ranks are idle ", b(share(all ? 1 - sum(ranks.map((k) => k.padded)) / ranks.length / all : 0)), " of the computation, by tokens."),
       el("div", {class: "scroll"}, el("table", null, el("thead", null, el("tr", null, ["rank", "", "tokens", "waited for data"].map((head, k) => el("th", {scope: "col", class: k > 1 ? "n" : null, text: head})))),
         el("tbody", null, ranks.map((k) => el("tr", null, el("td", {text: k.rank}), el("td", null, sv("svg", {viewBox: "0 0 200 8", "aria-hidden": "true"}, sv("rect", {class: "cp", width: 200, height: 8}), sv("rect", {class: "c1", width: 200 * k.padded / most, height: 8}))), el("td", {class: "n", text: num(k.padded)}), el("td", {class: "n", text: secs(k.wait)}))))))]
       : null,
-    table("worst", `The slowest ${unit}s`, [t.width > 1 ? `${unit}s up to` : unit, ...kinds.map((k) => k[0])], () => worst.map((row) => [num(row[0]), ...row.slice(1).map(secs)])),
+    table("worst", some ? `The slowest ${unit}s, as far as they are among the ${num(times.slowest.length)} slowest of the run` : `The slowest ${unit}s`, [of > t.rows ? `${unit}s up to` : unit, ...kinds.map((k) => k[0])], () => worst.map((row) => [num(row[0]), ...row.slice(1).map(secs)])),
   ]);
 }
 
@@ -566,14 +565,14 @@ function drawCalls(s, o) {
   const cost = c.cost ? [", cost ", b(num(c.cost))] : "";
   const failed = Object.entries(c.failed_by), errors = Object.entries(c.errors);
   panel("calls", [
-    lead(b(num(ended)), " calls ended: ", b(num(total("done"))), " answered, ", b(num(total("hit"))), " of them from the cache, ", b(num(total("dedup"))), " shared with an equal one, ", b(num(total("retry"))), " retries, ", b(num(total("failed"))), " failed", cost, ".",
+    lead(b(num(ended)), " calls ended: ", b(num(total("done"))), " answered, ", b(num(total("hit"))), " of them from the cache, ", b(num(total("dedup"))), " shared with an equal one, ", b(num(total("retry"))), " retries, ", b(num(total("failed"))), " failed", c.totals.again ? [", ", b(num(c.totals.again)), " failed and were made again"] : "", c.totals.cancelled ? [", ", b(num(c.totals.cancelled)), " cancelled"] : "", cost, ".",
       o && o.calls ? ` ${o.run}: ${num(o.calls.totals.done)} answered, ${num(o.calls.totals.failed)} failed.` : ""),
     t.length ? el("div", {class: "tiles"},
       chart("level", {title: "Calls in flight and limit", now: `${num(c.newest.in_flight)} in flight`, time: true, zero: true, series: level, brush: timeBrush, marks: endpoints.length < 2 ? limits.map((k) => ({x: k.t, y: k.to, text: `${k.from} to ${k.to}: ${k.why}`})) : []}),
       chart("rate", {title: "Calls per second", now: `${num(total("window_s") ? total("done") / total("window_s") : null)} answered`, time: true, zero: true, brush: timeBrush, series: rates.map(([name, key, cls]) => ({name, x: t, y: per(key), c: cls}))}),
       quantiles.length ? chart("latency", {title: "Latency", now: `median ${secs(c.newest.p50)}`, time: true, zero: true, form: secs, brush: timeBrush, series: quantiles.map(([name, cls]) => ({name, x: t, y: cut(c.mean[name]), c: cls}))}) : null) : lead("No calls in the selected steps."),
     c.limit_changes ? table("limits", `${plural(c.limit_changes, "change")} of the limit: ${Object.entries(c.reasons).map(([why, n]) => `${why} ${num(n)}`).join(", ")}`, ["at", "endpoint", "from", "to", "why"], () => limits.map((k) => [secs(k.t), k.endpoint, num(k.from), num(k.to), k.why])) : null,
-    failed.length ? [el("h3", {text: "Failed calls by kind"}), grid(["kind", "calls"], failed.map(([k, n]) => [k, num(n)]))] : null,
+    failed.length ? [el("h3", {text: c.totals.again ? "Failed calls by kind, with those that were made again" : "Failed calls by kind"}), grid(["kind", "calls"], failed.map(([k, n]) => [k, num(n)]))] : null,
     errors.length ? [el("h3", {text: "Most frequent errors"}), grid(["error", "calls"], errors.map(([k, n]) => [k, num(n)]))] : null,
   ]);
 }
