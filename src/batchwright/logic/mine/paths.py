@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.jit import kernel
-from batchwright.logic.facts import as_triples
+from batchwright.logic.facts import as_triples, lower_bound
 from batchwright.logic.mine.kernels import inverse
 from batchwright.permutation import mix
 
@@ -61,22 +61,10 @@ def adjacency(triples: ArrayLike, entities: int, preds: int) -> Adjacency:
 
 
 @kernel
-def _first(values: Ints, low: int, high: int, wanted: int) -> int:
-    """The first place in the ascending `values[low:high]` that is not below `wanted`."""
-    while low < high:
-        middle = (low + high) >> 1
-        if values[middle] < wanted:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@kernel
 def between(index: Adjacency, u: int, v: int) -> tuple[int, int]:
     """The span of `step_by_end` that holds the steps from u to v."""
     low, high = index.ptr[u], index.ptr[u + 1]
-    first = _first(index.end_by_end, low, high, v)
+    first = lower_bound(index.end_by_end, low, high, v)
     last = first
     while last < high and index.end_by_end[last] == v:
         last += 1
@@ -87,8 +75,8 @@ def between(index: Adjacency, u: int, v: int) -> tuple[int, int]:
 def _span(index: Adjacency, u: int, step: int) -> tuple[int, int]:
     """The span of `end` that holds the ends of a step from u."""
     low, high = index.ptr[u], index.ptr[u + 1]
-    first = _first(index.step, low, high, step)
-    return first, _first(index.step, first, high, step + 1)
+    first = lower_bound(index.step, low, high, step)
+    return first, lower_bound(index.step, first, high, step + 1)
 
 
 @kernel
