@@ -29,6 +29,8 @@ FIRST_GROWTH, GROWTH, GROWTH_IN_PART = 4.0, 2.0, 1.6
 """Factors of the ramp: from up to 4 calls, and where goodput grew in full and in part."""
 EXIT = 1.1
 """Where the ramp ends: its last good step times this and the growth of goodput since."""
+BEYOND = 1.1
+"""A knee above this times the end of a ramp is not searched for until the search is over."""
 DIVE = 0.6
 """Factor of a dive, after a first step that depends on how much goodput fell."""
 HOLD_CALLS, PROBE_CALLS, DIVE_CALLS, DOUBT_CALLS = 12, 16, 8, 8
@@ -105,6 +107,8 @@ class AutoLimit:
         """The last latencies, but for those of a ramp."""
         self._ramp: Ramp | None = None
         """None until a ramp has measured where it begins."""
+        self._ended_at = 0.0
+        """Where the last ramp ended; 0 if that is settled, or something has changed."""
         self._last_step: Step | None = None
         """The last finished step of a dive."""
         self._probes = Probes()
@@ -326,8 +330,11 @@ class AutoLimit:
             self._base = float(ramp.level)
             self._move(now, self._base, "ramp over at once", "dive")
             return
-        self._curve.bounds = (0.0, float(self._limit))
         self._base = self._within(max(ramp.level, min(0.9 * self._limit, EXIT * gain * ramp.level)))
+        # One burst may be mistaken; what two have told, the rounds need not be told by a third.
+        again = ramp.level <= BEYOND * self._ended_at
+        self._curve.bounds = (0.0, min(self._limit, BEYOND * self._base) if again else self._limit)
+        self._ended_at = 0.0 if again else float(ramp.level)
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
 
     def _on_round(self, now: float) -> None:
@@ -405,6 +412,7 @@ class AutoLimit:
         self._curve = Curve(self._curve.noise)
         self._curve.add(window.level, window.ended, window.ended / rate)
         self._probes.restart()
+        self._ended_at = 0.0
         if fell:
             # Goodput falls as much as the knee where calls queue, and more where they thrash.
             share = max(0.25, min(0.7, (rate / math.exp(expected)) ** 0.75))
@@ -449,9 +457,9 @@ class AutoLimit:
         if best > 1.1 * self._curve.highest and self._took:
             self._raise(now, Ramp.of(self._took), GROWTH_IN_PART)
             return
-        there = abs(math.log(best / self._limit)) < 0.09
+        there = round(best) == self._limit or abs(math.log(best / self._limit)) < 0.09
         if there and probes.due(self._limit, knee, at_ceiling):
-            target = probes.target(best, height, knee, self._curve)
+            target = probes.target(best, self.least, height, knee, self._curve)
             if self.least <= target <= self.most and target != round(best):
                 self._move(now, target, "probe up" if target > best else "probe down", "probe")
                 return

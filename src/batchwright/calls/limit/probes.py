@@ -12,7 +12,7 @@ LOPSIDED = 1.3
 """A deep probe down is due when likely knees lie this much more below the limit than above."""
 DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
 """One probe of so many goes down; a thrashing server shows a lower knee without any."""
-GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 10, 6
+GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 50, 6
 """Calls between two probes: so many times the limit, and so many more; more at the ceiling."""
 FEWEST_CALLS = 48
 """Calls between two probes at least, while little is known."""
@@ -59,16 +59,20 @@ class Probes:
         period = min(period, self.gap * max(FEWEST_CALLS, limit))
         return self.calm >= (AT_CEILING * period if at_ceiling else period)
 
-    def target(self, best: float, height: int | None, knee: Knee, curve: Curve) -> int:
+    def target(self, best: float, least: int, height: int | None, knee: Knee, curve: Curve) -> int:
         """The limit of the next probe: on the side of which less is known, else mostly up.
 
-        `height` is the ceiling, above which no probe goes.
+        No probe goes below `least`, nor above `height`, the ceiling.
         """
         self.calm = 0
         below = curve.evidence(0.55 * best, 0.93 * best)
         above = curve.evidence(1.07 * best, 1.8 * best)
         lost = not self.sure and best * best > LOPSIDED * knee.low * knee.high
-        if lost or (height is not None and round(best) >= height):
+        if height is not None and round(best) >= height:
+            up = False
+        elif round(best) <= least:
+            up = True
+        elif lost:
             up = False
         elif min(below, above) < KNOWN_CALLS:
             up = below > above
