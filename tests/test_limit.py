@@ -176,7 +176,7 @@ def test_calls_that_time_out_are_lost_goodput_and_bring_the_limit_down() -> None
 @pytest.mark.parametrize("knee", [6, 25, 100])
 def test_every_kind_of_server_is_used_well_cold_and_warm(kind: str, knee: int) -> None:
     cold = AutoLimit()
-    assert share_of_oracle(kind, cold, (knee,), calls=4000, seed=5) > 78
+    assert share_of_oracle(kind, cold, (knee,), calls=4000, seed=5) > 82
     warm = AutoLimit()
     warm.load_state_dict(cold.state_dict())
     assert share_of_oracle(kind, warm, (knee,), calls=4000, seed=6) > 88
@@ -203,16 +203,14 @@ def limit_after(seen: list[tuple[int, int]], done: int) -> int:
     return [limit for at, limit in seen if at <= done][-1]
 
 
-def test_a_thrashing_server_whose_knee_collapses_is_relieved_mostly_at_once() -> None:
-    at_once = []
-    for seed in range(6):
-        given = world.World("thrash", (90, 22), calls=4000, seed=seed)
-        seen = world.run(given, AutoLimit()).limits
-        assert limit_after(seen, 1999) > 65
-        # 90 calls and more are in flight at that moment, and first have to end.
-        at_once.append(limit_after(seen, 2060) < 55)
-        assert limit_after(seen, 2900) < 60
-    assert sum(at_once) >= 4
+@pytest.mark.parametrize("seed", range(6))
+def test_a_thrashing_server_whose_knee_collapses_is_relieved_at_once(seed: int) -> None:
+    given = world.World("thrash", (90, 22), calls=4000, seed=seed)
+    seen = world.run(given, AutoLimit()).limits
+    assert limit_after(seen, 1999) > 65
+    # 90 calls and more are in flight at that moment, and first have to end.
+    assert limit_after(seen, 2060) < 55
+    assert limit_after(seen, 2600) < 35
 
 
 @pytest.mark.parametrize("kind", ["queue", "batch"])
@@ -224,7 +222,7 @@ def test_where_it_costs_nothing_the_limit_has_headroom_that_shows_a_risen_knee(
     seen = world.run(given, AutoLimit()).limits
     held = sorted(limit_after(seen, done) for done in range(2000, 3000))[500]  # not the probes
     assert 20 <= held <= 45
-    assert max(limit_after(seen, done) for done in range(3000, 5000)) > 80
+    assert max(limit_after(seen, done) for done in range(3000, 3400)) > 90
 
 
 def test_a_batching_server_is_not_misread_by_its_rising_latency() -> None:
@@ -254,8 +252,8 @@ def test_waves_of_calls_teach_as_well_as_a_stream() -> None:
 def test_a_caller_that_pauses_after_few_calls_is_not_held_below_them(kind: str, wave: int) -> None:
     for seed in range(3):
         limit = AutoLimit()
-        assert share_of_oracle(kind, limit, (60,), wave=wave, calls=2000, seed=seed) > 80
-        assert limit.limit >= 16
+        assert share_of_oracle(kind, limit, (60,), wave=wave, calls=2000, seed=seed) > 85
+        assert limit.limit >= min(wave, 32)
 
 
 @pytest.mark.parametrize("seed", range(3))

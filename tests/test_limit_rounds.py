@@ -213,7 +213,7 @@ def test_probes_stay_below_the_ceiling_and_near_what_was_measured(
     height = None if over is None else max(2, round(over * level))
     best = knee.limit if height is None else min(knee.limit, float(height))
     probes.weigh(knee, at_ceiling=height is not None and round(best) >= height)
-    targets = [probes.target(best, height, knee, curve) for _ in range(24)]
+    targets = [probes.target(best, 1, height, knee, curve) for _ in range(24)]
     assert all(target <= (height or math.inf) for target in targets)
     assert all(0.55 * best - 1 <= target <= 1.25 * best + 1 for target in targets)
     assert min(targets) < best

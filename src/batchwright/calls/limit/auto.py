@@ -27,10 +27,12 @@ HISTORY = 256
 
 FIRST_GROWTH, GROWTH, GROWTH_IN_PART = 4.0, 2.0, 1.6
 """Factors of the ramp: from up to 4 calls, and where goodput grew in full and in part."""
-EXIT = 1.1
+EXIT = 1.0
 """Where the ramp ends: its last good step times this and the growth of goodput since."""
 BEYOND = 1.1
 """A knee above this times the end of a ramp is not searched for until the search is over."""
+SHORT = 3.0
+"""Bursts that the caller has too few calls for, until rounds have to do without."""
 DIVE = 0.6
 """Factor of a dive, after a first step that depends on how much goodput fell."""
 HOLD_CALLS, PROBE_CALLS, DIVE_CALLS, DOUBT_CALLS = 12, 16, 8, 8
@@ -47,7 +49,7 @@ YOUNG = 4
 """With fewer windows than these, there is no expectation yet."""
 NARROW = 0.08
 """Levels closer than this on the logarithmic scale show no slope."""
-FIRST_CALLS, LAST_CALLS = 5, 64
+FIRST_CALLS, LAST_CALLS = 3, 64
 """Latencies that a ramp needs to begin, and the most that it uses."""
 MEMORY_CALLS = 4000.0
 """Measurements decay to a third in so many calls."""
@@ -107,6 +109,11 @@ class AutoLimit:
         """The last latencies, but for those of a ramp."""
         self._ramp: Ramp | None = None
         """None until a ramp has measured where it begins."""
+        self._moved_at = 0.0
+        """When the limit went to where it is."""
+        self._short = 0.0
+        """Bursts that the caller had too few calls for, one after the other."""
+        self._ended_again = False
         self._ended_at = 0.0
         """Where the last ramp ended; 0 if that is settled, or something has changed."""
         self._last_step: Step | None = None
@@ -154,8 +161,15 @@ class AutoLimit:
         if ok:
             self._took.append(seconds)
         if window.skip:
-            window.skip -= 1
+            # In a dive the calls that were sent under a higher limit say nothing about this one.
+            if self._phase != "dive" or now - seconds >= self._moved_at - 1e-9:
+                window.skip -= 1
+            if window.usual:
+                window.watch(now, seconds, in_flight, ok)
             window.begun = now
+            if window.usual:
+                if window.alarm > ALARM and window.slow_alarm > SLOW_ALARM:
+                    window.skip = 0  # it fell meanwhile; the next calls tell how far
             if not window.skip and len(self._curve):
                 expected, spread = self._curve.expect(self._limit)
                 window.usual = math.exp(expected - spread) / self._limit
@@ -178,7 +192,8 @@ class AutoLimit:
             elif self._phase == "climb":
                 self._begin(now if in_flight > 1 else None)
             elif window.full:
-                window.pause(limit)
+                # Waves that are shorter than a round would never be counted.
+                window.pause(0 if self._short >= SHORT else limit)
             return False
         if not window.full:
             if in_flight > limit:
@@ -243,10 +258,11 @@ class AutoLimit:
         if self._latency_s:
             self._queue.on_end(self._latency_s, self._limit)
         self._curve = Curve.of(rows, float(state["noise"]))
+        known = self._curve.evidence(0.5, float(self.most)) >= HOLD_CALLS
         # The server may have changed since, but enough is known to notice it.
         self._curve.decay(0.5)
         self._curve.rounds = YOUNG if len(self._curve) else 0
-        if len(self._curve) or self._ceiling.height is not None:
+        if known or self._ceiling.height is not None:
             self._phase = "hold"
             self._probes.gap = 4
         self._begin(None)
@@ -286,7 +302,11 @@ class AutoLimit:
         self._phase = phase
         self._ramp = None
         self._ceiling.end_trial(rejected=False)
+        self._moved_at = now
         self._begin(now, down=self._limit < before)
+        if phase == "probe" and self._limit > before and self._curve.rounds >= YOUNG:
+            expected, spread = self._curve.expect(self._limit)
+            self._window.usual = math.exp(expected - spread) / self._limit
 
     def _on_ramp(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
         """Measure where the ramp begins, then raise the limit while that pays."""
@@ -300,11 +320,19 @@ class AutoLimit:
                 self._raise(now, Ramp.of(self._took), FIRST_GROWTH if limit <= 4 else GROWTH)
             return
         if not ramp.on_end(now - seconds, in_flight, ok):
-            # The caller has no calls for it. Once it fills the limit again, so does the ramp.
+            # The caller has no calls for it. Once it fills the limit again, so does the ramp; but
+            # if it never has enough of them, rounds have to tell what its bursts cannot.
+            self._short += 1.0 if ramp.new >= 0.25 * ramp.level else 0.25
+            if self._short >= SHORT:
+                self._base = self._within(min(limit, ramp.level + max(0, ramp.new) + 1))
+                self._move(now, self._base, "ramp: too few calls", "hold")
+                return
             self._move(now, ramp.level, "ramp: too few calls", "ramp")
             self._begin(None)
             return
         verdict, gain = ramp.verdict(now)
+        if verdict != "open":
+            self._short = 0.0
         if verdict == "no":
             self._end_ramp(now, ramp, gain)
         elif verdict != "open":
@@ -333,8 +361,9 @@ class AutoLimit:
         self._base = self._within(max(ramp.level, min(0.9 * self._limit, EXIT * gain * ramp.level)))
         # One burst may be mistaken; what two have told, the rounds need not be told by a third.
         again = ramp.level <= BEYOND * self._ended_at
+        self._ended_again = again
         self._curve.bounds = (0.0, min(self._limit, BEYOND * self._base) if again else self._limit)
-        self._ended_at = 0.0 if again else float(ramp.level)
+        self._ended_at = float(ramp.level)
         self._move(now, self._base, "ramp over: goodput grew no more", "hold")
 
     def _on_round(self, now: float) -> None:
@@ -412,7 +441,7 @@ class AutoLimit:
         self._curve = Curve(self._curve.noise)
         self._curve.add(window.level, window.ended, window.ended / rate)
         self._probes.restart()
-        self._ended_at = 0.0
+        self._ended_at, self._ended_again = 0.0, False
         if fell:
             # Goodput falls as much as the knee where calls queue, and more where they thrash.
             share = max(0.25, min(0.7, (rate / math.exp(expected)) ** 0.75))
@@ -454,7 +483,8 @@ class AutoLimit:
         if sure:
             self._curve.bounds = (0.0, math.inf)
         probes.calm += self._window.ended
-        if best > 1.1 * self._curve.highest and self._took:
+        tried = self._ended_again and self._curve.highest <= 1.25 * self._ended_at
+        if best > 1.1 * self._curve.highest and self._took and not tried:
             self._raise(now, Ramp.of(self._took), GROWTH_IN_PART)
             return
         there = round(best) == self._limit or abs(math.log(best / self._limit)) < 0.09

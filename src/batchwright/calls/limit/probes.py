@@ -12,7 +12,7 @@ LOPSIDED = 1.3
 """A deep probe down is due when likely knees lie this much more below the limit than above."""
 DOWN_EVERY, DOWN_EVERY_THRASHING = 5, 12
 """One probe of so many goes down; a thrashing server shows a lower knee without any."""
-GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 50, 6
+GAP_ROUNDS, GAP_CALLS, AT_CEILING = 5, 25, 6
 """Calls between two probes: so many times the limit, and so many more; more at the ceiling."""
 FEWEST_CALLS = 48
 """Calls between two probes at least, while little is known."""

@@ -21,6 +21,8 @@ CLEAR = 2.0
 """Log likelihood ratio of a verdict."""
 ENOUGH = 0.2
 """The share of a burst that must have ended for a step to have paid."""
+OVER = 0.8
+"""The share of a burst that has ended when there is nothing more to see."""
 LATE = 4.0
 """So many times the slowest known latency is long enough for any verdict."""
 KNOWN = 16
@@ -80,7 +82,9 @@ class Ramp:
         gain = math.exp(span * (1 - power))
         apart = paid - max(fit for fit, power in zip(fits, SLOWER, strict=True) if power > PAYS)
         enough = apart < 0 or self.ended >= ENOUGH * self.new
-        if (abs(apart) < CLEAR or not enough) and log_age < self.took[-1] + math.log(LATE):
+        over = self.ended + self.failed >= OVER * self.new
+        late = log_age >= self.took[-1] + math.log(LATE)
+        if (abs(apart) < CLEAR or not enough) and not (late or over):
             return "open", gain
         if apart < 0:
             return "no", gain

@@ -54,13 +54,17 @@ class Window:
     _squares: float = 0.0
 
     def count(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
-        since = now - (self._last if self.begun is None else max(self.begun, self._last))
-        self._last = now
+        self.watch(now, seconds, in_flight, ok)
         self.ended += 1
         self.good += ok
         self._in_flight += max(1, in_flight)
         self._seconds += seconds
         self._squares += seconds * seconds
+
+    def watch(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        """Look for a fall, whether the call counts or not."""
+        since = now - (self._last if self.begun is None else max(self.begun, self._last))
+        self._last = now
         if self.usual:
             less, usual = ok * math.log(FALLEN), (1 - FALLEN) * self.usual
             self.alarm = max(0.0, self.alarm + usual * since * in_flight + less)
