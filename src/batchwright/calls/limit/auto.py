@@ -164,12 +164,10 @@ class AutoLimit:
             # In a dive the calls that were sent under a higher limit say nothing about this one.
             if self._phase != "dive" or now - seconds >= self._moved_at - 1e-9:
                 window.skip -= 1
-            if window.usual:
-                window.watch(now, seconds, in_flight, ok)
+            window.watch(now, seconds, in_flight, ok)
             window.begun = now
-            if window.usual:
-                if window.alarm > ALARM and window.slow_alarm > SLOW_ALARM:
-                    window.skip = 0  # it fell meanwhile; the next calls tell how far
+            if window.alarm > ALARM and window.slow_alarm > SLOW_ALARM:
+                window.skip = 0  # it fell meanwhile; the next calls tell how far
             if not window.skip and len(self._curve):
                 expected, spread = self._curve.expect(self._limit)
                 window.usual = math.exp(expected - spread) / self._limit
