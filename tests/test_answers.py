@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from batchwright.errors import MissingExtra
 from batchwright.rewards import Math, Numeric, Part, Response, RewardsConfig, Rule, score_all
-from batchwright.rewards.answers import find_answer, read_truth
+from batchwright.rewards.answers import find_answer, read_answer, read_truth
 from batchwright.rewards.numbers import Number
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -200,3 +200,25 @@ def test_what_a_policy_repeats_thousands_of_times_is_still_read_in_time(piece: s
 def test_no_text_of_digits_and_signs_breaks_the_reader(text: str) -> None:
     (reward,) = score_all([Response(text, "7")], [Numeric()])
     assert reward.why in ("", "ambiguous")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("I cannot determine the answer; 5 is given", None),
+        ("I cannot determine the answer. 5 is given.", None),
+        ("There are 5 apples, so I can't say.", None),
+        ("It cannot be determined from the 5 numbers.", None),
+        ("The answer is: cannot be determined with 5 equations", None),
+        ("There is not enough information. 5 is given.", None),
+        ("I am unable to answer 5", None),
+        # Others may be unable to do things, and what follows may say more.
+        ("Tom can't give away 3 apples, he has 5.", 5),
+        ("They could not find 3 of the 8 toys. 5 toys are left.", 5),
+        ("It cannot be found exactly, but it is about 5", 5),
+        ("We cannot compute x directly. So x + 3 = 8, x = 5", 5),
+    ],
+)
+def test_a_refusal_is_no_answer(text: str, value: int | None) -> None:
+    found = [reading.value for reading in read_answer(text).readings or ()]
+    assert found == ([] if value is None else [Number(Fraction(value))])

@@ -181,6 +181,9 @@ def test_a_judge_that_fails_or_talks_nonsense_gives_no_number(
         ("I would rate this response 7 out of 10.", 0.7),
         ("Two errors. I'd give it a 7/10 overall.", 0.7),
         ("Style score: 3\nScore: 7", 0.7),
+        ("Final Score: 7\nClarity score: 3", 0.7),
+        ("Final Score: 7 / Clarity score: 3", 0.7),
+        ("Clarity score: 3\n**Overall score:** 7/10\nStyle score: 4", 0.7),
     ],
 )
 def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
@@ -191,6 +194,7 @@ def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
     "text",
     [
         *("<think>I lean to Score: 7", "Not a score: 7", "Final score: 7\nFinal score: 3"),
+        "Final score: high\nClarity score: 3",
         *("Score: 11", "Score: -1", "Score: 7-8", "Score: 17-18", "Score: 7/20", "Score: high"),
         *(
             "12/10",

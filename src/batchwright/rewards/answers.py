@@ -75,6 +75,19 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
+_CANNOT = r"(?:can(?:not|'t|’t|[ ]not)|could(?:n't|n’t|[ ]not)|(?:am|are|was|were)?\s*unable[ ]to)"
+_REFUSED = re.compile(
+    rf"""(?ix)
+    \b(?:I|we)\s+(?:\w+\s+)?{_CANNOT}\s+(?:\w+ly\s+)?
+        (?:determine|answer|solve|calculate|compute|tell|say|know|deduce|infer|conclude|help)\b
+    | \b{_CANNOT}\s+be\s+(?:\w+ly\s+)?
+        (?:determined|answered|solved|calculated|computed|found|known|deduced|inferred)\b
+    | \b(?:im|not[ ])possible[ ]to\s+(?:determine|answer|solve|calculate|compute|tell|say|know)\b
+    | \b(?:not[ ]enough|insufficient)\s+(?:information|data|details)\b"""
+)
+_AND_YET = re.compile(
+    r"(?i)\b(?:but|however|instead|so|thus|therefore|hence|then|although|yet)\b|[=≈]"
+)
 _LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")
 _SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n")
 _VERBS = "is are was be equals makes gives get has have costs cost needs need pays earns"
@@ -261,6 +274,8 @@ def _first_sentence(text: str) -> str:
 
 def _in_sentence(text: str, *, said: bool) -> tuple[Reading, ...] | None:
     """The first value; if words stand before it and it is not the only one, all are doubtful."""
+    if said and _refuses(text):
+        return ()
     text = _NOT.sub(" ", text) if said else text
     whole = readings(text, latex=False)
     if whole is not None and not _no_number(whole):
@@ -283,11 +298,18 @@ def _last(text: str) -> tuple[Reading, ...] | None:
     It is doubtful if another number stands right behind the last `is`, `has`, `costs`.
     """
     text = _LISTED.sub("\n", text)
-    sentences = [part for part in _SENTENCE.split(_ABBREVIATED.sub(r"\1", text)) if part]
-    for sentence in reversed(sentences):
+    sentences = [part for part in _SENTENCE.split(_ABBREVIATED.sub(r"\1", text)) if part.strip()]
+    for place in reversed(range(len(sentences))):
+        sentence = sentences[place]
         found = values(_NOT.sub(" ", sentence)) if re.search(r"\d", sentence) else []
         if not found:
+            if _refuses(sentence):
+                return ()
             continue
+        if _refuses(sentence) or (
+            place and _refuses(sentences[place - 1]) and not _AND_YET.search(sentence)
+        ):
+            return ()
         equal = [value for before, value in found if before in ("=", "≈")]
         if equal:
             return equal[-1]
@@ -296,6 +318,16 @@ def _last(text: str) -> tuple[Reading, ...] | None:
             return _doubtful([named[-1], found[-1][1]])
         return found[-1][1]
     return ()
+
+
+def _refuses(text: str) -> bool:
+    """Whether a text says that there is no answer, and nothing against that: its numbers are none.
+
+    >>> _refuses("I cannot determine it; 5 is given"), _refuses("It can't be found, but 5 is near")
+    (True, False)
+    """
+    refused = _REFUSED.search(text)
+    return refused is not None and not _AND_YET.search(text, refused.end())
 
 
 def _no_number(found: Sequence[Reading]) -> bool:

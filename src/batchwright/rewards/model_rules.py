@@ -36,6 +36,9 @@ _LABEL = re.compile(
 _SCORE = re.compile(
     rf"(?ix) {_NUMBER} (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/]|\s*\\?%|,\d)"  # noqa: RUF001
 )
+_UNREAD_FINAL = re.compile(
+    r"(?i)\b(?:final|overall|total)\s+(?:score|rating|grade)\s*[:=]\s*+(?![\"\[(]*+-?\d)"
+)
 _NO_SCORE = re.compile(r"(?i)\b(?:not|no|never|n't)\s+(?:an?\s+|the\s+|my\s+)?(?:final\s+)?$")
 _FRACTION = re.compile(r"(?i)\d\s*(?:/|out\s+of)\s*\d")
 _RATED = re.compile(
@@ -288,7 +291,7 @@ def _is_final(text: str, label: re.Match[str]) -> bool:
 
 
 def _written_score(text: str) -> tuple[str | None, float | None]:
-    """The last labelled score of a reply, or its only number, and the scale if it names one.
+    """The final score of a reply, else its last labelled one, or its only number; and the scale.
 
     >>> _written_score("**Score:** 7"), _written_score("7/10"), _written_score('{"score": 7}')
     (('7', None), ('7', 10.0), ('7', None))
@@ -307,12 +310,12 @@ def _written_score(text: str) -> tuple[str | None, float | None]:
     labels = list(_LABEL.finditer(bare))
     if labels:
         # The last label counts: if no score can be read after it, an earlier one is of a part.
-        if _NO_SCORE.search(bare[: labels[-1].start()]):
+        if _NO_SCORE.search(bare[: labels[-1].start()]) or _UNREAD_FINAL.search(bare):
             return None, None
         finals = [_SCORE.match(bare, label.end()) for label in labels if _is_final(bare, label)]
         if len({found[1] for found in finals if found is not None}) > 1:
             return None, None
-        match = _SCORE.match(bare, labels[-1].end())
+        match = finals[-1] if finals else _SCORE.match(bare, labels[-1].end())
     else:
         last = bare.splitlines()[-1].strip() if bare else ""
         match = _BARE_SCORE.fullmatch(last)

@@ -4,6 +4,7 @@ A run caches every response in `calls.db` and records every failed call in `fail
 Together they are enough to replay the run without a server, with identical results.
 """
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -122,6 +123,8 @@ def open_models(
     store = folder / "calls.db"
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
+    if not replay:
+        asyncio.run(_check_servers(config))
     with ExitStack() as stack:
         mode: Literal["use", "replay"] = "replay" if replay else "use"
         cache = stack.enter_context(Cache(store, mode=mode))
@@ -142,9 +145,6 @@ def open_models(
                         events=events,
                     )
                 )
-            if not replay:
-                for endpoint in endpoints:
-                    pools[key].run(check_server(endpoint, name))
             return pools[key], name
 
         failures = FailureLog(folder / "failures.jsonl", replay=replay)
@@ -161,6 +161,17 @@ def open_models(
         embedder, dim = _embedder(config, pool_for)
         every = tuple(pools.values())
         yield Models(mutator, target, rate, embedder, dim, every, failures, used)
+
+
+async def _check_servers(config: QueryMutatorConfig) -> None:
+    """Look for the servers before any model is loaded into this process, which takes a while."""
+    judge = config.judge_model if config.reward_type == "llm-judge" else ""
+    models = (config.target_model, config.mutator_model, judge, config.embedder)
+    for model in dict.fromkeys(models):
+        if model and model not in ("sim", "ngrams") and not model.startswith("local:"):
+            endpoints, name = _endpoints(config, "", model, replay=False)
+            for endpoint in endpoints:
+                await check_server(endpoint, name)
 
 
 def _endpoints(
