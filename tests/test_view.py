@@ -72,7 +72,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(runs: Path) -> Iterator[str]:
     """The command itself, serving the runs."""
     command = [COMMAND, "view", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    said = runs.parent / "stderr"
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
@@ -82,6 +86,7 @@ def url(runs: Path) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 0
+    assert said.read_text().strip() == "stopped"
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +315,102 @@ def test_new_records_and_the_end_of_a_run_arrive_by_themselves(
     steps = records(runs / "live", "step")
     assert figure(page, "useful tokens") == share(column(steps, "tokens") / column(steps, "padded"))
     assert seen.errors == []
+    page.context.close()
+
+
+def small_run(folder: Path, *losses: float, **more: Any) -> Path:
+    folder.mkdir()
+    with EventLog(folder / "events.jsonl") as log:
+        log.write("start", step=0, steps=9)
+        for step, loss in enumerate(losses, 1):
+            log.write("step", step=step, loss=loss, seconds=0.5, **more)
+    return folder
+
+
+def test_twelve_tabs_of_one_browser_all_show_their_page_and_new_records(
+    browser: Any, runs: Path, url: str
+) -> None:
+    run = small_run(runs / "tabs", 4.0)
+    context = browser.new_context()
+    context.set_default_timeout(PATIENCE_MS)
+    pages = [context.new_page() for _ in range(12)]
+    for page in pages:
+        page.goto(f"{url}?run=tabs", wait_until="commit")
+    for page in pages:
+        says(page, "#state", "step 1 of 9")
+    with EventLog(run / "events.jsonl") as log:
+        log.write("step", step=2, loss=3.0, seconds=0.5)
+    for page in pages:
+        says(page, "#state", "step 2 of 9")
+    context.close()
+
+
+def test_a_run_that_cannot_be_read_leaves_no_figures_of_another_and_new_runs_are_listed(
+    browser: Any, runs: Path, url: str
+) -> None:
+    page, seen = opened(browser, f"{url}?run=nosuch", ready="no")
+    says(page, "#notes", "There is no run nosuch in this folder")
+    assert page.locator("[data-figure]").count() == 0
+    gone = small_run(runs / "gone", 4.0)
+    page.locator("#run option[value=gone]").wait_for(state="attached")
+    page.locator("#run").select_option("packed")
+    says(page, "#state", "step 40 of 40")
+    gone.rename(runs.parent / "gone")
+    page.locator("#run").select_option("gone")
+    says(page, "#notes", "The server refused this run")
+    assert page.locator("[data-figure]").count() == 0
+    assert "packed" not in page.locator("#name").inner_text()
+    assert page.locator("#calls figure").count() == 0
+    page.locator("#run").select_option("packed")
+    says(page, "#state", "step 40 of 40")
+    # The browser itself reports the refused request.
+    assert all("404" in error for error in seen.errors)
+    page.context.close()
+
+
+def test_charts_have_units_and_no_label_twice_and_text_turns_no_sentence_round(
+    browser: Any, tmp_path: Path
+) -> None:
+    turning = "\u202egnp.exe\u2066 \u200f"
+    run = small_run(tmp_path / "run", 1000.01, 1000.02, 1000.03, **{turning: 1.0})
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"t":9,"kind":"st')
+    one = small_run(tmp_path / f"one{turning}", 5.0)
+    with EventLog(one / "events.jsonl") as log:
+        log.write("limit", endpoint=turning, **{"from": 4, "to": 8, "why": turning})
+        log.write("calls", window_s=1, done=4, failed=0, p50=0.1, p95=0.2, in_flight=2)
+    path = tmp_path / "report.html"
+    write_html(path, [summarise(run)])
+    page, seen = opened(browser, path.as_uri(), color_scheme="dark")
+    assert "reading" not in page.locator("#state").inner_text()
+    axes = page.locator("svg[role=img]").evaluate_all(
+        """(all) => all.map((svg) => {
+        const of = (anchor) => [...svg.querySelectorAll(`text[text-anchor=${anchor}]`)];
+        return [of("end"), of("middle")].map((on) => on.map((t) => t.textContent));
+        })"""
+    )
+    assert axes
+    for labels in (labels for both in axes for labels in both):
+        assert len(set(labels)) == len(labels), labels
+    # On paper, in light colours whatever the page has.
+    page.emulate_media(media="print")
+    light = "getComputedStyle(document.body).backgroundColor"
+    assert page.evaluate(light) == "rgb(255, 255, 255)"
+    ink = page.evaluate("getComputedStyle(document.querySelector('.lead b')).color")
+    assert sum(map(int, re.findall(r"\d+", ink))) < 200
+    page.context.close()
+    write_html(path, [summarise(one)])
+    page, more = opened(browser, path.as_uri())
+    # One value is one dot; times have their unit.
+    assert page.locator('[data-key="m-loss"] circle').count() == 1
+    latency = page.locator('[data-key="latency"] text').all_text_contents()
+    assert all(re.search(r"\d (s|ms|µs)$", text) for text in latency), latency
+    whole = page.locator("html").inner_html() + page.title()
+    shown = whole.replace(re.findall(r"<script type=.*?</script>", whole, re.DOTALL)[0], "")
+    assert not set(turning) & set(shown) & set("\u202e\u2066\u200f")
+    assert "\\u202egnp.exe" in page.locator("#name").inner_text()
+    assert "1 step recorded" in page.locator("#steps").inner_text()
+    assert seen.errors == more.errors == []
     page.context.close()
 
 

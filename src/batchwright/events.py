@@ -183,7 +183,9 @@ class EventTail:
 
     @property
     def share(self) -> float:
-        """How much of the file is read, from 0 to 1."""
+        """How much of the file is read, from 0 to 1; a torn last line cannot be read."""
+        if self.torn:
+            return 1.0
         return min(1.0, self.offset / self.size) if self.size else 1.0
 
     def _event(self, line: bytes) -> Event | None:

@@ -11,6 +11,8 @@ import errno
 import hmac
 import ipaddress
 import json
+import re
+import secrets
 import signal
 import socket
 import time
@@ -32,8 +34,13 @@ POLL_S = 0.4
 PARTIAL_S = 0.7
 """A log that takes longer than this to read is shown as far as it was read."""
 PING_S = 15.0
+ASK_S, REST_S = 1.0, 3.0
+"""When a page that gets no stream asks again: of a live run, and of one that has ended."""
 WATCHERS = 64
-"""Pages that are served at once; more get an answer that says so."""
+"""Requests that are served at once; more get an answer that says so."""
+STREAMS = 4
+"""Pages that updates are pushed to; others ask. A browser allows six connections to a server, for
+all its tabs, and a stream keeps one."""
 TOKEN = 16
 """Characters that a token has at least."""
 POLICY = (
@@ -65,6 +72,9 @@ class _Watch:
         self.reader = reader
         self.watchers = 0
         self.version = 0
+        self.looks = 0
+        """How often the run was looked at."""
+        self._state: Any = None
         self.changed = asyncio.Condition()
         self.whole = self.rest = "{}"
         """The newest summary as JSON, with its plan and without."""
@@ -85,7 +95,6 @@ class _Watch:
 
     async def _follow(self) -> None:
         """Read until nobody watches any more."""
-        state: Any = None
         while self.watchers:
             began, new = time.monotonic(), False
             try:
@@ -93,9 +102,9 @@ class _Watch:
                     new = True
                     if time.monotonic() - began > PARTIAL_S:
                         break
-                found = await asyncio.to_thread(self._summary, new, state)
+                found = await asyncio.to_thread(self._summary, new)
                 if found is not None:
-                    state = found["state"]
+                    self._state = found["state"]
                     await self._tell(found)
                     if found["planning"]:
                         # The rest is shown already; this may take a second.
@@ -108,12 +117,20 @@ class _Watch:
                 # Whatever a file holds, its page says so, and those of other runs go on.
                 await self._tell(error=f"This run cannot be shown: {type(error).__name__}: {error}")
                 return
+            async with self.changed:
+                self.looks += 1
+                self.changed.notify_all()
             if not new:
                 await asyncio.sleep(POLL_S)
 
-    def _summary(self, new: bool, state: Any) -> dict[str, Any] | None:
+    @property
+    def live(self) -> bool:
+        """Whether more is to be expected soon."""
+        return self._state is None or self._state["name"] in ("live", "empty")
+
+    def _summary(self, new: bool) -> dict[str, Any] | None:
         found = self.reader.summary(quick=True)
-        return found if new or found["state"] != state else None
+        return found if new or found["state"] != self._state else None
 
     async def _tell(self, found: dict[str, Any] | None = None, error: str | None = None) -> None:
         if found is not None:
@@ -144,6 +161,8 @@ class View:
         self._hosts, self._token = hosts, token
         self._plan = plan
         self._watches: dict[str, _Watch] = {}
+        self._streams = 0
+        self._own = secrets.token_hex(4)
         self.app = web.Application(middlewares=[self._guarded])
         for path in FILES:
             self.app.router.add_get(path, self._file)
@@ -235,8 +254,9 @@ class View:
         if self._plan:
             summary = await asyncio.to_thread(summarise_plan, path)
             await answer.prepare(request)
-            await answer.write(f"event: summary\ndata: {_json(summary)}\n\n".encode())
-            return await self._idle(answer)
+            await _send(answer, "summary", _json(summary))
+            await _send(answer, "end", "{}")
+            return answer
         watch = self._watches.get(key)
         if watch is None or watch.error is not None:
             name = None if key == "." else key
@@ -245,47 +265,65 @@ class View:
             if watch.error is not None:
                 watch = self._watches[key] = _Watch(reader)
         await answer.prepare(request)
+        # A version is of one server and one reader; what another gave is not known here.
+        known = re.fullmatch(rf"{self._own}-(\d{{1,9}})-([01])", request.query.get("seen", ""))
+        seen = int(known[1]) if known and int(known[1]) <= watch.version else 0
         watch.begin()
         try:
-            await self._push(watch, answer)
+            await self._push(watch, answer, seen, bool(known and seen and known[2] == "1"))
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
             watch.watchers -= 1
         return answer
 
-    async def _push(self, watch: _Watch, answer: web.StreamResponse) -> None:
-        seen, has_plan = 0, False
-        while True:
-            version = await self._next(watch, seen)
-            if version == seen:
-                await answer.write(b": still here\n\n")
-                continue
-            seen = version
-            if watch.error is not None:
-                await answer.write(
-                    f"event: gone\ndata: {_json({'error': watch.error})}\n\n".encode()
-                )
-                return
-            data = watch.rest if has_plan else watch.whole
-            has_plan = watch.planned
-            await answer.write(f"event: summary\ndata: {data}\n\n".encode())
+    async def _push(
+        self, watch: _Watch, answer: web.StreamResponse, seen: int, has_plan: bool
+    ) -> None:
+        """Send what is newer than `seen`; then all that follows, or when to ask again."""
+        looks, held = watch.looks, False
 
-    async def _next(self, watch: _Watch, seen: int) -> int:
-        """Wait for a version after `seen`, or for as long as a connection may be silent."""
+        def due() -> bool:
+            # The first look after a pause tells whether there is anything new.
+            return watch.version > seen or (watch.looks > looks and not held)
+
+        try:
+            while True:
+                await self._next(watch, due)
+                if watch.version > seen:
+                    seen = watch.version
+                    if watch.error is not None:
+                        await _send(answer, "gone", _json({"error": watch.error}))
+                        return
+                    data = watch.rest if has_plan else watch.whole
+                    has_plan = watch.planned
+                    name = f"{self._own}-{seen}-{int(has_plan)}"
+                    await _send(answer, "summary", data, name)
+                elif held:
+                    await answer.write(b": still here\n\n")
+                if watch.looks == looks:
+                    continue
+                if not watch.live:
+                    await _send(answer, "ask", _json({"after_s": REST_S}))
+                    return
+                if not held and self._streams >= STREAMS:
+                    await _send(answer, "ask", _json({"after_s": ASK_S}))
+                    return
+                self._streams += not held
+                held = True
+        finally:
+            self._streams -= held
+
+    async def _next(self, watch: _Watch, there: Callable[[], bool]) -> None:
+        """Wait until it is there, or for as long as a connection may be silent."""
         async with watch.changed:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    watch.changed.wait_for(lambda: watch.version > seen), timeout=PING_S
-                )
-            return watch.version
+                await asyncio.wait_for(watch.changed.wait_for(there), timeout=PING_S)
 
-    async def _idle(self, answer: web.StreamResponse) -> web.StreamResponse:
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            while True:
-                await asyncio.sleep(PING_S)
-                await answer.write(b": still here\n\n")
-        return answer
+
+async def _send(answer: web.StreamResponse, event: str, data: str, name: str = "") -> None:
+    own = f"id: {name}\n" if name else ""
+    await answer.write(f"{own}event: {event}\ndata: {data}\n\n".encode())
 
 
 def _refusal(status: int, sentence: str) -> web.Response:

@@ -9,14 +9,18 @@ const $ = (id) => document.getElementById(id);
 
 // ---- elements and numbers
 
+// Characters that turn the order of a line round, from anywhere in a run, are shown as escapes: the
+// sentence around them stays as it is written here.
+const TURNING = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const still = (text) => typeof text === "string" ? text.replace(TURNING, (c) => "\\u" + c.charCodeAt(0).toString(16).padStart(4, "0")) : text;
 function add(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes || {})) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "text") node.textContent = value;
-    else node.setAttribute(name, value === true ? "" : value);
+    else if (name === "text") node.textContent = still(value);
+    else node.setAttribute(name, value === true ? "" : still(value));
   }
-  node.append(...children.flat(9).filter((c) => c !== null && c !== undefined && c !== false));
+  node.append(...children.flat(9).filter((c) => c !== null && c !== undefined && c !== false).map(still));
   return node;
 }
 const el = (tag, attributes, ...children) => add(document.createElement(tag), attributes, children);
@@ -32,6 +36,7 @@ function num(v) {
 const share = (v) => v === null || v === undefined || !Number.isFinite(v) ? "–" : (100 * v).toFixed(1) + "%";
 function secs(v) {
   if (v === null || v === undefined) return "–";
+  if (v === 0) return "0 s";
   if (v < 1e-3) return (v * 1e6).toPrecision(3) + " µs";
   if (v < 1) return Number((v * 1e3).toPrecision(3)) + " ms";
   if (v < 60) return Number(v.toPrecision(3)) + " s";
@@ -101,11 +106,20 @@ function ticks(low, high, count) {
   for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return found;
 }
-function short(v) {
-  const a = Math.abs(v);
-  if (a >= 1e9) return num(v / 1e9) + "G"; if (a >= 1e6) return num(v / 1e6) + "M"; if (a >= 1e4) return num(v / 1e3) + "k";
-  if (a && a < 1e-2) return v.toExponential(0).replace("e-", "e-");
-  return Number(v.toPrecision(3)).toLocaleString("en-US", {maximumSignificantDigits: 3});
+// Labels of ticks: with as many digits as tell each from the next, no two alike.
+function labels(values, form) {
+  const steps = values.slice(1).map((v, k) => Math.abs(v - values[k])), step = Math.min(...steps, Infinity), most = Math.max(...values.map(Math.abs), 0);
+  const short = (v, more) => {
+    const [by, unit] = most >= 1e9 ? [1e9, "G"] : most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
+    if (v && most < 1e-2) return v.toExponential(more);
+    const digits = Number.isFinite(step) ? Math.max(0, -Math.floor(Math.log10(step / by) + 1e-9)) : 2;
+    return (v / by).toLocaleString("en-US", {minimumFractionDigits: 0, maximumFractionDigits: Math.min(12, digits + more)}) + (v ? unit : "");
+  };
+  for (let more = 0; more < 4; more++) {
+    const found = values.map((v) => (form || short)(v, more));
+    if (new Set(found).size === found.length || form) return found.map((text, k) => text === found[k - 1] ? "" : text);
+  }
+  return values.map(String);
 }
 function path(xs, ys, X, Y) {
   let d = "", on = false;
@@ -126,6 +140,10 @@ function stairs(xs, ys, X, Y) {
   }
   return d;
 }
+const marked = (values, form) => { const said = labels(values, form); return values.map((v, k) => [v, said[k]]); };
+// Values without a neighbour: a line would not show them.
+const alone = (s) => s.y.map((v, k) => k).filter((k) => known(s.y[k]) && !known(s.y[k - 1]) && !known(s.y[k + 1]));
+const known = (v) => v !== null && v !== undefined;
 // A chart of curves: series {name, x, y, low, high, c, stairs}; marks {x, y, text}.
 function chart(key, o) {
   const W = o.wide && innerWidth > 600 ? 640 : 320, H = o.wide ? 150 : 128, L = 40, R = 8, T = 8, B = 20;
@@ -136,19 +154,20 @@ function chart(key, o) {
   if (x0 === x1) { x0 -= 0.5; x1 += 0.5; }
   if (y0 === y1) { const gap = Math.abs(y0) * 0.1 || 1; y0 -= o.zero && y0 === 0 ? 0 : gap; y1 += gap; }
   const X = (v) => L + (v - x0) / (x1 - x0) * (W - L - R), Y = (v) => H - B - (v - y0) / (y1 - y0) * (H - B - T);
-  const first = o.series[0], known = first.y.filter((v) => v !== null && v !== undefined);
-  const ends = first.ends || [known[0], known[known.length - 1], Math.min(...known), Math.max(...known)], told = o.shares ? share : o.form || num;
-  const said = empty ? "no values" : `${plural(known.length, "point")}, from ${told(ends[0])} to ${told(ends[1])}, lowest ${told(ends[2])}, highest ${told(ends[3])}`;
+  const first = o.series[0], seen = first.y.filter(known);
+  const ends = first.ends || [seen[0], seen[seen.length - 1], Math.min(...seen), Math.max(...seen)], told = o.shares ? share : o.form || num;
+  const said = empty ? "no values" : `${plural(seen.length, "point")}, from ${told(ends[0])} to ${told(ends[1])}, lowest ${told(ends[2])}, highest ${told(ends[3])}`;
   const cross = sv("line", {class: "cross", y1: T, y2: H - B, visibility: "hidden"});
   const shade = sv("rect", {class: "pick", y: T, height: H - B - T, width: 0});
   const picked = o.brush && o.brush.now();
   if (picked) { shade.setAttribute("x", X(Math.max(x0, picked[0]))); shade.setAttribute("width", Math.max(2, X(Math.min(x1, picked[1])) - X(Math.max(x0, picked[0])))); }
   const body = sv("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "data-key": key, "aria-label": `${o.title}: ${said}. Arrow keys read values.`},
-    ticks(y0, y1, 4).map((v) => [sv("line", {class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v)}), sv("text", {x: L - 5, y: Y(v) + 3.5, "text-anchor": "end", text: o.shares ? Math.round(v * 100) + "%" : short(v)})]),
-    ticks(x0, x1, o.wide ? 7 : 4).map((v) => sv("text", {x: X(v), y: H - 5, "text-anchor": "middle", text: o.time ? secs(v) : short(v)})),
+    marked(ticks(y0, y1, 4), o.shares ? (v, more = 0) => Number((v * 100).toFixed(2)) + "%" : o.form).map(([v, text]) => [sv("line", {class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v)}), sv("text", {x: L - 5, y: Y(v) + 3.5, "text-anchor": "end", text})]),
+    marked(ticks(x0, x1, o.wide ? 7 : 4).filter((v) => !o.whole || Number.isInteger(v)), o.time ? secs : null).map(([v, text]) => sv("text", {x: X(v), y: H - 5, "text-anchor": "middle", text})),
     shade,
     o.series.map((s) => s.low && sv("path", {class: `band ${s.c}`, d: path([...s.x, ...[...s.x].reverse()], [...s.high, ...[...s.low].reverse()], X, Y).replace(/(?!^)M/g, "L") + "Z"})),
     o.series.map((s) => sv("path", {class: `curve ${s.c}`, d: (s.stairs ? stairs : path)(s.x, s.y, X, Y)})),
+    o.series.map((s) => alone(s).map((k) => sv("circle", {class: s.c + " alone", cx: X(s.x[k]), cy: Y(s.y[k]), r: 3}))),
     (o.marks || []).map((m) => sv("circle", {class: "c2", cx: X(Math.min(x1, Math.max(x0, m.x))), cy: Y(Math.min(y1, Math.max(y0, m.y))), r: 2}, sv("title", {text: m.text}))),
     cross);
   const near = (at) => { let best = 0; first.x.forEach((v, k) => { if (Math.abs(v - at) < Math.abs(first.x[best] - at)) best = k; }); return best; };
@@ -158,7 +177,7 @@ function chart(key, o) {
     return `${s.name} ${(o.shares ? share : o.form || num)(s.y[j])}${spread}`; }).join("\n");
   const point = (k, x, y) => { cross.setAttribute("x1", X(first.x[k])); cross.setAttribute("x2", X(first.x[k])); cross.setAttribute("visibility", "visible"); tip(read(k), x, y); };
   const value = (event) => { const box = body.getBoundingClientRect(); return x0 + ((event.clientX - box.left) / box.width * W - L) / (W - L - R) * (x1 - x0); };
-  let from = null, at = first.x.length - 1;
+  let from = null, here = first.x.length - 1;
   body.addEventListener("pointermove", (event) => {
     if (empty) return;
     point(near(value(event)), event.clientX, event.clientY);
@@ -176,10 +195,10 @@ function chart(key, o) {
     const move = {ArrowLeft: -1, ArrowRight: 1, Home: -1e9, End: 1e9}[event.key];
     if (!move || empty) return;
     event.preventDefault();
-    at = Math.max(0, Math.min(first.x.length - 1, at + move));
+    here = Math.max(0, Math.min(first.x.length - 1, here + move));
     const box = body.getBoundingClientRect();
-    point(at, box.left + X(first.x[at]) / W * box.width, box.top + 20);
-    body.setAttribute("aria-label", `${o.title}: ${read(at).replace(/\n/g, ", ")}`);
+    point(here, box.left + X(first.x[here]) / W * box.width, box.top + 20);
+    body.setAttribute("aria-label", still(`${o.title}: ${read(here).replace(/\n/g, ", ")}`));
   });
   body.addEventListener("blur", () => tip(null));
   return el("figure", null,
@@ -210,7 +229,7 @@ function tip(text, x, y) {
   const box = $("tip");
   box.hidden = !text;
   if (!text) return;
-  box.textContent = text;
+  box.textContent = still(text);
   const w = box.offsetWidth, h = box.offsetHeight;
   box.style.left = Math.max(4, Math.min(innerWidth - w - 4, x + 14)) + "px";
   box.style.top = Math.max(4, Math.min(innerHeight - h - 4, y + 14)) + "px";
@@ -220,7 +239,7 @@ function bars(key, o) {
   const W = innerWidth > 600 ? 480 : 320, H = 128, L = 40, R = 8, T = 10, B = 20, n = o.counts.length, top = Math.max(1, ...o.counts);
   const w = (W - L - R) / n, Y = (v) => H - B - v / top * (H - B - T);
   const body = sv("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "data-key": key, "aria-label": `${o.title}. ${plural(sum(o.counts), "value")} in ${plural(n, "bin")}; the largest bin, ${o.text(o.counts.indexOf(top))}.`},
-    ticks(0, top, 3).map((v) => [sv("line", {class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v)}), sv("text", {x: L - 5, y: Y(v) + 3.5, "text-anchor": "end", text: short(v)})]),
+    marked(ticks(0, top, 3).filter(Number.isInteger)).map(([v, text]) => [sv("line", {class: "grid", x1: L, x2: W - R, y1: Y(v), y2: Y(v)}), sv("text", {x: L - 5, y: Y(v) + 3.5, "text-anchor": "end", text})]),
     o.counts.map((v, k) => sv("rect", {class: o.on && o.on(k) === false ? "cp" : "c1", x: L + k * w + 0.5, width: Math.max(0.8, w - 1), y: v ? Math.min(Y(v), H - B - 1) : H - B, height: v ? Math.max(1, H - B - Y(v)) : 0})),
     (o.lines || []).map((line) => [sv("line", {class: "edge", x1: L + line.at * w, x2: L + line.at * w, y1: T - 4, y2: H - B}), sv("text", {x: L + line.at * w + 3, y: T + 3, text: line.text})]),
     [0, Math.floor(n / 4), Math.floor(n / 2), Math.floor(3 * n / 4), n].filter((k, i, all) => all.indexOf(k) === i).map((k) => sv("text", {x: L + k * w, y: H - 5, "text-anchor": k === n ? "end" : "middle", text: o.labels(k)})));
@@ -228,7 +247,7 @@ function bars(key, o) {
     body.setAttribute("role", "group");
     body.append(...o.edges.values.map((_, k) => handle(key, o.edges, k, body, {W, H, L, R, T, B, X: (v) => L + Math.max(0, Math.min(n, o.edges.place(v))) * w, at: (x) => o.edges.length((x - L) / w)})));
   }
-  let at = 0;
+  let here = 0;
   const where = (event) => { const box = body.getBoundingClientRect(); return Math.floor(((event.clientX - box.left) / box.width * W - L) / w); };
   body.addEventListener("pointermove", (event) => { const k = where(event); tip(k >= 0 && k < n ? o.text(k) : null, event.clientX, event.clientY); });
   body.addEventListener("pointerleave", () => tip(null));
@@ -236,13 +255,13 @@ function bars(key, o) {
   if (o.click) body.addEventListener("click", (event) => { const k = where(event); if (k >= 0 && k < n) o.click(k); });
   body.addEventListener("keydown", (event) => {
     const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-    if (event.key === "Enter" && o.click) o.click(at);
+    if (event.key === "Enter" && o.click) o.click(here);
     if (!move) return;
     event.preventDefault();
-    at = Math.max(0, Math.min(n - 1, at + move));
+    here = Math.max(0, Math.min(n - 1, here + move));
     const box = body.getBoundingClientRect();
-    tip(o.text(at), box.left + (L + at * w) / W * box.width, box.top);
-    body.setAttribute("aria-label", o.text(at));
+    tip(o.text(here), box.left + (L + here * w) / W * box.width, box.top);
+    body.setAttribute("aria-label", o.text(here));
   });
   return el("figure", null, el("figcaption", null, el("span", {text: o.title}), el("span", {class: "now", text: o.now || ""})), body,
     table(`${key}-table`, `${o.title} as a table`, o.heads, () => o.counts.map((v, k) => o.row(k))));
@@ -269,7 +288,8 @@ function handle(key, edges, k, body, g) {
     if (held) move(g.at((event.clientX - box.left) / box.width * g.W));
     tip(`edge at ${num(edges.values[k])} tokens\n${edges.text()}`, event.clientX, event.clientY);
   });
-  for (const name of ["pointerup", "pointercancel"]) node.addEventListener(name, () => { held = false; });
+  // The one that was moved last lies on top, so that it can be moved back from over another.
+  for (const name of ["pointerup", "pointercancel"]) node.addEventListener(name, () => { held = false; if (node.parentNode.lastChild !== node) { node.parentNode.append(node); node.focus({preventScroll: true}); } });
   node.addEventListener("click", (event) => event.stopPropagation());
   node.addEventListener("keydown", (event) => {
     const step = {ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -16, PageUp: 16}[event.key], ends = {Home: 0, End: 1}[event.key];
@@ -507,7 +527,8 @@ function drawRanks(s) {
 
 // A proof as nested lists: a goal, by which rule or fact it holds, and the goals of the rule.
 function branch(node, deep = 0) {
-  if (!node || typeof node !== "object" || deep > 40) return null;
+  if (typeof node === "string" && node) return el("ul", {class: "tree"}, el("li", {text: node}));
+  if (!node || typeof node !== "object") return null;
   const kind = {fact: "fact", embedding: "fact", open: "left"}[node.by] || "rule";
   const item = el("li", null, el("span", {class: "goal", text: node.goal}), " ", el("span", {class: "by " + kind, text: node.by}), Array.isArray(node.children) && node.children.length ? node.children.map((child) => branch(child, deep + 1)) : null);
   return el("ul", {class: "tree", "aria-label": deep ? null : "Proof"}, item);
@@ -540,10 +561,10 @@ function drawRollouts(s) {
       el("span", {text: plural(found.length, "episode")})),
     el("div", {class: "scroll"}, el("table", null, el("thead", null, el("tr", null, ["episode", "question", "turns", "reward"].map((head, k) => el("th", {scope: "col", class: k > 1 ? "n" : null, text: head})))),
       el("tbody", null, found.slice(0, 200).map((e) => { const key = `${e.file}/${e.env}/${e.episode}`, go = () => { S.episode = S.episode === key ? null : key; keep(() => drawRollouts(S.main)); };
-        return el("tr", {class: "open-row", onclick: go}, el("td", null, el("button", {type: "button", "data-key": "e-" + key, "aria-expanded": String(S.episode === key), text: `${Number(e.file) || e.file}, env ${e.env}`})), el("td", {text: e.question}), el("td", {class: "n", text: num(e.turns.length) + (e.invalid ? ` (${num(e.invalid)} invalid)` : "")}), el("td", {class: "n", text: num(e.reward)})); })))),
+        return el("tr", {class: "open-row", onclick: go}, el("td", null, el("button", {type: "button", "data-key": "e-" + key, "aria-expanded": String(S.episode === key), "aria-label": `${Number(e.file) || e.file}, environment ${e.env}, episode ${e.episode}: ${e.question}`, text: `${Number(e.file) || e.file}, env ${e.env}`})), el("td", {text: e.question}), el("td", {class: "n", text: num(e.turns.length) + (e.invalid ? ` (${num(e.invalid)} invalid)` : "")}), el("td", {class: "n", text: num(e.reward)})); })))),
     chosen ? el("ol", {class: "turns", "aria-label": "Transcript"}, chosen.turns.map((t) => el("li", {class: t.invalid ? "invalid" : null},
       el("div", {class: "meta", text: [t.proof ? (t.proved ? t.right ? "proved, the right answer" : "proved, another answer" : "not proved") : `turn ${t.step ?? ""}`, t.operator, t.depth === undefined ? null : plural(t.depth, "step"), t.score === undefined ? null : `score ${num(t.score)}`, `reward ${num(t.gain ?? t.reward)}`, t.why ? `${t.invalid ? "invalid, not learnt from" : "note"}: ${t.why}` : null].filter(Boolean).join(" · ")}),
-      [t.wording, t.prompt].filter(Boolean).map((text) => el("p", {text})), branch(t.proof), [t.answer, t.response].filter(Boolean).map((text) => el("p", null, el("span", {class: "meta", text: "answer: "}), text))))) : null,
+      [t.wording, t.prompt].filter(Boolean).map((text) => el("p", {text: String(text)})), branch(t.proof), [["answer: ", t.answer], ["answer: ", t.response], ["expected: ", t.expected]].filter(([, text]) => text).map(([what, text]) => el("p", null, el("span", {class: "meta", text: what}), String(text)))))) : null,
     windows,
   ]);
 }
@@ -579,12 +600,13 @@ function drawCalls(s, o) {
 
 // ---- the page
 
+const coded = (text) => text.split("`").map((part, k) => k % 2 ? el("code", {text: part}) : part);
 function drawTop(s, o) {
-  $("name").textContent = s.run + (o ? ` compared with ${o.run}` : "");
-  document.title = `${s.run} · batchwright`;
+  $("name").textContent = still(s.run + (o ? ` compared with ${o.run}` : ""));
+  document.title = still(`${s.run} · batchwright`);
   const p = s.progress, at = p.at === null ? "" : ` · ${p.unit} ${num(p.at)}${p.of ? ` of ${num(p.of)}` : ""}`;
   $("state").dataset.state = s.state.name;
-  $("state").replaceChildren(el("span", {class: "dot", "aria-hidden": "true"}), `${s.state.text}${s.kind === "plan" ? "" : ` · ${s.kind}${at} · ${secs(p.seconds)}`}${s.read < 1 ? ` · reading, ${share(s.read)}` : ""}`);
+  $("state").replaceChildren(el("span", {class: "dot", "aria-hidden": "true"}), still(`${s.state.text}${s.kind === "plan" ? "" : ` · ${s.kind}${at} · ${secs(p.seconds)}`}${s.read < 1 ? ` · reading, ${share(s.read)}` : ""}`));
   const others = new Map((o ? o.strip : []).map((cell) => [cell.name, cell]));
   $("strip").replaceChildren(...s.strip.map((cell) => {
     const value = figure(s, cell), two = others.get(cell.name), low = /ullage|wait|failed/.test(cell.name);
@@ -595,7 +617,7 @@ function drawTop(s, o) {
   }));
   $("strip").hidden = !s.strip.length;
   $("notes").replaceChildren(...s.notes.map((text) => el("p", {class: "note", role: "note", text})));
-  $("advice").replaceChildren(el("h2", {id: "advice-title", text: "Advice"}), s.advice.length ? el("ul", null, s.advice.map((a) => el("li", null, el("a", {href: "#" + a.panel, text: a.seen}), " ", el("span", {class: "do", text: a.do}))))
+  $("advice").replaceChildren(el("h2", {id: "advice-title", text: "Advice"}), s.advice.length ? el("ul", null, s.advice.map((a) => el("li", null, el("a", {href: "#" + a.panel, text: a.seen}), " ", el("span", {class: "do"}, coded(a.do)))))
     : el("span", {class: "do", text: s.kind === "plan" || s.steps || s.calls ? "Nothing stands out." : "Nothing to say yet."}));
 }
 function drawBrush(s) {
@@ -657,52 +679,108 @@ async function ask(path, query) {
 }
 function say(text) { $("notes").replaceChildren(el("p", {class: "note", role: "alert", text})); }
 
-const streams = {};
-function follow(slot, key) {
+// What is shown while a run is read, and instead of one that cannot be: never another's figures.
+function blank(text) {
+  S.drawn = {};
+  for (const id of ["name", "strip", "notes", "advice", "foot"]) $(id).replaceChildren();
+  $("strip").hidden = $("brush").hidden = true;
+  $("state").dataset.state = "none";
+  $("state").replaceChildren(text);
+  document.title = "batchwright";
+  for (const id of Object.keys(KEYS)) panel(id, null, "");
+  document.body.dataset.ready = "no";
+}
+// Draw, or say why not.
+function show(all) {
+  try { draw(all); } catch (error) { S.main = null; blank("cannot be shown"); say(`This run cannot be drawn: ${error.message}`); throw error; }
+}
+
+const streams = {}, timers = {};
+function stop(slot) {
   if (streams[slot]) streams[slot].close();
+  clearTimeout(timers[slot]);
   delete streams[slot];
-  if (!key) { S[slot] = null; draw(); return; }
-  const source = new EventSource("api/events?" + new URLSearchParams({run: key}));
+}
+// Follow a run: by a stream while it is live and the server has one for us, else by asking again.
+function follow(slot, key, seen = "") {
+  stop(slot);
+  if (!key) { S[slot] = null; S.drawn = {}; show(); return; }
+  const source = new EventSource("api/events?" + new URLSearchParams({run: key, seen}));
+  let newest = seen;
   streams[slot] = source;
   source.addEventListener("summary", (event) => {
     const found = JSON.parse(event.data), before = S[slot];
+    newest = event.lastEventId;
     // The plan is sent once; it does not change while a run is trained.
     if (found.plan === "same") found.plan = before && before.plan;
     found.key = key;
-    const first = !before || before.run !== found.run;
+    const first = !before || before.key !== key;
     S[slot] = found;
     if (first && slot === "main") S.pick = null;
-    draw(first);
+    show(first);
   });
-  source.addEventListener("gone", (event) => { source.close(); say(JSON.parse(event.data).error); });
-  source.onerror = () => { if (source.readyState === 2) say("The server refused this run or was stopped; start batchwright view again and reload."); };
+  source.addEventListener("ask", (event) => { stop(slot); timers[slot] = setTimeout(() => follow(slot, key, newest), 1000 * JSON.parse(event.data).after_s); });
+  source.addEventListener("end", () => stop(slot));
+  source.addEventListener("gone", (event) => { stop(slot); lost(slot, JSON.parse(event.data).error); });
+  source.onopen = () => { if (S.silent) { S.silent = false; show(false); } };
+  source.onerror = () => {
+    if (source.readyState === 2) lost(slot, "The server refused this run; reload the page, or choose another.");
+    else { S.silent = true; say("The server does not answer; is batchwright view still running? The page goes on asking."); }
+  };
+}
+function lost(slot, text) {
+  if (slot === "main" && !S.main) blank("cannot be shown");
+  if (slot === "other") { S.other = null; S.drawn = {}; show(); }
+  say(text);
+}
+function choose(slot, key) {
+  S[slot] = null;
+  if (slot === "main") blank("reading ...");
+  follow(slot, key);
 }
 function address(run, other) {
   const query = new URLSearchParams({run});
   if (other) query.set("other", other);
   history.replaceState(null, "", "?" + query + location.hash);
 }
-async function live() {
+const AGAIN_MS = 3000;
+let listed = "";
+// The runs of the folder, which grow while the page is open.
+async function list() {
   const found = await ask("api/runs");
-  if (found.error) return say(found.error);
-  if (!found.runs.length) return say("There is no run in this folder yet; reload when one has started.");
-  const asked = new URLSearchParams(location.search), known = found.runs.map((r) => r.key);
-  const run = known.includes(asked.get("run")) ? asked.get("run") : known[0], other = known.includes(asked.get("other")) ? asked.get("other") : "";
-  const option = (r) => el("option", {value: r.key, text: r.name});
-  $("run").replaceChildren(...found.runs.map(option));
-  $("other").replaceChildren(el("option", {value: "", text: "nothing"}), ...found.runs.map(option));
-  $("run").value = run; $("other").value = other;
-  $("pick-run").hidden = $("pick-other").hidden = found.runs.length < 2;
-  $("run").onchange = () => { address($("run").value, $("other").value); S.drawn = {}; follow("main", $("run").value); };
-  $("other").onchange = () => { address($("run").value, $("other").value); S.drawn = {}; follow("other", $("other").value); };
-  follow("main", run);
-  if (other) follow("other", other);
-  // A hidden tab would hold a connection, of which browsers allow six.
+  if (found.error) { if (!S.main) say(found.error); return null; }
+  const now = JSON.stringify(found.runs);
+  if (now !== listed) {
+    listed = now;
+    const option = (r) => el("option", {value: r.key, text: r.name}), run = $("run").value, other = $("other").value;
+    $("run").replaceChildren(...found.runs.map(option));
+    $("other").replaceChildren(el("option", {value: "", text: "nothing"}), ...found.runs.map(option));
+    $("run").value = run; $("other").value = other;
+    $("pick-run").hidden = $("pick-other").hidden = found.runs.length < 2;
+  }
+  return found.runs.map((r) => r.key);
+}
+async function live() {
+  const known = await list(), asked = new URLSearchParams(location.search), wanted = asked.get("run");
+  const later = () => setTimeout(live, AGAIN_MS);
+  if (!known) return later();
+  if (!known.length) { say("There is no run in this folder yet; it is shown here when one has started."); return later(); }
+  $("run").onchange = () => { address($("run").value, $("other").value); choose("main", $("run").value); };
+  $("other").onchange = () => { address($("run").value, $("other").value); choose("other", $("other").value); };
+  $("other").value = known.includes(asked.get("other")) ? asked.get("other") : "";
+  const there = wanted === null || known.includes(wanted);
+  $("run").value = there ? wanted ?? known[0] : "";
+  if (!there) { blank("nothing is shown"); $("pick-run").hidden = false; say(`There is no run ${wanted} in this folder; choose another.`); }
+  else choose("main", $("run").value);
+  if ($("other").value) choose("other", $("other").value);
+  setInterval(() => { if (!document.hidden) list(); }, AGAIN_MS);
+  // A tab that nobody looks at needs no connection, of which browsers allow six to a server.
   document.addEventListener("visibilitychange", () => {
-    if (document.hidden) Object.values(streams).forEach((stream) => stream.close());
-    else { follow("main", $("run").value); if ($("other").value) follow("other", $("other").value); }
+    for (const slot of ["main", "other"]) { const key = $(slot === "main" ? "run" : "other").value; if (document.hidden) stop(slot); else if (key) follow(slot, key); }
   });
 }
+addEventListener("beforeprint", () => { S.theme = document.documentElement.dataset.theme; if (S.theme === "dark") setTheme("light"); });
+addEventListener("afterprint", () => { if (S.theme === "dark") setTheme("dark"); });
 
 function shift(by, grow) {
   const t = S.main && S.main.steps;
