@@ -44,7 +44,9 @@ class Moments:
         os.write, os.fsync = self._writing, self._syncing  # type: ignore[assignment]
 
     def write_report(self, path: Path) -> None:
-        path.write_text(json.dumps({"names": self.names}))
+        # Whole or not there: the process may be killed here too.
+        path.with_suffix(".new").write_text(json.dumps({"names": self.names}))
+        path.with_suffix(".new").replace(path)
 
     def _audited(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "open":
