@@ -91,6 +91,39 @@ def test_the_plan_of_a_summary_is_the_plan_in_the_folder(run_dir: Path) -> None:
     assert same["efficiency"] == pytest.approx(plan.efficiency)
 
 
+@pytest.mark.parametrize("more", [{}, {"drop_last": True, "pad_policy": "pad_to_bucket"}])
+def test_buckets_and_layouts_of_a_summary_are_those_of_all_microbatches_and_of_the_planner(
+    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.batching import BatchingConfig, BatchPlanBuilder
+    from batchwright.batching.compare import compare_layouts
+    from batchwright.data.lengths import Lengths
+    from batchwright.report import plans
+
+    monkeypatch.setattr(plans, "SAMPLED", 9)
+    lengths = np.random.default_rng(1).lognormal(5, 1, 500).astype(np.int64).clip(1, 1500)
+    config = BatchingConfig(layout="bucketed", token_budget=2048, overflow_max=1500, **more)
+    plan = BatchPlanBuilder(lengths, config).build()
+    shown = plans.plan_summary(plan)
+    buckets: dict[int, list[int]] = {}
+    for batch in plan.iter_epoch(0):
+        one = buckets.setdefault(batch.bucket_id, [0, 0, 0, 0])
+        for k, n in enumerate((1, len(batch.items), batch.token_count, batch.padded_tokens)):
+            one[k] += n
+
+    names = ("microbatches", "samples", "useful", "padded")
+    assert [[row[name] for name in names] for row in shown["buckets"]] == [
+        buckets[k] for k in sorted(buckets)
+    ]
+    assert shown["sampled"] == 9 < shown["microbatches"]
+    assert shown["useful_tokens"] == sum(row[2] for row in buckets.values())
+    rows = compare_layouts(Lengths.of(lengths), config)
+    assert [(row.layout, row.efficiency) for row in rows] == [
+        (row["layout"], pytest.approx(row["efficiency"])) for row in shown["layouts"]
+    ]
+    assert not any(row["about"] for row in shown["layouts"])
+
+
 def test_rollouts_count_every_turn_and_learn_from_none_without_a_reward(run_dir: Path) -> None:
     files = sorted((run_dir / "rollouts").glob("*.jsonl"))
     turns = [json.loads(line) for file in files for line in file.read_text().splitlines()]
@@ -610,7 +643,9 @@ def test_an_address_that_others_reach_needs_a_token_and_a_taken_port_is_named() 
         bound("127.0.0.1", taken.getsockname()[1], None)
 
 
-def test_report_writes_text_json_html_and_pictures(run_dir: Path, tmp_path: Path, run: Any) -> None:
+def test_report_writes_text_json_html_and_pictures(
+    run_dir: Path, tmp_path: Path, run: Any, call: Any
+) -> None:
     page, pictures = tmp_path / "run.html", tmp_path / "figures"
     said = run(f"report {run_dir} --html {page} --png {pictures}", tmp_path)
     assert said.code == 0, said.err
@@ -618,11 +653,18 @@ def test_report_writes_text_json_html_and_pictures(run_dir: Path, tmp_path: Path
     assert "advice:" in said.out
     assert page.read_text().startswith("<!doctype html>")
     assert {"loss.png", "packing.png", "calls_latency.png"} <= {p.name for p in pictures.iterdir()}
-    data = run(f"report {run_dir} --format json", tmp_path).data
+    data = call(f"report {run_dir} --format json", tmp_path).data
     assert data["steps"]["totals"]["tokens"] == column(records(run_dir, "step"), "tokens")
     own = tmp_path / "mine.txt"
     own.write_text("mine")
-    refused = run(f"report {run_dir} --html {own}", tmp_path)
+    refused = call(f"report {run_dir} --png {own}", tmp_path)
+    assert (refused.code, "is a file" in refused.err) == (1, True)
+    (tmp_path / "events.jsonl").touch()
+    nothing = call(f"report {tmp_path} --png {tmp_path}/none", tmp_path)
+    assert (nothing.code, "nothing to draw" in nothing.out) == (0, True)
+    assert not (tmp_path / "none").exists()
+    assert max(map(len, words(summarise(run_dir), 72).splitlines())) <= 72
+    refused = call(f"report {run_dir} --html {own}", tmp_path)
     assert refused.code == 1
     assert own.read_text() == "mine"
 

@@ -252,8 +252,9 @@ def test_edges_of_buckets_can_be_moved_and_the_page_works_out_what_they_give(
     plan = BatchPlanBuilder(lengths, changed).build(epochs)
     expected = [plan.useful_tokens(k) / plan.padded_tokens(k) for k in range(epochs)]
     words = page.locator("#whatif-result").inner_text()
-    shown = re.search(r"([\d,]+) microbatches per epoch, ([\d.]+)% useful", words)
+    shown = re.search(r"≈ ([\d,]+) microbatches per epoch, ≈ ([\d.]+)% useful", words)
     assert shown, words
+    assert re.search(r"against ≈ [\d.]+% by the same estimate", words)
     assert int(shown[1]) == plan.num_microbatches(0)
     assert float(shown[2]) / 100 == pytest.approx(sum(expected) / epochs, abs=0.006)
     # Dragging moves it too, and never past its neighbour.
@@ -266,6 +267,14 @@ def test_edges_of_buckets_can_be_moved_and_the_page_works_out_what_they_give(
     page.mouse.up()
     stopped = int(edge.get_attribute("aria-valuenow"))
     assert stopped == int(next_edge.get_attribute("aria-valuenow")) - 1
+    # And back again from over its neighbour.
+    box = edge.bounding_box()
+    page.mouse.move(box["x"] + 9, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] - 30, box["y"] + 20, steps=4)
+    page.mouse.up()
+    assert int(edge.get_attribute("aria-valuenow")) < stopped
+    stopped = int(edge.get_attribute("aria-valuenow"))
     command = page.locator("#whatif-command").text_content()
     assert f"--bucket-edges {stopped}," in command
     length_file = tmp_path / "lengths.jsonl"
@@ -294,6 +303,10 @@ def test_a_proof_is_shown_as_a_tree(browser: Any, url: str) -> None:
     assert HOSTILE in page.locator(".turns").text_content()
     page.locator("#rollouts tr.open-row").first.click()
     assert "not proved · 2 steps" in page.locator(".turns").inner_text()
+    names = page.locator("#rollouts tr.open-row button").evaluate_all(
+        "(all) => all.map((one) => one.ariaLabel)"
+    )
+    assert len(set(names)) == len(names) > 1
     assert page.locator(".turns .by.left").all_inner_texts() == ["open"]
     assert seen.errors == []
     page.context.close()

@@ -14,7 +14,7 @@ from batchwright.batching.plan.plan import COST_LINEAR, COST_QUADRATIC, BatchPla
 from batchwright.data.lengths import Lengths
 from batchwright.permutation import permutation
 
-__all__ = ["LayoutRow", "compare_layouts", "layout_row"]
+__all__ = ["LayoutRow", "compare_layouts", "fixed_row", "layout_row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def compare_layouts(
     padded ones may be, so the rows of the table plan the same tokens.
     """
     limit = config.limit
-    rows = [_fixed(lengths, config, fixed_rows)]
+    rows = [fixed_row(lengths, config, fixed_rows)]
     for layout in layouts:
         changed = config.model_copy(
             update={
@@ -82,7 +82,7 @@ def layout_row(plan: BatchPlan) -> LayoutRow:
     )
 
 
-def _fixed(lengths: Lengths, config: BatchingConfig, fixed_rows: int) -> LayoutRow:
+def fixed_row(lengths: Lengths, config: BatchingConfig, fixed_rows: int = 8) -> LayoutRow:
     """Batches of a fixed number of samples in random order, padded to the longest of each."""
     pieces = cut_pieces(lengths, config).lengths.astype(np.int64)
     key = np.uint64(rng.key(config.seed, "compare/fixed"))

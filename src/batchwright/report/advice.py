@@ -48,8 +48,8 @@ def _padding(summary: Summary) -> Iterator[Advice]:
     if plan["efficiency"] < 0.9 and best["efficiency"] > plan["efficiency"] + 0.03:
         yield Advice(
             "plan",
-            f"{percent(1 - plan['efficiency'])} of the tokens computed are padding; "
-            f"{best['layout']} would fill {percent(best['efficiency'])}.",
+            f"The plan has {percent(1 - plan['efficiency'])} padding; {best['layout']} would have "
+            f"{'about ' if best['about'] else ''}{percent(1 - best['efficiency'])}.",
             f"Plan with --layout {best['layout']}.",
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from batchwright.batching.analyze.findings import LengthHistogram
-from batchwright.errors import ConfigError, need
+from batchwright.errors import CannotWrite, ConfigError, need
 from batchwright.files import writing
 from batchwright.report.text import number, percent
 
@@ -137,7 +137,6 @@ def run_png(folder: Path | str, summary: Mapping[str, Any]) -> list[Path]:
         _save(figure, folder / f"{name}.png")
         made.append(folder / f"{name}.png")
 
-    folder.mkdir(parents=True, exist_ok=True)
     if steps := summary["steps"]:
         for name in CURVES:
             if name in steps["mean"]:
@@ -171,7 +170,8 @@ def _curves(axes: Any, lines: Sequence[_Curve], x: str) -> None:
     styles = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", ":"))
     for (name, at, values), (colour, style) in zip(lines, styles, strict=False):
         points = [math.nan if v is None else v for v in values]
-        axes.plot(at, points, style, color=colour, linewidth=1.4, label=name)
+        marker = "o" if sum(v is not None for v in values) == 1 else ""
+        axes.plot(at, points, style, color=colour, linewidth=1.4, marker=marker, label=name)
     axes.yaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     axes.yaxis.grid(True, color=PALE, linewidth=0.6)
@@ -367,6 +367,11 @@ def _whole_numbers(axis: Any, ticks: int = 8) -> None:
 
 
 def _save(figure: Any, path: Path | str) -> None:
-    with writing(Path(path)) as temporary:
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotWrite(f"cannot make {path.parent}: {error.strerror}") from None
+    with writing(path) as temporary:
         # Without the version of the software, the same picture is the same bytes.
         figure.savefig(temporary, format="png", dpi=150, metadata={"Software": "batchwright"})

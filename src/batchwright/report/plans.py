@@ -1,15 +1,17 @@
 """A batch plan in the numbers and rows that its panels show."""
 
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching.compare import compare_layouts, layout_row
+from batchwright.batching.compare import compare_layouts, fixed_row, layout_row
 from batchwright.batching.plan.builder import BatchPlanBuilder
 from batchwright.batching.plan.microbatch import MicrobatchSpec
+from batchwright.batching.plan.order import VirtualOrder
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.lengths import Lengths
 from batchwright.data.tokenizers import load_tokenizer
@@ -50,7 +52,8 @@ def plan_summary(plan: BatchPlan) -> dict[str, Any]:
     # Somebody waits for a page: to compile the kernels may take minutes, and to do without them
     # takes a second for as much as is looked at.
     with interpreted():
-        lengths, counts = _lengths(plan)
+        pieces = _pieces(plan)
+        lengths, counts = np.unique(pieces, return_counts=True)
         useful, padded, config = plan.useful_tokens(0), plan.padded_tokens(0), plan.config
         count = plan.num_microbatches(0)
         most = max(DRAWN_BATCHES, min(SAMPLED, PIECES * count // plan.counts.planned_pieces))
@@ -78,23 +81,29 @@ def plan_summary(plan: BatchPlan) -> dict[str, Any]:
             "drop_last": config.drop_last,
             "histogram": _histogram(lengths, counts),
             "distinct": _distinct(lengths, counts) if config.layout == "bucketed" else None,
-            "buckets": _buckets(plan, looked_at),
+            "buckets": _buckets(plan),
             "sampled": len(looked_at),
             "fill": [[batch.index, round(batch.efficiency, 5)] for batch in looked_at],
             "packing": _drawn(plan, looked_at),
-            **_replanned(plan, lengths, counts),
+            **_replanned(plan, pieces),
         }
 
 
-def _lengths(plan: BatchPlan) -> tuple[Ints, Ints]:
-    """The distinct lengths of what is planned in epoch 0, and how often each occurs."""
-    arrays = plan.order.arrays()
-    if "distinct" in arrays:
-        found = arrays["distinct"].astype(np.int64)
-        bounds: Ints = arrays["distinct_offsets"].astype(np.int64)
-        return found, bounds[1:] - bounds[:-1]
-    batches = (plan.batch(0, k).lengths for k in range(plan.num_microbatches(0)))
-    return np.unique(np.concatenate(list(batches)).astype(np.int64), return_counts=True)
+def _pieces(plan: BatchPlan) -> Ints:
+    """The lengths of what is planned in epoch 0, in the order of the data."""
+    order = plan.order
+    if isinstance(order, VirtualOrder):
+        order.prove()
+        lengths = np.repeat(order.distinct.astype(np.int64), np.diff(order.distinct_offsets))
+        items, starts = order.items, order.starts if order.starts.size else order.items
+    else:
+        batches = [order.rows(0, k) for k in range(plan.num_microbatches(0))]
+        lengths = np.concatenate([batch.lengths for batch in batches]).astype(np.int64)
+        items = np.concatenate([batch.items for batch in batches])
+        starts = np.concatenate([batch.starts for batch in batches])
+        starts = starts if starts.size else items
+    found: Ints = lengths[np.lexsort((starts, items))]
+    return found
 
 
 def _spread(count: int, most: int) -> list[int]:
@@ -136,21 +145,51 @@ def _distinct(lengths: Ints, counts: Ints) -> dict[str, Any]:
     }
 
 
-def _buckets(plan: BatchPlan, batches: list[MicrobatchSpec]) -> list[dict[str, Any]]:
-    """Useful and padded tokens of each bucket, over the microbatches that were looked at."""
-    if plan.config.layout != "bucketed":
+def _buckets(plan: BatchPlan) -> list[dict[str, Any]]:
+    """Useful and padded tokens of each bucket, over all microbatches of epoch 0."""
+    config, order = plan.config, plan.order
+    if config.layout != "bucketed":
         return []
+    rows: Iterable[tuple[Any, Any, Any, Any]]
+    if isinstance(order, VirtualOrder):
+        # Batches one bucket after the other, the last first; what is in them stays the same.
+        plain = replace(order, config=config.model_copy(update={"interleave_buckets": False}))
+        padded = plain.costs(0, 0, plan.num_microbatches(0), 1, 0)[::-1]
+        bounds = order.distinct_offsets
+        longest = order.distinct[np.searchsorted(bounds, order.batch_start, "right") - 1]
+        ids = config.bucket_spec.get_bucket_ids(longest)
+        lengths = np.repeat(order.distinct.astype(np.int64), np.diff(bounds))
+        # Of each bucket, what is in it less what `drop_last` leaves out.
+        tokens = np.add.reduceat(lengths, order.class_offsets[:-1])
+        dropped, missing = order.left_out(0)
+        place = np.searchsorted(order.class_offsets, dropped, "right") - 1
+        tokens -= np.bincount(place, missing, len(tokens)).astype(np.int64)
+        owner = np.searchsorted(order.class_offsets, order.batch_start, "right") - 1
+        first = np.diff(owner, prepend=-1) != 0
+        useful = np.where(first, tokens[owner], 0)
+        rows = zip(ids, order.batch_size, useful, padded, strict=True)
+    else:
+        found_rows = [order.rows(0, k) for k in range(plan.num_microbatches(0))]
+        rows = (
+            (
+                one.bucket_id,
+                len(one.items),
+                int(one.lengths.sum()),
+                one.max_len * (len(one.row_offsets) - 1),
+            )
+            for one in found_rows
+        )
     found: dict[int, dict[str, Any]] = {}
-    for batch in batches:
-        low, high = plan.config.bucket_spec.get_bucket_range(batch.bucket_id)
+    for bucket_id, samples, tokens, matrix in rows:
+        low, high = config.bucket_spec.get_bucket_range(int(bucket_id))
         bucket = found.setdefault(
-            batch.bucket_id,
+            int(bucket_id),
             {"low": low, "high": high, "microbatches": 0, "samples": 0, "useful": 0, "padded": 0},
         )
         bucket["microbatches"] += 1
-        bucket["samples"] += len(batch.items)
-        bucket["useful"] += batch.token_count
-        bucket["padded"] += batch.padded_tokens
+        bucket["samples"] += int(samples)
+        bucket["useful"] += int(tokens)
+        bucket["padded"] += int(matrix)
     return [found[k] for k in sorted(found)]
 
 
@@ -185,27 +224,37 @@ def _packing(plan: BatchPlan, rows: list[dict[str, Any]], ids: dict[int, str]) -
     return {"rows": rows, "ids": ids, "width": max(row["width"] for row in rows)}
 
 
-def _replanned(plan: BatchPlan, lengths: Ints, counts: Ints) -> dict[str, Any]:
-    """The same lengths under other budgets and in other layouts."""
-    every = np.repeat(lengths, counts)
-    some, few = (every[:: -(-len(every) // most)] for most in (REPLANNED, REPACKED))
+def _replanned(plan: BatchPlan, pieces: Ints) -> dict[str, Any]:
+    """The same lengths under other budgets and in other layouts.
+
+    Exact for as many as are planned in a second, so the same as `batchplan build` prints; beyond
+    that from samples spread evenly over the lengths, and `about` says of which layouts.
+    """
+    some, few = (
+        pieces if len(pieces) <= most else np.sort(pieces)[:: -(-len(pieces) // most)]
+        for most in (REPLANNED, REPACKED)
+    )
     config = plan.config.model_copy(update={"overflow": "truncate"})
     rows = [
-        *compare_layouts(Lengths.of(some), config, layouts=("bucketed", "sorted")),
+        fixed_row(Lengths.of(pieces), config),
+        *compare_layouts(Lengths.of(some), config, layouts=("bucketed", "sorted"))[1:],
         *compare_layouts(Lengths.of(few), config, layouts=("packed",))[1:],
     ]
+    parts = (pieces, some, some, few)
     return {
         "replanned": len(some),
         "repacked": len(few),
-        "budgets": _budgets(plan, some, len(every) / len(some)),
+        "budgets": _budgets(plan, some, len(pieces) / len(some)),
         "layouts": [
             {
                 "layout": row.layout,
-                "efficiency": row.efficiency,
+                "efficiency": plan.efficiency if own else row.efficiency,
+                "about": len(part) < len(pieces) and not own,
                 # By token, as they are not all of the same samples.
                 "cost": row.cost / row.useful_tokens,
             }
-            for row in rows
+            for row, part in zip(rows, parts, strict=True)
+            for own in (row.layout == plan.config.layout,)
         ],
     }
 

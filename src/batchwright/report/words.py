@@ -1,18 +1,24 @@
 """A summary as text for a terminal."""
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from batchwright.errors import printable
 from batchwright.report.text import can_draw, histogram, number, percent, seconds, table
 
 __all__ = ["words"]
 
 CURVE = 40
+HEADS = ("metric", "first", "last", "lowest", "highest", "course")
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def words(summary: Mapping[str, Any]) -> str:
-    """The strip, the notes, the newest metrics with their course, and the advice."""
+def words(summary: Mapping[str, Any], width: int = 100) -> str:
+    """The strip, the notes, the newest metrics with their course, and the advice.
+
+    Sentences are wrapped at `width`, and the courses are drawn in what the table leaves of it.
+    """
     at = summary["progress"]
     place = "" if at["at"] is None else f", {at['unit']} {at['at']:,}"
     place += f" of {at['of']:,}" if at["of"] and place else ""
@@ -20,17 +26,27 @@ def words(summary: Mapping[str, Any]) -> str:
         f"{summary['run']}: {summary['kind']}, {summary['state']['text']}{place}, "
         f"{seconds(at['seconds'])}"
     ]
-    lines += [f"note: {note}" for note in summary["notes"]]
+    lines += [_wrapped(f"note: {note}", width) for note in summary["notes"]]
     if summary["strip"]:
         rows = [[cell["name"], _figure(cell), cell["hint"]] for cell in summary["strip"]]
         lines += ["", table(["figure", "value", "what it is"], rows)]
-    if curves := _curves(summary):
-        lines += ["", table(["metric", "first", "last", "lowest", "highest", "course"], curves)]
+    if curves := _curves(summary, width):
+        lines += ["", table(HEADS, curves)]
     if plan := summary["plan"]:
         lines += ["", _lengths(plan)]
     for one in summary["advice"]:
-        lines += ["", f"advice: {one['seen']} {one['do']}"]
+        lines += ["", _wrapped(f"advice: {one['seen']} {one['do']}", width)]
     return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int) -> str:
+    return textwrap.fill(
+        printable(text, line=True),
+        max(40, width),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _figure(cell: Mapping[str, Any]) -> str:
@@ -39,22 +55,26 @@ def _figure(cell: Mapping[str, Any]) -> str:
     return number(round(cell["value"])) if abs(cell["value"]) >= 1000 else f"{cell['value']:.4g}"
 
 
-def _curves(summary: Mapping[str, Any]) -> list[list[str | float | None]]:
-    found = []
+def _curves(summary: Mapping[str, Any], width: int) -> list[list[str | float | None]]:
+    found: list[tuple[list[str | float | None], list[float]]] = []
     for source, prefix in ((summary["steps"], ""), (summary["evals"], "eval: ")):
         for name, values in (source or {}).get("mean", {}).items():
             known = [value for value in values if value is not None]
             if known:
                 ends = source["ends"][name]
-                found.append([prefix + name, *(f"{v:.4g}" for v in ends), _spark(known)])
-    return found
+                found.append(([prefix + name, *(f"{v:.4g}" for v in ends)], known))
+    if not found:
+        return []
+    taken = len(table(HEADS[:-1], [row for row, _ in found]).split("\n", 2)[1]) + 2
+    room = max(len(HEADS[-1]), min(CURVE, width - taken))
+    return [[*row, _spark(known, room)] for row, known in found]
 
 
-def _spark(values: list[float]) -> str:
+def _spark(values: list[float], room: int) -> str:
     """The course of a metric in one line, where the terminal can show it."""
     if not can_draw():
         return "-"
-    step = -(-len(values) // CURVE)
+    step = -(-len(values) // room)
     points = [
         sum(part) / len(part) for k in range(0, len(values), step) if (part := values[k : k + step])
     ]
@@ -70,7 +90,7 @@ def _lengths(plan: Mapping[str, Any]) -> str:
     bars = [sum(counts[k : k + merged]) for k in range(0, len(counts), merged)]
     labels = [f"{found['low'] + k * merged * step:,}+" for k in range(len(bars))]
     return (
-        f"plan {plan['fingerprint'][:16]}: {plan['samples']:,} samples by length in tokens, "
-        f"{plan['layout']}, {percent(plan['efficiency'])} useful\n"
+        f"plan {plan['fingerprint'][:16]}: {plan['layout']}, {percent(plan['efficiency'])} useful\n"
+        f"{plan['samples']:,} samples by length in tokens\n"
         f"{histogram(bars, labels, width=40)}"
     )

@@ -375,10 +375,24 @@ class VirtualOrder(_Mapped):
 
     def useful_tokens(self, epoch: int) -> int:
         self.prove()
-        if self.config.drop_last:
-            sizes = range(self.size(epoch))
-            return sum(int(self.rows(epoch, index).lengths.sum()) for index in sizes)
-        return int(self.distinct.astype(np.int64) @ np.diff(self.distinct_offsets))
+        whole = int(self.distinct.astype(np.int64) @ np.diff(self.distinct_offsets))
+        return whole - int(self.left_out(epoch)[1].sum())
+
+    def left_out(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Positions that are in no batch of the epoch, by `drop_last`, and their lengths."""
+        self.prove()
+        none = np.zeros(0, np.int64)
+        if not self.config.drop_last or self.config.layout == "packed":
+            return none, none
+        first = np.append(0, self.batch_start + self.batch_size)
+        last = np.append(self.batch_start, len(self.items))
+        gaps = [(int(first[k]), int(last[k])) for k in np.flatnonzero(last > first)]
+        arrays = (self.class_offsets, self.items, self.starts, self.distinct, self.distinct_offsets)
+        key = self._key("class", epoch)
+        with interpreted(quicker_without_numba(sum(b - a for a, b in gaps))):
+            drawn = [kernels.draw_range(a, b - a, key, *arrays)[2] for a, b in gaps]
+        positions = np.concatenate([none, *(np.arange(a, b) for a, b in gaps)])
+        return positions, np.concatenate([none, *drawn]).astype(np.int64)
 
     def places(self, epoch: int, item: int) -> list[Place]:
         self.prove()

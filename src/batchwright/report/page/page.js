@@ -33,7 +33,8 @@ function num(v) {
   if (v !== 0 && Math.abs(v) < 1e-3) return v.toExponential(2);
   return v.toLocaleString("en-US", {maximumSignificantDigits: 4});
 }
-const share = (v) => v === null || v === undefined || !Number.isFinite(v) ? "–" : (100 * v).toFixed(1) + "%";
+// What is not all is not shown as 100%.
+const share = (v) => v === null || v === undefined || !Number.isFinite(v) ? "–" : (v < 1 && v >= 0.9995 ? "> 99.9" : (100 * v).toFixed(1)) + "%";
 function secs(v) {
   if (v === null || v === undefined) return "–";
   if (v === 0) return "0 s";
@@ -220,7 +221,7 @@ function table(key, title, heads, rows, open) {
   return box;
 }
 function grid(heads, rows, here) {
-  const right = heads.map((_, k) => rows.length > 0 && rows.every((row) => /^[-+–]?[\d.,]*\s?(%|s|ms|µs|min|h|x)?( \d+ (s|min))?$/.test(String(row[k]))));
+  const right = heads.map((_, k) => rows.length > 0 && rows.every((row) => /^(≈ |> )?[-+–]?[\d.,]*\s?(%|s|ms|µs|min|h|x)?( \d+ (s|min))?$/.test(String(row[k]))));
   return el("table", null,
     el("thead", null, el("tr", null, heads.map((head, k) => el("th", {scope: "col", class: right[k] ? "n" : null, text: head})))),
     el("tbody", null, rows.map((row, n) => el("tr", {class: here === n ? "here" : null}, row.map((cell, k) => el("td", {class: right[k] ? "n" : null, text: cell}))))));
@@ -355,7 +356,8 @@ function drawPlan(s, o) {
   if (!S.edges || S.edges.of !== p.fingerprint) S.edges = {of: p.fingerprint, values: [...p.edges]};
   const edges = S.edges.values, moved = () => edges.some((v, k) => v !== p.edges[k]);
   const other = o && o.plan;
-  const layouts = p.layouts.map((row) => [row.layout, share(row.efficiency), (row.cost / p.layouts[0].cost).toFixed(2)]);
+  const about = (yes, text) => yes ? "≈ " + text : text;
+  const layouts = p.layouts.map((row) => [row.layout, about(row.about, share(row.efficiency)), about(row.about, (row.cost / p.layouts[0].cost).toFixed(2))]);
   const here = p.layouts.findIndex((row) => row.layout === p.layout);
   if (S.budget === null || S.budget >= p.budgets.length) S.budget = Math.max(0, p.budgets.findIndex((row) => row.token_budget === p.token_budget));
   const perToken = s.steps && s.steps.totals.padded ? s.steps.totals.seconds / s.steps.totals.padded : null;
@@ -365,10 +367,12 @@ function drawPlan(s, o) {
   const command = () => `batchwright data batchplan build --lengths lengths.jsonl --layout ${p.layout} --token-budget ${budget()} ${p.layout === "packed" ? "--pack-max-len" : "--overflow-max"} ${p.row_width}` + (free ? ` --bucket-edges ${edges.join(",")}` : "") + " --output batch_plan/";
   const result = el("output", {id: "whatif-result"}), code = el("pre", {id: "whatif-toml"}), line = el("pre", {id: "whatif-command"}), back = el("button", {type: "button", text: "Edges as planned", hidden: true, onclick: () => { S.edges = null; drawPlan(S.main, S.other); }});
   const tell = () => {
-    const found = row();
-    result.replaceChildren(b(num(found.token_budget)), " tokens: ", b(num(found.microbatches)), " microbatches per epoch, ", b(share(found.efficiency)), " useful",
-      moved() ? ` with edges ${edges.map(num).join(", ")}, against ${share(bucketed(p, p.edges, budget()).efficiency)} with those of the plan` : "",
-      perToken === null ? "" : `, about ${secs(found.token_budget * perToken)} each at the measured speed`);
+    // Other edges are estimated from the lengths alone, and compared with the same estimate of those planned.
+    const found = row(), guess = moved() || (p.replanned < p.counts.planned_pieces && found.token_budget !== p.token_budget && p.layout !== "packed");
+    const here = !moved() && found.token_budget === p.token_budget, useful = here ? p.efficiency : found.efficiency, batches = here ? p.microbatches : found.microbatches;
+    result.replaceChildren(b(num(found.token_budget)), " tokens: ", b(about(guess, num(batches))), " microbatches per epoch, ", b(about(guess, share(useful))), " useful",
+      moved() ? ` by estimate with edges ${edges.map(num).join(", ")}, against ≈ ${share(bucketed(p, p.edges, budget()).efficiency)} by the same estimate with those of the plan` : "",
+      perToken === null ? "" : `, ≈ ${secs(p.useful_tokens / useful / batches * perToken)} each at the measured speed`);
     code.textContent = toml(); line.textContent = command(); back.hidden = !moved();
   };
   const slider = el("input", {type: "range", min: 0, max: p.budgets.length - 1, step: 1, value: S.budget, "data-key": "budget", "aria-label": "Token budget", "aria-valuetext": num(budget()), oninput: (event) => { S.budget = Number(event.target.value); event.target.setAttribute("aria-valuetext", num(budget())); tell(); }});
@@ -376,7 +380,7 @@ function drawPlan(s, o) {
     try { await navigator.clipboard.writeText(text()); button.textContent = "Copied"; setTimeout(() => { button.textContent = name; }, 1500); } catch { from.closest("details").open = true; getSelection().selectAllChildren(from); button.textContent = "Select and copy below"; }
   }}); return button; });
   const between = (k) => [(k ? edges[k - 1] : 0) + 1, (k + 1 < edges.length ? edges[k + 1] : p.row_width) - 1];
-  const handles = free ? {values: edges, place: (v) => place(v + 1), length: (at) => h.low + at * h.step - 1, between, text: () => `${share(bucketed(p, edges, budget()).efficiency)} useful`, moved: () => tell()} : null;
+  const handles = free ? {values: edges, place: (v) => place(v + 1), length: (at) => h.low + at * h.step - 1, between, text: () => `≈ ${share(bucketed(p, edges, budget()).efficiency)} useful`, moved: () => tell()} : null;
   tell();
   panel("plan", [
     lead(b(num(p.samples)), " samples, ", b(num(p.useful_tokens)), " tokens an epoch, ", p.layout, ": ", b(num(p.microbatches)), ` microbatches of up to ${num(p.token_budget)} tokens (fewest possible ${num(p.bound)}), `, b(share(p.efficiency)), " useful",
@@ -385,14 +389,14 @@ function drawPlan(s, o) {
     bars("lengths", {title: "Samples by length in tokens", now: `median ${num(h.p50)}, 95% below ${num(h.p95)}, longest ${num(h.longest)}`, counts: h.samples, lines, edges: handles,
       labels: (k) => num(h.low + k * h.step), text: (k) => `${num(h.low + k * h.step)} to ${num(h.low + (k + 1) * h.step - 1)} tokens: ${plural(h.samples[k], "sample")}, ${num(h.tokens[k])} tokens`,
       heads: ["length", "samples", "tokens"], row: (k) => [`${num(h.low + k * h.step)} to ${num(h.low + (k + 1) * h.step - 1)}`, num(h.samples[k]), num(h.tokens[k])]}),
-    p.buckets.length ? [el("h3", {text: p.sampled < p.microbatches ? `Useful tokens by bucket, in ${num(p.sampled)} of ${num(p.microbatches)} microbatches` : "Useful tokens by bucket"}),
+    p.buckets.length ? [el("h3", {text: "Useful tokens by bucket"}),
       el("div", {class: "scroll"}, grid(["bucket", "microbatches", "samples", "useful"], p.buckets.map((k) => [`${num(k.low)} to ${num(k.high)}`, num(k.microbatches), num(k.samples), share(k.useful / k.padded)])))] : null,
     el("h3", {text: free ? "What if: another token budget, other edges" : "What if: another token budget"}),
     free ? lead("Drag an edge in the chart, or move it with the arrow keys.") : null,
     el("div", {class: "whatif"}, slider, copies, back), el("p", {class: "lead"}, result), el("details", {"data-key": "toml", open: S.open.has("toml"), ontoggle: (event) => event.target.open ? S.open.add("toml") : S.open.delete("toml")}, el("summary", {text: "As TOML and as a command"}), code, line),
     el("h3", {text: "What if: another layout"}),
     el("div", {class: "scroll"}, grid(["layout", "useful", "compute"], layouts, here)),
-    p.repacked < p.counts.planned_pieces ? lead(`What-ifs are worked out from an even sample of ${num(p.replanned)} of ${num(p.counts.planned_pieces)} pieces, packing from ${num(p.repacked)}.`) : null,
+    p.repacked < p.counts.planned_pieces ? lead(`What-ifs marked ≈ are worked out from an even sample of ${num(p.replanned)} of ${num(p.counts.planned_pieces)} pieces, packing from ${num(p.repacked)}.`) : null,
   ]);
 }
 
@@ -611,7 +615,7 @@ function drawTop(s, o) {
   $("strip").replaceChildren(...s.strip.map((cell) => {
     const value = figure(s, cell), two = others.get(cell.name), low = /ullage|wait|failed/.test(cell.name);
     const bar = el("i", {class: low ? "low" : null});
-    if (cell.form === "share") bar.style.width = share(Math.max(0, Math.min(1, value || 0)));
+    if (cell.form === "share") bar.style.width = 100 * Math.max(0, Math.min(1, value || 0)) + "%";
     return el("li", null, el("a", {href: "#" + cell.panel, title: cell.hint, "data-key": "cell-" + cell.name}, el("span", {class: "what", text: cell.name}), el("span", {class: "figure", "data-figure": cell.name, text: formed(value, cell.form)}),
       two ? el("span", {class: "versus", text: `${o.run}: ${formed(figure(o, two), two.form)}`}) : null, cell.form === "share" ? el("span", {class: "bar", "aria-hidden": "true"}, bar) : null));
   }));
