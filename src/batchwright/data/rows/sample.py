@@ -123,7 +123,7 @@ class _Tokens:
     """The tokens of many shapes, encoded in one call for each kind of text."""
 
     def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
-        self._prefix = tokenizer.prefix
+        self._prefix = list(tokenizer.prefix)
         self._eos = tokenizer.eos_id
         self._everything = tokenizer.loss_on == "everything"
         texts = [shape.text for shape in shapes if isinstance(shape, Text)]
@@ -144,23 +144,20 @@ class _Tokens:
                 mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
             return np.asarray(found, np.int32), mask
         if isinstance(shape, Text):
-            ids = self._ended(next(self._texts))
+            ids = self._ended([], next(self._texts))
             return ids, np.ones(len(ids), np.uint8)
-        prompt = next(self._parts)
-        response = self._ended(next(self._parts))
-        before = np.concatenate([self._prefix, prompt]).astype(np.int32)
-        mask = np.zeros(len(before) + len(response), np.uint8)
+        before = [*self._prefix, *next(self._parts)]
+        ids = self._ended(before, next(self._parts))
+        mask = np.zeros(len(ids), np.uint8)
         mask[0 if self._everything else len(before) :] = 1
-        return np.concatenate([before, response]), mask
+        return ids, mask
 
-    def _ended(self, ids: Sequence[int]) -> NDArray[np.int32]:
-        """The ids, with the end-of-text token appended unless it is there already."""
-        if self._eos is None or (len(ids) and ids[-1] == self._eos):
-            return np.asarray(ids, np.int32)
-        ended = np.empty(len(ids) + 1, np.int32)
-        ended[:-1] = ids
-        ended[-1] = self._eos
-        return ended
+    def _ended(self, before: list[int], ids: Sequence[int]) -> NDArray[np.int32]:
+        """All of them, with the end-of-text token appended unless the ids end with it."""
+        ended = len(ids) > 0 and ids[-1] == self._eos
+        end = [] if ended or self._eos is None else [self._eos]
+        # One list, because numpy reads lists much slower than Python joins them.
+        return np.array([*before, *ids, *end], np.int32)
 
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
