@@ -22,11 +22,12 @@ responses and counts for the loss; conversations end as their template ends them
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +124,7 @@ class _Tokens:
     """The tokens of many shapes, encoded in one call for each kind of text."""
 
     def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
-        self._prefix = list(tokenizer.prefix)
+        self._prefix = tokenizer.prefix
         self._eos = tokenizer.eos_id
         self._everything = tokenizer.loss_on == "everything"
         texts = [shape.text for shape in shapes if isinstance(shape, Text)]
@@ -144,20 +145,22 @@ class _Tokens:
                 mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
             return np.asarray(found, np.int32), mask
         if isinstance(shape, Text):
-            ids = self._ended([], next(self._texts))
+            ids = self._ended(next(self._texts))
             return ids, np.ones(len(ids), np.uint8)
-        before = [*self._prefix, *next(self._parts)]
-        ids = self._ended(before, next(self._parts))
+        prompt = next(self._parts)
+        ids = self._ended(next(self._parts), self._prefix, prompt)
         mask = np.zeros(len(ids), np.uint8)
-        mask[0 if self._everything else len(before) :] = 1
+        mask[0 if self._everything else len(self._prefix) + len(prompt) :] = 1
         return ids, mask
 
-    def _ended(self, before: list[int], ids: Sequence[int]) -> NDArray[np.int32]:
+    def _ended(self, ids: Any, *before: Sequence[int]) -> NDArray[np.int32]:
         """All of them, with the end-of-text token appended unless the ids end with it."""
-        ended = len(ids) > 0 and ids[-1] == self._eos
-        end = [] if ended or self._eos is None else [self._eos]
-        # One list, because numpy reads lists much slower than Python joins them.
-        return np.array([*before, *ids, *end], np.int32)
+        ended = self._eos is None or (len(ids) and ids[-1] == self._eos)
+        parts = (*before, ids, () if ended else (self._eos,))
+        if isinstance(ids, np.ndarray):
+            return np.concatenate([np.asarray(part, np.int32) for part in parts])
+        # One list, because Python joins lists quicker than numpy reads them.
+        return np.array([*itertools.chain(*parts)], np.int32)
 
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
