@@ -102,7 +102,7 @@ function figure(s, cell) {
 
 function ticks(low, high, count) {
   const raw = (high - low) / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw || 1));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= raw) || power;
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((m) => m >= raw) || power;
   const found = [];
   for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return found;
@@ -113,14 +113,16 @@ function labels(values, form) {
   const short = (v, more) => {
     const [by, unit] = most >= 1e9 ? [1e9, "G"] : most >= 1e6 ? [1e6, "M"] : most >= 1e4 ? [1e3, "k"] : [1, ""];
     if (v && most < 1e-2) return v.toExponential(more);
-    const digits = Number.isFinite(step) ? Math.max(0, -Math.floor(Math.log10(step / by) + 1e-9)) : 2;
+    let digits = Number.isFinite(step) ? 0 : 2;
+    while (Number.isFinite(step) && digits < 12 && Math.abs(step / by * 10 ** digits - Math.round(step / by * 10 ** digits)) > 1e-3) digits++;
     return (v / by).toLocaleString("en-US", {minimumFractionDigits: 0, maximumFractionDigits: Math.min(12, digits + more)}) + (v ? unit : "");
   };
-  for (let more = 0; more < 4; more++) {
+  for (let more = 0; more < 9; more++) {
     const found = values.map((v) => (form || short)(v, more));
-    if (new Set(found).size === found.length || form) return found.map((text, k) => text === found[k - 1] ? "" : text);
+    const right = form || most >= 1e-2 || values.every((v, k) => Math.abs(Number(found[k]) - v) <= step * 0.01);
+    if (right && (form || new Set(found).size === found.length)) return found.map((text, k) => text === found[k - 1] ? "" : text);
   }
-  return values.map(String);
+  return values.map((v) => String(Number(v.toPrecision(12))));
 }
 function path(xs, ys, X, Y) {
   let d = "", on = false;
@@ -452,7 +454,7 @@ function drawPacking(s) {
     canvas,
     chart("fill", {title: p.sampled < p.microbatches ? `Useful share of microbatches (${num(p.sampled)} of ${num(p.microbatches)})` : "Useful share of every microbatch", unit: "microbatch", shares: true, zero: true, wide: true,
       series: [{name: "useful", x: p.fill.map((k) => k[0]), y: p.fill.map((k) => k[1]), c: "c1"}]}),
-    table("rows-table", "Rows as a table", ["microbatch", "row", "samples (tokens)", "used"], () => rows.map((row) => [num(row.batch), num(row.row), row.items.map((item, k) => `${p.packing.ids[item]} (${row.lengths[k]})`).join(", "), share(sum(row.lengths) / row.width)])),
+    table("rows-table", "The rows with their samples", ["microbatch", "row", "samples (tokens)", "used"], () => rows.map((row) => [num(row.batch), num(row.row), row.items.map((item, k) => `${p.packing.ids[item]} (${row.lengths[k]})`).join(", "), share(sum(row.lengths) / row.width)])),
     el("div", {id: "sample", hidden: true, role: "status"}),
   ]);
   paint();
