@@ -767,6 +767,7 @@ def start(many_rows, tmp_path, environ) -> Iterator[Callable[[], Build]]:
         build.process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_build_go_on_where_they_were(
     start, call, many_rows, tmp_path
 ) -> None:

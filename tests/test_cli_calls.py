@@ -429,6 +429,7 @@ def test_a_torn_last_line_is_written_anew(call, tmp_path):
     assert (tmp_path / "answers.jsonl").read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_again_and_again_pays_for_each_answer_once(tmp_path):
     write_prompts(tmp_path, 150)
     draw = random.Random(5)
@@ -468,7 +469,9 @@ def test_a_run_that_is_killed_again_and_again_pays_for_each_answer_once(tmp_path
     assert [row["text"] for row in answers(tmp_path)] == [f"re: question {i}" for i in range(150)]
 
 
-@pytest.mark.parametrize("presses", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "presses", [1, *(pytest.param(presses, marks=pytest.mark.slow) for presses in (2, 3, 5))]
+)
 def test_ctrl_c_says_what_was_kept_and_how_to_resume(presses, tmp_path):
     write_prompts(tmp_path, 80)
     wait = True

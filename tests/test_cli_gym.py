@@ -242,6 +242,7 @@ def test_ctrl_c_saves_what_was_earned(
     assert {sample.episode_status for sample in buffer} == {EpisodeStatus.SUCCESS}
 
 
+@pytest.mark.slow
 def test_a_folder_survives_kill_9(server: int, tmp_path: Path) -> None:
     line = f"gym run -t bytes --host 127.0.0.1 --port {server} --num-episodes 1000000 -o folder"
     folder = tmp_path / "folder"

@@ -498,6 +498,7 @@ def test_entries_added_by_hand_are_not_taken_for_measurements(tmp_path: Path) ->
     assert build_lengths(data, tokenizer, out).measured == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_a_build_killed_at_any_moment_ends_as_if_nothing_had_happened(
     tmp_path: Path, suffix: str

@@ -282,6 +282,7 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_get_killed_in_the_middle_leaves_no_file_and_the_next_one_succeeds(index: Index) -> None:
     index.stall = True
     process = subprocess.Popen(python("models.get('toy')"), start_new_session=True)
@@ -294,6 +295,7 @@ def test_a_get_killed_in_the_middle_leaves_no_file_and_the_next_one_succeeds(ind
     assert models.get("toy").read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_pip_too(index: Index) -> None:
     index.stall = True
     process = subprocess.Popen(python("models.get('toy')"), stderr=subprocess.PIPE)

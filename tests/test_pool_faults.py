@@ -504,6 +504,7 @@ def killed_often(tmp_path: Path, n: int, kills: int) -> None:
     file.close()
 
 
+@pytest.mark.slow
 def test_a_client_killed_fifty_times_pays_nothing_twice_that_it_was_given(tmp_path):
     killed_often(tmp_path, n=400, kills=50)
 

@@ -387,7 +387,9 @@ def writer(folder):
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+)
 def test_a_killed_writer_leaves_the_last_state_it_saved(seed, tmp_path):
     folder = tmp_path / "buffer"
     draw = random.Random(seed)
@@ -463,6 +465,7 @@ READER = """
 """
 
 
+@pytest.mark.slow
 def test_two_readers_see_whole_states_while_a_writer_saves(tmp_path):
     folder = tmp_path / "buffer"
     code = textwrap.dedent(READER).format(tests=os.path.dirname(__file__), folder=str(folder))

@@ -144,6 +144,7 @@ def test_four_commands_on_one_cache_pay_every_prompt_once_and_say_what_they_hedg
     assert len({(tmp_path / f"{i}.jsonl").read_text() for i in range(4)}) == 1
 
 
+@pytest.mark.slow
 def test_no_hedge_pays_a_straggler_once(tmp_path):
     prompts(tmp_path, 60)
 

@@ -312,6 +312,7 @@ def test_workers_start_by_themselves_once_they_are_worth_it(
     assert content(tmp_path / "few") == content(tmp_path / "many")
 
 
+@pytest.mark.slow
 def test_a_build_killed_in_the_middle_resumes_and_ends_as_if_nothing_had_happened(
     tmp_path: Path,
 ) -> None:
