@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.calls.simulator.wire import Refusal, parse
 from batchwright.data.tokenizers import chat as chat_module
 from batchwright.data.tokenizers import sandbox
 from batchwright.data.tokenizers.chat import ChatTemplate
@@ -182,3 +183,62 @@ def test_the_clock_of_a_template_starts_with_each_rendering(monkeypatch):
     for _ in range(3):
         time.sleep(0.15)
         assert template.render(MESSAGES, add_generation_prompt=False) == "Hi"
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+NESTED = {
+    "a row": ("data lengths build -d x -t bytes -o out.jsonl -q", "x", '{"text": DEEP}\n'),
+    "tools of a row": (
+        "data lengths build -d x -t bytes -o out.jsonl -q",
+        "x",
+        '{"messages": [{"role": "user", "content": "Hi"}], "tools": "DEEP"}\n',
+    ),
+    "a length cache": ("data lengths stats -c x", "x", "DEEP\n"),
+    "a plan": ("data batchplan info -p x", "x/manifest.json", "DEEP"),
+    "a prompt": (
+        "calls run -i x -o out.jsonl -e http://127.0.0.1:9/v1 -m m -q",
+        "x",
+        '{"prompt": "Hi", "parameters": {"tools": DEEP}}\n',
+    ),
+    "the responses of an earlier run": (
+        "calls run -i prompts.jsonl -o x -e http://127.0.0.1:9/v1 -m m -q",
+        "x",
+        '{"id": 0, "text": DEEP}\n',
+    ),
+    "a reward's settings": (
+        "reward score -i prompts.jsonl -c x -o out.jsonl -q",
+        "x",
+        "part = DEEP\n",
+    ),
+    "a row to score": (
+        "reward score -i x -c reward.toml -o out.jsonl -q",
+        "x",
+        '{"response": "1", "ground_truth": DEEP}\n',
+    ),
+    "a run's settings": ("train sft --resume x", "x/config.toml", "data = DEEP\n"),
+    "questions": ("calls simulate --questions x --port 0", "x", '{"question": DEEP}\n'),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_what_is_nested_100_000_deep_is_refused_in_one_sentence(name, call, tmp_path):
+    line, file, text = NESTED[name]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Hi"}\n')
+    (tmp_path / "reward.toml").write_text('[[part]]\nkind = "numeric"\n')
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text.replace("DEEP", DEEP))
+
+    done = call(line, tmp_path)
+
+    assert done.code == 1, done.out
+    assert done.err.count("\n") == 1, done.err[:500]
+    assert len(done.err) < 500
+    assert "internal error" not in done.err
+
+
+def test_a_body_nested_100_000_deep_is_a_bad_request():
+    for path in ("/v1/chat/completions", "/v1/responses", "/api/chat"):
+        refused = parse(path, b'{"model": "m", "messages": %b}' % DEEP.encode(), ["m"])
+        assert isinstance(refused, Refusal)
+        assert refused.status == 400

@@ -4,9 +4,12 @@ import gzip
 import json
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -379,3 +382,88 @@ def test_rows_in_a_folder_are_never_left_out_in_silence(tmp_path: Path, name: st
 def test_a_pattern_of_names_is_said_not_to_be_expanded(tmp_path: Path) -> None:
     with pytest.raises(MissingFile, match="patterns of names are not expanded"):
         open_source(str(tmp_path / "*.jsonl"))
+
+
+def _bombs(folder: Path) -> list[Path]:
+    """One line of 256 MiB, in every wrapping, and a row with as many blank lines after it."""
+    block = b"a" * 2**20
+    plain, packed = folder / "plain.jsonl", folder / "bomb.jsonl.gz"
+    with plain.open("wb") as file:
+        file.write(b'{"text": "' + block)
+        file.truncate(256 * 2**20)
+    packed.write_bytes(gzip.compress(b'{"text": "') + gzip.compress(block) * 256)
+    zstd = folder / "bomb.jsonl.zst"
+    parts = [pyarrow.compress(part, codec="zstd", asbytes=True) for part in (b'{"text": "', block)]
+    zstd.write_bytes(parts[0] + parts[1] * 256)
+    blank = folder / "blank.jsonl.gz"
+    blank.write_bytes(gzip.compress(b'{"text": "a"}') + gzip.compress(b"\n" * 2**20) * 256)
+    return [plain, packed, zstd, blank]
+
+
+MEASURED = """
+import resource, sys
+import pyarrow
+from batchwright.data.rows.source import open_source
+from batchwright.errors import BadFile
+
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in sys.argv[1:]:
+    try:
+        print(len(list(open_source(path))))
+    except BadFile as error:
+        print(error)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_a_line_of_any_size_is_refused_before_it_is_held(tmp_path: Path) -> None:
+    bombs = _bombs(tmp_path)
+    allowed = {**os.environ, "BATCHWRIGHT_MAX_LINE": str(2**20)}
+    # A pipe gives the same bytes again.
+    with subprocess.Popen(["cat", bombs[0]], stdout=subprocess.PIPE) as pipe:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, *bombs, "/dev/stdin"],
+            env=allowed,
+            stdin=pipe.stdout,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert pipe.stdout is not None
+        pipe.stdout.close()
+    *said, grown = done.stdout.splitlines()
+
+    why = "line 1: this row has more than 1,048,576 bytes; split it, or set BATCHWRIGHT_MAX_LINE"
+    assert said == [f"{path}, {why} to more" for path in (*bombs, "/dev/stdin")]
+    # It reads 16 MiB at a time, and holds that a few times.
+    assert int(grown) < 192
+
+
+def test_blank_lines_before_the_first_row_take_no_memory_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl_module, "BLOCK", 64)
+    monkeypatch.setenv("BATCHWRIGHT_MAX_LINE", "100")
+    path = tmp_path / "rows.jsonl"
+    for blanks in (0, 1, 62, 63, 64, 65, 127, 128, 500):
+        path.write_bytes(b"\n" * blanks + b'{"text": "a"}\n \n\n{"text": 1}\nno\n')
+        source = open_source(path)
+        assert [source.where(item) for item in range(3)] == [
+            f"rows.jsonl:{blanks + line}" for line in (1, 4, 5)
+        ]
+        assert source[1] == {"text": 1}
+
+
+def test_the_limit_of_a_line_can_be_moved_and_says_what_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "%s"}\n' % ("a" * 100))
+    monkeypatch.setenv("BATCHWRIGHT_MAX_LINE", "113")
+    assert len(open_source(path)) == 2
+    monkeypatch.setenv("BATCHWRIGHT_MAX_LINE", "112")
+    with pytest.raises(BadFile, match="line 2: this row has more than 112 bytes"):
+        open_source(path)
+    monkeypatch.setenv("BATCHWRIGHT_MAX_LINE", "1 GB")
+    with pytest.raises(ConfigError, match="give the most bytes of a line"):
+        open_source(path)

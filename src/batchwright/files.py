@@ -17,9 +17,9 @@ import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from batchwright.errors import BatchwrightError, CannotWrite, ConfigError, MissingFile
+from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigError, MissingFile
 
 __all__ = [
     "append_to",
@@ -30,10 +30,14 @@ __all__ = [
     "existing",
     "fsync_folder",
     "home",
+    "line_limit",
     "link_or_copy",
     "parse_json",
+    "parse_toml",
     "remove_folder",
     "remove_leftovers",
+    "short_lines",
+    "too_long",
     "write_all",
     "write_atomic",
     "writing",
@@ -71,6 +75,47 @@ def parse_json(raw: bytes | str) -> Any:
         return json.loads(raw)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """TOML of unknown origin; whatever is wrong with it, also its depth, is a `ValueError`."""
+    import tomllib
+
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+LINE_BYTES = 256 * 2**20
+"""The most that a line of a data file has, unless `BATCHWRIGHT_MAX_LINE` says otherwise."""
+
+
+def line_limit() -> int:
+    """How many bytes of a data file are read as one line at most."""
+    given = os.environ.get("BATCHWRIGHT_MAX_LINE") or str(LINE_BYTES)
+    if not re.fullmatch(r"[0-9]{1,15}", given) or not int(given):
+        raise ConfigError(
+            f"BATCHWRIGHT_MAX_LINE is {given!r}; give the most bytes of a line, as in {LINE_BYTES}"
+        )
+    return int(given)
+
+
+def short_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
+    """The lines of an open file, up to one that has more than `line_limit` bytes."""
+    limit = line_limit()
+    for number, line in enumerate(iter(lambda: file.readline(limit + 1), b""), start=1):
+        if len(line) > limit:
+            raise too_long(path, number, limit)
+        yield line
+
+
+def too_long(path: Path, line: int, limit: int) -> BadFile:
+    """What is said of a line that has more bytes than `line_limit`."""
+    return BadFile(
+        f"{path}, line {line}: this row has more than {limit:,} bytes; "
+        f"split it, or set BATCHWRIGHT_MAX_LINE to more"
+    )
 
 
 def write_all(handle: int, raw: bytes) -> None:

@@ -30,7 +30,7 @@ from batchwright.calls.wire.batches import (
     why_failed,
 )
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
-from batchwright.files import fsync_folder
+from batchwright.files import fsync_folder, parse_json
 
 __all__ = ["DISCOUNT", "BatchRun", "Journal", "Part", "custom_id", "split"]
 
@@ -74,7 +74,7 @@ class Journal:
         if content and not content.startswith(self._first()[: len(content)]):
             self._foreign(content)
         try:
-            for row in map(json.loads, rows[1:]):
+            for row in map(parse_json, rows[1:]):
                 if "requests" in row:
                     self.parts[row["name"]] = Part(**row, earlier=True)
                 else:
@@ -110,7 +110,7 @@ class Journal:
     def _foreign(self, content: bytes) -> None:
         first = content.partition(b"\n")[0]
         try:
-            server = json.loads(first)
+            server = parse_json(first)
         except ValueError:
             server = {}
         if not isinstance(server, dict) or server.get("batchwright") != self.HEAD:

@@ -18,7 +18,7 @@ from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat, respond
 from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
-from batchwright.files import append_to, existing, fsync_folder, parse_json, write_all
+from batchwright.files import append_to, existing, fsync_folder, parse_json, short_lines, write_all
 from batchwright.lines import LineFile, checked_line, is_checked, read_lines
 
 __all__ = ["Answers", "Api", "Prompt", "Spent", "read_answers", "read_prompts"]
@@ -65,7 +65,7 @@ def read_prompts(
     if path.is_dir():
         raise BadFile(f"{path} is a folder; name a JSONL file of prompts")
     with existing(path, "file of prompts").open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(short_lines(file, path), start=1):
             if not line.strip():
                 continue
             row = _row(path, number, line)

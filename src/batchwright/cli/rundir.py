@@ -31,17 +31,16 @@ def recorded(
         yield None
         return
     import json
-    import tomllib
 
     from batchwright.events import EventLog
-    from batchwright.files import write_atomic
+    from batchwright.files import parse_toml, write_atomic
     from batchwright.sealed import sealed_text
     from batchwright.train.run import write_stamp
 
     config, again = folder / "config.toml", (folder / "events.jsonl").exists()
     if again or config.exists():
         try:
-            found = tomllib.loads(config.read_text("utf-8")).get("run")
+            found = parse_toml(config.read_text("utf-8")).get("run")
         except (OSError, ValueError):
             found = None
         if found != kind:

@@ -9,7 +9,6 @@ your choice, never NaN; and once the error budget is exceeded, every later call 
 """
 
 import asyncio
-import json
 import re
 import signal
 import sys
@@ -30,6 +29,7 @@ from batchwright.errors import (
     NoServer,
     UnknownSample,
 )
+from batchwright.files import parse_json
 from batchwright.rewards.compute import scorer_for
 from batchwright.rewards.config import Missing, RewardsConfig
 from batchwright.rewards.files import response_of
@@ -164,7 +164,7 @@ def _response(query: Any, prompt: Any, label: Any) -> Response:
     row: dict[str, Any] = {"ground_truth": label}
     if isinstance(label, str) and label.lstrip().startswith("{"):
         try:
-            known = json.loads(label)
+            known = parse_json(label)
         except ValueError:
             known = None
         if isinstance(known, dict) and "ground_truth" in known:
@@ -218,7 +218,7 @@ def _app(function: RewardFunction) -> web.Application:
         if request.content_type != "application/json":
             return web.json_response({"error": "send application/json"}, status=415)
         try:
-            given = json.loads(await request.read())
+            given = parse_json(await request.read())
             texts = [given[name] for name in ("query", "prompts", "labels")]
             if not all(isinstance(column, list) for column in texts):
                 raise UnknownSample("query, prompts and labels must be lists")

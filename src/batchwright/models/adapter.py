@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need, one_line
-from batchwright.files import atomic_folder
+from batchwright.files import atomic_folder, parse_json
 from batchwright.models.folder import ADAPTER, check_model, no_progress_bars, seal_model
 from batchwright.models.transformers import has_tokenizer, load_model, write_tokenizer
 
@@ -51,7 +51,7 @@ def find_adapter(name: str | Path) -> Adapter | None:
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
         return None
     try:
-        found = json.loads((folder / ADAPTER).read_bytes())
+        found = parse_json((folder / ADAPTER).read_bytes())
         base, rank, alpha = found[BASE_NAME], int(found["r"]), float(found["lora_alpha"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadFile(f"{folder / ADAPTER} is not of a LoRA adapter: {one_line(error)}") from None
@@ -96,7 +96,7 @@ def attach(model: Any, adapter: Adapter) -> Any:
 
 def name_base(folder: Path, base: str, weights: str) -> None:
     """Write into an adapter's folder which model it was trained on, and its fingerprint."""
-    settings = json.loads((folder / ADAPTER).read_bytes())
+    settings = parse_json((folder / ADAPTER).read_bytes())
     # A folder may be named from anywhere later; other names are those of models.
     settings[BASE_NAME] = str(Path(base).resolve()) if Path(base).is_dir() else base
     (folder / ADAPTER).write_text(json.dumps(settings, indent=2) + "\n")
@@ -128,7 +128,7 @@ def merge(name: Path, output: Path) -> Adapter:
 def check_base(model: Any, adapter: Adapter) -> None:
     """Refuse another base than the one of the training; an adapter made elsewhere names none."""
     try:
-        wanted = json.loads((adapter.folder / BASE).read_bytes())["weights"]
+        wanted = parse_json((adapter.folder / BASE).read_bytes())["weights"]
     except FileNotFoundError:
         return
     except (OSError, ValueError, KeyError, TypeError) as error:

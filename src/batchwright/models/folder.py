@@ -1,13 +1,13 @@
 """A folder as `save_pretrained` writes it: which weights it has, its model and its tokenizer."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, ConfigError, need, one_line
+from batchwright.files import parse_json
 from batchwright.sealed import MANIFEST, SealedFolder
 
 __all__ = [
@@ -69,7 +69,7 @@ def missing_weights(folder: Path) -> str | None:
         index = folder / f"{file}.index.json"
         if index.is_file():
             try:
-                named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+                named = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise BadFile(f"{index} is not an index of weights; copy it again") from None
             return next((shard for shard in named if not (folder / shard).is_file()), None)

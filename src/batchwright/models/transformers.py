@@ -14,7 +14,7 @@ import torch
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import ConfigError, Mismatch, MissingFile, need, one_line
-from batchwright.files import atomic_folder
+from batchwright.files import atomic_folder, parse_json
 from batchwright.models import registry as models
 from batchwright.models.folder import (
     TOKENIZER_NAME,
@@ -258,7 +258,7 @@ def _converted(known: models.Model) -> Path:
 
 def _made(folder: Path) -> object:
     try:
-        return json.loads((folder / MARKER).read_bytes())
+        return parse_json((folder / MARKER).read_bytes())
     except (OSError, ValueError):
         return None
 

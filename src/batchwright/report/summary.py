@@ -11,7 +11,6 @@ import os
 import re
 import struct
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from batchwright.errors import BadFile, BatchwrightError, MissingFile
 from batchwright.events import Event, EventTail
-from batchwright.files import parse_json
+from batchwright.files import parse_json, parse_toml
 from batchwright.report.advice import advise
 from batchwright.report.columns import Columns, is_number, tame
 from batchwright.report.links import refusal
@@ -637,7 +636,7 @@ def _toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
         text = path.read_text("utf-8")
         check_text(text, Path(path.name), "it is left out")
-        return tame(_redacted(tomllib.loads(text)), WORDS), ""
+        return tame(_redacted(parse_toml(text)), WORDS), ""
     except BadFile as error:
         return {}, f"{error}."
     except FileNotFoundError:

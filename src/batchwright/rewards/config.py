@@ -1,7 +1,6 @@
 """The configuration of a reward, its parts and endpoints: TOML or environment variables."""
 
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchwright.errors import BadFile, ConfigError
-from batchwright.files import existing
+from batchwright.files import existing, parse_toml
 from batchwright.rewards.expressions import Math
 from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.rules import (
@@ -73,8 +72,8 @@ class RewardsConfig(BaseModel):
         """Read a TOML file; an error names the place of the mistake."""
         place = existing(Path(path), "reward configuration")
         try:
-            found = tomllib.loads(place.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            found = parse_toml(place.read_text("utf-8"))
+        except ValueError as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
         return cls.of(found, str(path))
 

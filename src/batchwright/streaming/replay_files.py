@@ -32,7 +32,7 @@ from batchwright.errors import (
     Mismatch,
     MissingFile,
 )
-from batchwright.files import existing, fsync_folder, write_atomic, writing
+from batchwright.files import existing, fsync_folder, parse_json, write_atomic, writing
 from batchwright.fingerprint import digest, digest_array
 from batchwright.streaming.rows import (
     ROW,
@@ -176,7 +176,7 @@ def _seal(body: bytes) -> bytes:
 def _load_json(path: Path) -> "ReplayBuffer":
     try:
         raw = path.read_bytes()
-        data = json.loads(raw)
+        data = parse_json(raw)
     except (OSError, ValueError) as error:
         raise _damaged(path, f"it is not whole JSON: {error}") from None
     if isinstance(data, dict) and "sha256" in data:
@@ -371,7 +371,7 @@ def _write_part(path: Path, arrays: Arrays, head: dict[str, Any]) -> None:
 def _read_head(path: Path) -> dict[str, Any]:
     try:
         with safe_open(path, "numpy") as file:
-            head: dict[str, Any] = json.loads((file.metadata() or {})["replay"])
+            head: dict[str, Any] = parse_json((file.metadata() or {})["replay"])
     except FileNotFoundError:
         raise
     except (SafetensorError, OSError, KeyError, ValueError) as error:

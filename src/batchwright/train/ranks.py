@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from batchwright.errors import BatchwrightError, ConfigError, one_line
+from batchwright.files import parse_json
 from batchwright.world import World
 
 __all__ = [
@@ -175,7 +176,7 @@ class FirstRank:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            told: dict[str, Any] = json.loads(self._path.read_bytes())
+            told: dict[str, Any] = parse_json(self._path.read_bytes())
         except (OSError, ValueError):
             return None
         return told if told.get("launch") == self._launch else None

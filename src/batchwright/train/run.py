@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -22,7 +21,7 @@ from typing import get_type_hints as type_hints
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
 from batchwright.events import EventLog
-from batchwright.files import existing, parse_json, write_atomic
+from batchwright.files import existing, parse_json, parse_toml, write_atomic
 from batchwright.world import World
 
 if TYPE_CHECKING:
@@ -159,8 +158,8 @@ class RunConfig:
     @classmethod
     def _of_text(cls, path: Path, text: str) -> Self:
         try:
-            found: dict[str, Any] = tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
+            found: dict[str, Any] = parse_toml(text)
+        except ValueError as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
         known = {field.name for field in fields(cls)}
         unknown = sorted(found.keys() - known)

@@ -16,6 +16,7 @@ from batchwright.calls.simulator.answers import Models
 from batchwright.calls.simulator.behaviour import Behaviour
 from batchwright.calls.simulator.http import HttpRequest
 from batchwright.calls.simulator.wire import CREATED, PATHS, ParsedRequest, Refusal, error, parse
+from batchwright.files import parse_json
 
 __all__ = ["MOST_BYTES", "MOST_REQUESTS", "Batches"]
 
@@ -149,7 +150,7 @@ class Batches:
 
     def _create(self, body: bytes, now: float) -> dict[str, Any] | Refusal:
         try:
-            given = json.loads(body)
+            given = parse_json(body)
         except ValueError as fault:
             return Refusal(400, f"the body is not JSON: {fault}")
         if not isinstance(given, dict) or given.get("endpoint") not in ENDPOINTS:
@@ -296,7 +297,7 @@ def _fails(line: _Line) -> bool:
 def _problem(row: bytes, path: str, seen: set[str]) -> tuple[str, str] | dict[str, Any]:
     """Code and message of what is wrong with a line; the line itself if nothing is."""
     try:
-        line = json.loads(row)
+        line = parse_json(row)
     except ValueError:
         return "invalid_json_line", "This line is not parseable as valid JSON."
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):

@@ -6,7 +6,6 @@ rewriting of every question can be computed, and a learned policy compared with 
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from itertools import product
 from pathlib import Path
 
 from batchwright.errors import BadRow, ConfigError, MissingFile
+from batchwright.files import parse_json, short_lines
 
 __all__ = [
     "OPERATOR_WORDS",
@@ -248,12 +248,12 @@ def read_questions(path: Path) -> tuple[Question, ...]:
     if not path.is_file():
         raise MissingFile(f"{path} is not a file; pass JSON lines with question and answer")
     found = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with path.open("rb") as file:
+        for number, line in enumerate(short_lines(file, path), 1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 more = {name: str(row.get(name, "")) for name in ("category", "id")}
                 found.append(Question(str(row["question"]), str(row["answer"]), **more))
             except (ValueError, KeyError, AttributeError) as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import log
 from typing import TYPE_CHECKING, Any, Literal
 
+from batchwright.files import parse_json
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -134,7 +136,7 @@ def parse(path: str, body: bytes, models: Sequence[str]) -> ParsedRequest | Refu
     """The request in a body, or why there is none."""
     protocol, kind = PATHS[path]
     try:
-        given = json.loads(body)
+        given = parse_json(body)
     except ValueError as fault:
         return Refusal(400, f"the body is not JSON: {fault}")
     if not isinstance(given, dict):
@@ -411,7 +413,7 @@ def about_models(
         return {"models": [_ollama_card(name) for name in models]}
     if path == "/api/show":
         try:
-            given = json.loads(body)
+            given = parse_json(body)
             wanted = str(given.get("model") or given.get("name"))
         except (ValueError, AttributeError):
             return Refusal(400, "the body must be a JSON object with a model")

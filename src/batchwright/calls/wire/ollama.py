@@ -167,7 +167,7 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments.encode())
         except ValueError:
             raise ConfigError(
                 f"the arguments of the call of {function.get('name')!r} are not JSON, "

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId, one_line
-from batchwright.files import existing, writing
+from batchwright.files import existing, parse_json, writing
 from batchwright.fingerprint import digest, digest_array
 
 __all__ = [
@@ -195,7 +195,10 @@ def _read_jsonl(path: Path, raw: bytes) -> Entries:
     if sha256.encode() not in raw[last:]:
         raise _damaged(path, "its bytes do not match its checksum")
     first = raw.find(b"\n") + 1
-    header = json.loads(raw[:first])
+    try:
+        header = parse_json(raw[:first])
+    except ValueError as error:
+        raise _damaged(path, f"its header is not JSON: {one_line(error)}") from None
     if header.get("version") != VERSION:
         raise BadFile(f"{path} has version {header.get('version')}, this reads {VERSION}; {AGAIN}")
     entries = _parse_lines(path, memoryview(raw)[first:last], header["tokenizer_hash"])
@@ -214,7 +217,7 @@ def _parse_lines(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
 
 def _parse_few(path: Path, lines: memoryview, tokenizer_hash: str) -> Entries:
     try:
-        found = json.loads(b"[%b]" % b",".join(bytes(lines).splitlines()))
+        found = parse_json(b"[%b]" % b",".join(bytes(lines).splitlines()))
         if not {name for entry in found for name in entry} <= {*FIELDS}:
             raise ValueError("an entry has a field that is not known")
         ids, lengths, loss, content, rows = (
@@ -363,8 +366,8 @@ def _read_safetensors(path: Path, raw: bytes) -> Entries:
         raise BadFile(f"{path} is not a length cache, or its first bytes are damaged")
     try:
         # Only spaces may follow the header; the library accepts other white space as well.
-        metadata = json.loads(head.rstrip(b" "))["__metadata__"]
-        header = json.loads(metadata[FORMAT])
+        metadata = parse_json(head.rstrip(b" "))["__metadata__"]
+        header = parse_json(metadata[FORMAT])
         arrays = load(raw)
         if header["version"] != VERSION:
             raise BadFile(f"{path} has version {header['version']}, this reads {VERSION}; {AGAIN}")

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,20 +17,22 @@ from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
 from batchwright.errors import BadFile, BadRow, CannotWrite, one_line
+from batchwright.files import line_limit, too_long
 from batchwright.fingerprint import digest
 
-__all__ = ["JsonlSource", "spooled"]
+__all__ = ["GZIP", "ZSTD", "JsonlSource", "spooled"]
 
 BLOCK = 1 << 24
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
 
 
 class JsonlSource:
     """One JSON object a line; `compression` is None, "gzip" or "zstd".
 
-    Blank lines are not rows, but count as lines. A compressed file is decompressed into an
-    unnamed temporary file, which is gone with the process; `spool` is such a file with what a
-    pipe at `path` held.
+    Blank lines are not rows, but count as lines; a row has `line_limit` bytes at most, with the
+    blank lines after it. A compressed file is decompressed into an unnamed temporary file, which
+    is gone with the process; `spool` is such a file with what a pipe at `path` held.
     """
 
     def __init__(self, path: Path, compression: str | None, spool: int | None = None) -> None:
@@ -110,28 +112,49 @@ def _parse(line: bytes) -> Row | BadRow:
 
 def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """The offset of each row, then of the end, and its line number if there are blank lines."""
+    limit = line_limit()
     size = os.fstat(handle).st_size
     head = os.pread(handle, 4096, 0)
     _refuse_foreign(head, path)
-    newlines = []
+    byte_order_mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
+    begins = [np.array([byte_order_mark])]
+    numbers: list[range | NDArray[np.int64]] = [range(1, 2)]
+    number = 1
     for start in range(0, size, BLOCK):
         block = np.frombuffer(os.pread(handle, BLOCK, start), np.uint8)
-        newlines.append(np.flatnonzero(block == 10) + start)
-    byte_order_mark = 3 if head.startswith(b"\xef\xbb\xbf") else 0
-    starts = np.concatenate([[byte_order_mark], *(n + 1 for n in newlines), [size]])
+        breaks = block == 10
+        count = int(np.count_nonzero(breaks))
+        # Lines of nothing are left out at once: gigabytes of them take no memory.
+        last = breaks.copy()
+        last[:-1] &= ~breaks[1:]
+        found = np.flatnonzero(last)
+        begins.append(found + (start + 1))
+        if len(found) == count:
+            numbers.append(range(number + 1, number + 1 + count))
+        else:
+            numbers.append(np.cumsum(breaks, dtype=np.int32)[found] + np.int64(number))
+        number += count
+    starts = np.concatenate([*begins, [size]])
     if starts[-2] == size:  # the file ends with a newline, so no line begins there
         starts = starts[:-1]
     # A row begins with a brace; only lines that begin with white space can be blank.
     sizes, firsts = np.diff(starts), _first_bytes(handle, starts[:-1], size)
-    blank = (firsts == 10) & (sizes == 1)
-    for line in np.flatnonzero(np.isin(firsts, BLANK) & ~blank):
+    blank = firsts == 10
+    for line in np.flatnonzero(np.isin(firsts, BLANK) & ~blank & (sizes <= limit)):
         blank[line] = not os.pread(handle, int(sizes[line]), int(starts[line])).strip()
-    if not blank.any():
-        return starts, None
-    lines = np.flatnonzero(~blank) + 1
-    # Blank lines belong to the row before them: JSON allows white space at the end. Those before
-    # the first row belong to none.
-    return np.append(starts[:-1][~blank], size), lines
+    lines = None
+    if blank.any() or not all(isinstance(some, range) for some in numbers):
+        lines = np.concatenate(
+            [np.arange(s.start, s.stop) if isinstance(s, range) else s for s in numbers]
+        )
+        lines = lines[: len(blank)][~blank]
+        # Blank lines belong to the row before them: JSON allows white space at the end. Those
+        # before the first row belong to none.
+        starts = np.append(starts[:-1][~blank], size)
+    if (long := np.flatnonzero(np.diff(starts) > limit)).size:
+        first = int(long[0])
+        raise too_long(path, first + 1 if lines is None else int(lines[first]), limit)
+    return starts, lines
 
 
 def _first_bytes(handle: int, starts: NDArray[np.int64], size: int) -> NDArray[np.uint8]:
@@ -164,12 +187,27 @@ def _pread(handle: int, size: int, at: int) -> bytes:
     return b"".join(parts)
 
 
+def _of_short_lines(blocks: Iterable[bytes], path: Path) -> Iterator[bytes]:
+    """The same blocks, up to one in which a line becomes too long: a bomb is not unpacked."""
+    limit, number, size = line_limit(), 1, 0
+    for block in blocks:
+        last = block.rfind(b"\n")
+        number += block.count(b"\n")
+        size = size + len(block) if last < 0 else len(block) - last - 1
+        if size > limit:
+            raise too_long(path, number, limit)
+        yield block
+
+
 def spooled(path: Path) -> int:
     """What a pipe holds, as an open unnamed file: rows are read more than once."""
     try:
         with tempfile.TemporaryFile() as file, path.open("rb") as pipe:
-            while block := pipe.read(BLOCK):
-                file.write(block)
+            first = pipe.read(BLOCK)
+            blocks = itertools.chain([first], iter(lambda: pipe.read(BLOCK), b""))
+            # What is compressed has no lines yet.
+            packed = first.startswith((GZIP, ZSTD))
+            file.writelines(blocks if packed else _of_short_lines(blocks, path))
             file.flush()
             file.seek(0)
             return os.dup(file.fileno())
@@ -188,8 +226,8 @@ def _decompressed(handle: int, path: Path, compression: str) -> int:
             pyarrow.PythonFile(opened, mode="r") as compressed,
         ):
             stream = pyarrow.CompressedInputStream(compressed, compression)
-            while block := _read(stream, path, compression):
-                file.write(block)
+            blocks = iter(lambda: _read(stream, path, compression), b"")
+            file.writelines(_of_short_lines(blocks, path))
             file.flush()
             return os.dup(file.fileno())
     except OSError as error:

@@ -20,6 +20,7 @@ from batchwright.data.rows.verify import verify
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate
 from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer
 from batchwright.errors import BadRow
+from batchwright.files import parse_json
 
 __all__ = [
     "IGNORE",
@@ -528,7 +529,7 @@ def _is_object(given: Any) -> bool:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError:
         return None
 
@@ -876,7 +877,7 @@ def _tools(given: Any) -> Any:
     """The schemas of tools, which tables keep as a JSON string."""
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else None
+            given = parse_json(given) if given.strip() else None
         except ValueError:
             raise BadRow(
                 "its tools are a string that is not JSON; give a list of schemas"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from batchwright.data.rows import Row
-from batchwright.data.rows.jsonl import JsonlSource, spooled
+from batchwright.data.rows.jsonl import GZIP, ZSTD, JsonlSource, spooled
 from batchwright.data.rows.tables import chosen_split, dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
 from batchwright.fingerprint import digest
@@ -49,7 +49,7 @@ SPLITS = {
     "validation": {"validation", "valid", "val", "dev"},
 }
 """Words in the names of files that are not of the split `train`."""
-MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+MAGIC = {GZIP: "gzip", ZSTD: "zstd"}
 
 
 class Chunk(Protocol):

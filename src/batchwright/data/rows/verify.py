@@ -12,6 +12,7 @@ from batchwright.data.rows.turns import PIECES, trained_spans, trained_turns
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message
 from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
+from batchwright.files import parse_json
 
 __all__ = ["verify"]
 
@@ -202,6 +203,6 @@ def _marked(message: Message, numbers: Iterator[int], own: list[tuple[str, str]]
 
 def _written(arguments: str, leaves: Any) -> str:
     try:
-        return json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)
+        return json.dumps(leaves(parse_json(arguments)), ensure_ascii=False)
     except ValueError:
         return str(leaves(arguments))

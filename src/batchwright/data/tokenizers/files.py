@@ -1,7 +1,6 @@
 """Tokenizers of the `tokenizers` library, from a file or a folder."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from batchwright.data.tokenizers.chat import ChatTemplate
 from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION, LossOn
 from batchwright.errors import NoTokenizer, one_line
+from batchwright.files import parse_json
 from batchwright.fingerprint import digest
 
 __all__ = ["VOCABULARIES", "FileTokenizer", "from_folder", "from_json"]
@@ -128,7 +128,7 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise NoTokenizer(f"{path} is not JSON: {one_line(error)}") from None
     return content if isinstance(content, dict) else {}

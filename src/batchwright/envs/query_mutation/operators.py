@@ -1,12 +1,11 @@
 """The operators that rewrite a question, each an instruction to a mutator model."""
 
 import re
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.errors import BadFile
-from batchwright.files import existing
+from batchwright.files import existing, parse_toml
 
 __all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "load_operators"]
 
@@ -75,8 +74,8 @@ def load_operators(path: Path) -> tuple[Operator, ...]:
     `{question}` and optionally `{other}`, another question of the data set.
     """
     try:
-        found = tomllib.loads(existing(path, "operator file").read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        found = parse_toml(existing(path, "operator file").read_text("utf-8"))
+    except ValueError as error:
         raise BadFile(f"{path} is not TOML: {error}") from None
     tables = found.get("operator")
     if not isinstance(tables, list) or not tables or found.keys() != {"operator"}:
