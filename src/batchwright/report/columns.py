@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "is_number", "plain", "tame"]
+__all__ = ["MOST", "Columns", "is_number", "plain", "tame"]
 
 Floats = NDArray[np.float64]
 
@@ -20,6 +20,8 @@ TOGETHER = 512
 NUMBERS = {int, float}
 MOST = 1e100
 """Numbers beyond it are no measurements, and sums of them would overflow."""
+RANKS = 4096
+"""Numbers in a list of a record."""
 DEEPEST = 48
 """Levels of what a record holds; proofs have one for each goal, and one for its list."""
 EXACT = 2**53
@@ -98,32 +100,34 @@ class Columns:
         if kinds <= NUMBERS:
             self._append(name, self._measured(values))
         elif kinds == {list}:
-            # Lists of lists are no columns.
-            if not deep:
+            # Lists of lists are no columns, and nobody has so many ranks.
+            if deep or max(map(len, values)) > RANKS:
+                self._odd += len(values)
+            else:
                 for k, place in enumerate(zip_longest(*values)):
                     self._extend(f"{name}.{k}", list(place), deep + 1)
         elif kinds & NUMBERS:
             # A bool is an int to Python, and no measurement.
-            known = iter(self._measured([v for v in values if type(v) in NUMBERS]))
-            self._append(name, [next(known) if type(v) in NUMBERS else math.nan for v in values])
+            self._append(name, self._measured([v if type(v) in NUMBERS else None for v in values]))
 
-    def _measured(self, values: list[float]) -> list[float]:
-        """The same numbers, with NaN for those that are none to show; they are counted."""
+    def _measured(self, values: list[Any]) -> Floats:
+        """Numbers, with NaN for those that are none to show; they are counted."""
         try:
-            if bool((np.abs(np.array(values, np.float64)) < MOST).all()):
-                return values
+            found = np.array(values, np.float64)
+            if bool((np.abs(found) < MOST).all()):
+                return found
         except OverflowError:
             pass
-        self._odd += sum(not is_number(v) for v in values)
-        return [v if is_number(v) else math.nan for v in values]
+        self._odd += sum(type(v) in NUMBERS and not is_number(v) for v in values)
+        return np.array([v if is_number(v) else math.nan for v in values])
 
-    def _append(self, name: str, values: list[float]) -> None:
+    def _append(self, name: str, values: Floats) -> None:
         column = self._columns.get(name)
         if column is None:
             column = self._columns[name] = array("d")
         if (missing := self._kept - len(column)) > 0:
             column.extend([math.nan] * missing)
-        column.extend(values)
+        column.frombytes(values.tobytes())
 
     def cut(self, rows: int) -> None:
         """Keep the first `rows` records."""

@@ -20,7 +20,7 @@ from batchwright.errors import BadFile, BatchwrightError, MissingFile
 from batchwright.events import Event, EventTail
 from batchwright.files import parse_json, parse_toml
 from batchwright.report.advice import advise
-from batchwright.report.columns import Columns, is_number, tame
+from batchwright.report.columns import MOST, Columns, is_number, tame
 from batchwright.report.links import refusal
 from batchwright.report.rollouts import Rollouts
 from batchwright.sealed import check_text, read_sealed_json
@@ -42,8 +42,6 @@ SLOWEST = 200
 CHANGES = 1000
 """Limit changes that are listed; all are counted."""
 ADDITIVE = ("tokens", "padded", "loss_tokens", "seconds", "data_wait_s")
-LEVELS = 8
-"""Of lists and objects in a record."""
 DEEPEST = 3
 MOST_RUNS = 500
 
@@ -174,7 +172,7 @@ class RunReader:
 
     def _take(self, event: Event) -> None:
         fields = event.fields
-        if not is_number(event.t) or not _flat(fields) or not is_number(self._at(event)):
+        if not -MOST < event.t < MOST:
             self._odd += 1
             return
         if event.kind == "resume" or event.t < self._now - self._before - 1e-3:
@@ -186,7 +184,7 @@ class RunReader:
         elif event.kind == "calls":
             self._call(fields)
         elif event.kind == "limit":
-            self._reasons[str(fields.get("why"))[:WORDS]] += 1
+            self._reasons[str(tame(fields.get("why"), WORDS, 1))] += 1
             self._limits.append({"t": round(self._now, 3), **tame(fields, WORDS)})
         elif event.kind == "eval":
             at = next((fields[unit] for unit in STEPS if unit in fields), self._steps.rows)
@@ -201,10 +199,6 @@ class RunReader:
             self._trackers += 1
         else:
             self._unknown[event.kind] += 1
-
-    def _at(self, event: Event) -> Any:
-        """The number of the step that a record is of; 0 for one that is of none."""
-        return event.fields.get(event.kind, 0) if event.kind in STEPS else 0
 
     def _begin(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._begun, self._stop = tame(fields, WORDS), None
@@ -222,13 +216,17 @@ class RunReader:
             self._steps.cut(kept)
 
     def _step(self, kind: str, fields: Mapping[str, Any]) -> None:
+        at = fields.get(kind, self._steps.rows + 1)
+        if not is_number(at):
+            self._odd += 1
+            return
         self._unit = kind
         part = fields.get("part")
-        row = {"at": fields.get(kind, self._steps.rows + 1), **fields, "t": self._now}
+        row = {"at": at, **fields, "t": self._now}
         row.pop(kind, None)
         row.pop("first", None)
         self._steps.add(row)
-        if isinstance(part, str) and isinstance(at := row["at"], int | float):
+        if isinstance(part, str):
             span = self._parts.setdefault(part, [at, at])
             span[1] = at
 
@@ -659,14 +657,3 @@ def _json(path: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(found, dict):
         return {}, f"{path.name} is not an object."
     return tame(_redacted(found), WORDS), ""
-
-
-def _flat(fields: Mapping[str, Any]) -> bool:
-    """Whether a record is not nested deeper than any that is written; without recursion."""
-    level: list[Any] = [value for value in fields.values() if isinstance(value, list | dict)]
-    for _ in range(LEVELS):
-        if not level:
-            return True
-        below = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [v for values in below for v in values if isinstance(v, list | dict)]
-    return False
