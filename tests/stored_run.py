@@ -132,6 +132,7 @@ def proof_run(folder: Path) -> Path:
                 "question": "grandparent(anna, X)",
                 "proved": proved,
                 "right": proved,
+                "expected": "cy",
                 "reward": 1.0 if proved else -1.0,
                 "depth": 3 if proved else 2,
                 "why": "" if proved else "stuck",

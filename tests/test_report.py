@@ -524,6 +524,11 @@ def test_advice_is_given_for_what_it_names_and_not_otherwise(run_dir: Path) -> N
         sum(loads) / 4
         for loads in zip(*(r["padded"] for r in found["steps"]["ranks"]), strict=True)
     ]
+    failing = json.loads(json.dumps(found))
+    failing["calls"]["totals"]["failed"] = failing["calls"]["totals"]["done"]
+    for kind, said_of in (("unreachable", "server runs"), ("timeout", "deadline")):
+        failing["calls"]["failed_by"] = {"empty": 1, kind: 9}
+        assert any(said_of in one["do"] for one in advise(failing)), kind
     assert {one["panel"] for one in advise(better)} <= said - {"rollouts", "ranks"}
 
 
