@@ -92,7 +92,7 @@ def test_files_are_safetensors_and_json_and_nothing_else(tmp_path: Path) -> None
 
     assert names(folder) == ["arrays.safetensors", "manifest.json"]
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert (manifest["format"], manifest["version"]) == ("batchwright.checkpoint", 2)
+    assert (manifest["format"], manifest["version"]) == ("batchwright.checkpoint", 3)
     assert manifest["files"].keys() == {"arrays.safetensors"}
     assert manifest["state"]["position"] == {
         "epoch": 1,
@@ -143,7 +143,7 @@ def spoil(folder: Path, how: str) -> None:
     elif how == "other step":
         manifest.write_text(manifest.read_text().replace('"global_step": 4', '"global_step": 5'))
     elif how == "older format":
-        manifest.write_text(manifest.read_text().replace('"version": 2', '"version": 1'))
+        manifest.write_text(manifest.read_text().replace('"version": 3', '"version": 1'))
 
 
 DAMAGES = {
@@ -154,7 +154,7 @@ DAMAGES = {
     "no weights": "arrays.safetensors cannot be read: No such file",
     "empty": "it has no manifest.json",
     "other step": "manifest.json does not match its checksum",
-    "older format": "it has format version 1, this version reads 2",
+    "older format": "it has format version 1, this version reads 3",
 }
 
 

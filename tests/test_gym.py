@@ -807,3 +807,10 @@ def test_telnet_commands_vanish_wherever_a_chunk_is_cut(
     lines = [line for a, b in pairwise(places) for line in splitter.feed(raw[a:b])]
 
     assert lines == [line.rstrip(b"\r").decode() for line in plain.split(b"\n")[:-1]]
+
+
+def test_a_web_page_that_posts_to_the_server_gives_it_no_commands(server: int) -> None:
+    with socket.create_connection(("127.0.0.1", server), 10) as sock:
+        sock.sendall(b"POST / HTTP/1.1\r\nHost: evil.example\r\n\r\npuzzle random 1\nquit\n")
+        said = sock.makefile("r").read().splitlines()
+        assert [json.loads(line)["type"] for line in said] == ["hello", "error"]

@@ -185,7 +185,7 @@ def test_a_bucket_never_gives_more_than_its_rate_and_its_burst(
 
 def request_bytes(body: dict[str, Any], path: str = "/v1/chat/completions") -> bytes:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -1011,3 +1011,23 @@ def test_no_thread_is_left_behind() -> None:
     with Simulator(latency_s=5).running(in_thread=True) as url, many(url, 3):
         until(url, received=3)
     assert threading.active_count() == before
+
+
+def test_a_page_whose_name_points_here_is_not_served() -> None:
+    with Simulator(latency_s=0).running(in_thread=True) as url, connected(url) as sock:
+        asked = ask("Hi")
+        hosts = {"127.0.0.1": 200, "localhost:80": 200, "[::1]": 200, "evil.example:80": 403}
+        for host in (
+            "127.0.0.1.evil.example",
+            "localhost.evil.example:8",
+            "",
+            "127.0.0.1 x",
+            "10.0.0.1",
+        ):
+            hosts[host] = 403
+        for host, wanted in hosts.items():
+            sock.sendall(asked.replace(b"Host: 127.0.0.1", b"Host: " + host.encode()))
+            assert read_answer(sock)[0] == wanted, host
+        sock.sendall(asked.replace(b"Host:", b"Host: evil.example\r\nhost:"))
+        assert read_answer(sock)[0] == 403
+        assert url.stats()["received"] == 3

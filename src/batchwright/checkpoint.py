@@ -28,7 +28,7 @@ __all__ = [
     "write_arrays",
 ]
 
-CHECKPOINT = SealedFolder("batchwright.checkpoint", 2, "checkpoint", "resume from an older one")
+CHECKPOINT = SealedFolder("batchwright.checkpoint", 3, "checkpoint", "resume from an older one")
 ARRAYS = "arrays.safetensors"
 
 _SAFETENSORS = {
@@ -62,19 +62,29 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> 
     path = folder / f"step_{step:08d}"
     with CHECKPOINT.replacing(path) as temporary:
         write_arrays(temporary / ARRAYS, arrays)
-        CHECKPOINT.write(temporary, {"step": step, "state": plain}, [ARRAYS])
-    # A newer one is damaged, or the run would have resumed from it: it does not count.
-    for old in [found for found in _found(folder) if found.name < path.name][keep - 1 :]:
-        remove_folder(old)
+        CHECKPOINT.write(temporary, {"step": step, "state": plain, "keep": keep}, [ARRAYS])
+    _remove_older(path, keep)
     return path
+
+
+def _remove_older(path: Path, keep: int) -> None:
+    # A newer one is damaged, or the run would have resumed from it: it does not count.
+    for old in [found for found in _found(path.parent) if found.name < path.name][keep - 1 :]:
+        remove_folder(old)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every byte of it checked."""
+    return _loaded(path)[0]
+
+
+def _loaded(path: Path) -> tuple[Checkpoint, int]:
+    """A checkpoint, and how many its writer wanted to keep."""
     fields = CHECKPOINT.read(path)
     CHECKPOINT.check_files(path, fields, ARRAYS)
     try:
         step, state = operator.index(fields["step"]), dict(fields["state"])
+        keep = operator.index(fields["keep"])
         for name, array in read_arrays(path / ARRAYS, CHECKPOINT).items():
             *parents, last = name.split("/")
             place = state
@@ -87,19 +97,23 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CHECKPOINT.damaged(path, f"it is not as checkpoints are written: {error}") from None
     if re.fullmatch(r"step_\d+", path.name) and path.name != f"step_{step:08d}":
         raise CHECKPOINT.damaged(path, f"it is the checkpoint of step {step} under another name")
-    return Checkpoint(path, step, state)
+    return Checkpoint(path, step, state), max(keep, 1)
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; None if there is none, `BadFile` if all are damaged."""
+    """The newest whole checkpoint; None if there is none, `BadFile` if all are damaged.
+
+    Older ones that its writer was about to remove when it was killed are removed now.
+    """
     passed_over: list[str] = []
     remove_leftovers(folder)
     for path in _found(folder):
         try:
-            found = load_checkpoint(path)
+            found, keep = _loaded(path)
         except (BatchwrightError, OSError) as error:
             passed_over.append(f"{path.name}: {error}")
             continue
+        _remove_older(path, keep)
         return Checkpoint(path, found.step, found.state, tuple(passed_over))
     if passed_over:
         raise BadFile(f"no checkpoint in {folder} is whole; the newest: {passed_over[0]}")

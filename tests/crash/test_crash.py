@@ -90,9 +90,6 @@ class Case:
     volatile: tuple[str, ...] = (".lock",)
     resume: str = ""
     """The command that resumes a run that has begun; else the same again."""
-    following: str = ""
-    """What saves once more. A writer killed between its last save and removing what that
-    supersedes leaves an older version, whole, until then."""
 
 
 CASES = {
@@ -115,19 +112,9 @@ CASES = {
         "writers:small_files", "position.json", ("writers:small_files",), whole=True
     ),
     "checkpoints": Case(
-        "writers:checkpoints",
-        "checkpoints",
-        whole=False,
-        volatile=("events.jsonl",),
-        following="writers:one_more_checkpoint",
+        "writers:checkpoints", "checkpoints", whole=False, volatile=("events.jsonl",)
     ),
-    "replay": Case(
-        "writers:replay",
-        "buffer",
-        whole=False,
-        volatile=(".lock",),
-        following="writers:more_replay",
-    ),
+    "replay": Case("writers:replay", "buffer", whole=False),
 }
 
 
@@ -227,7 +214,6 @@ class Killed:
     folder: Path
     names: list[str]
     end: dict[str, bytes | None]
-    followed: dict[str, bytes | None]
 
     @classmethod
     def of(cls, zygote: Zygote, case: Case, ground: Path, folder: Path) -> "Killed":
@@ -240,13 +226,8 @@ class Killed:
         found = zygote(whole, case.line)
         assert found["code"] == 0, zygote.said
         end = listing(whole, case.volatile)
-        followed = end
-        if case.following:
-            later = shutil.copytree(whole, folder / "followed")
-            assert zygote(later, case.following)["code"] == 0, zygote.said
-            followed = listing(later, case.volatile)
         # All in one place: some files name the folder they are in.
-        return cls(zygote, case, start, folder / "here", found["names"], end, followed)
+        return cls(zygote, case, start, folder / "here", found["names"], end)
 
     def check(self, **moment: Any) -> bool:
         """Kill it at one moment, look at what is there, and have it resumed."""
@@ -262,20 +243,12 @@ class Killed:
         again = self.zygote(here, case.resume if begun else case.line)
         assert again["code"] == 0, f"not resumed after {moment}: {self.zygote.said}"
         left = listing(here, case.volatile)
-        if case.following or case.resume:
-            older = left.keys() - self.end.keys()
-            place = "run/checkpoints/" if case.resume else f"{case.output}/"
-            assert all(name.startswith(place) for name in older), f"other files after {moment}"
-        else:
-            assert left.keys() == self.end.keys(), f"other files after {moment}"
+        assert left.keys() == self.end.keys(), f"other files after {moment}"
         # What a run says of its time differs, what it has made does not.
         compared = f"{case.output}/" if case.resume else ""
         ended = {name: raw for name, raw in self.end.items() if name.startswith(compared)}
         assert ended
         assert {name: left.get(name) for name in ended} == ended, f"another result after {moment}"
-        if case.following:
-            assert self.zygote(here, case.following)["code"] == 0, self.zygote.said
-            assert listing(here, case.volatile) == self.followed, f"left for ever after {moment}"
         return killed
 
 
@@ -412,8 +385,7 @@ def test_what_was_logged_before_a_kill_is_there_after_it(
         assert steps == [n for n in (1, 2, 3) if n != writes.index(number) + 1]
         found = latest(tmp_path / "here" / "checkpoints")
         assert found is not None
-        # The three, and the one that follows.
-        assert found.step == 4
+        assert found.step == 3
 
 
 def test_leftovers_of_many_kills_do_not_add_up(

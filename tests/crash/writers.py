@@ -22,23 +22,6 @@ def checkpoints(folder: str) -> None:
             log.write("step", step=at)
 
 
-def one_more_checkpoint(folder: str) -> None:
-    from batchwright.checkpoint import save_checkpoint
-
-    save_checkpoint(Path(folder) / "checkpoints", 4, {"at": 4})
-
-
-def more_replay(folder: str) -> None:
-    """Enough changes for a full part, which supersedes all others."""
-    from batchwright.streaming import ReplayBuffer
-
-    buffer = ReplayBuffer.load(Path(folder) / "buffer")
-    for _ in range(3):
-        for _ in range(30):
-            buffer.add(_sample(buffer.total_added))
-        buffer.save(Path(folder) / "buffer")
-
-
 def replay(folder: str) -> None:
     """A replay buffer saved after every few samples, in full and as changes."""
     from batchwright.streaming import ReplayBuffer, ReplayBufferConfig

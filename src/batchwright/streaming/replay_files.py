@@ -4,9 +4,10 @@ A folder holds numbered parts, each a safetensors file that is written under a t
 and renamed: a killed process leaves the last whole part. `00000003.full.safetensors` holds
 everything, `00000004.delta.safetensors` what has changed since part 3, whose checksum it names.
 When the changes outweigh the last full part a new full part is written, then the older ones are
-removed, but for as many as were asked to be kept. Every part carries a checksum over its arrays
-and its metadata. A buffer knows the newest part of its folder when it saved or loaded there, and
-does not save over what another writer has added since.
+removed, but for as many as were asked to be kept; if their writer is killed before it has done
+so, by the next process that loads or saves the buffer. Every part carries a checksum over its
+arrays and its metadata. A buffer knows the newest part of its folder when it saved or loaded
+there, and does not save over what another writer has added since.
 """
 
 import contextlib
@@ -203,17 +204,38 @@ def _save_folder(buffer: "ReplayBuffer", folder: Path, keep: int) -> None:
                 buffer.mark_saved(_saved(folder, head, saved.full_bytes, delta))
                 return
         arrays = _whole(buffer)
-        head = _head(buffer, "full", newest + 1, "")
+        head = {**_head(buffer, "full", newest + 1, ""), "keep": keep}
         _write_part(folder / f"{newest + 1:08d}.full.safetensors", arrays, head)
         full = sum(array.nbytes for array in arrays.values())
         buffer.mark_saved(_saved(folder, head, full, 0))
         # Only now: a reader, or a process killed here, still has a whole state.
-        older = sorted(number for number, path in parts.items() if ".full." in path.name)
-        first = [*older, newest + 1][-keep:][0]
-        for number, path in parts.items():
-            if number < first:
-                path.unlink(missing_ok=True)
+        for path in _superseded(_parts(folder), keep):
+            path.unlink(missing_ok=True)
         fsync_folder(folder)
+
+
+def _superseded(parts: Mapping[int, Path], keep: int) -> list[Path]:
+    """Parts that are older than the last `keep` full ones."""
+    full = sorted(number for number, path in parts.items() if ".full." in path.name)
+    return [path for number, path in parts.items() if number < full[-keep:][0]]
+
+
+def _remove_superseded(folder: Path, part: int | None) -> None:
+    """Remove what the writer of the newest full part was about to remove, unless one is at work.
+
+    Nothing is removed of what cannot be written, or if an older `part` was asked for.
+    """
+    with contextlib.suppress(OSError, BatchwrightError, LookupError, TypeError, ValueError):
+        parts = _parts(folder)
+        newest = max(number for number, path in parts.items() if ".full." in path.name)
+        keep = int(_read_head(parts[newest])["keep"])
+        older = _superseded(parts, max(keep, 1))
+        if not older or (part is not None and parts[part] in older):
+            return
+        with (folder / LOCK).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in older:
+                path.unlink(missing_ok=True)
 
 
 def _saved(
@@ -257,7 +279,9 @@ def _load_folder(folder: Path, part: int | None) -> "ReplayBuffer":
             raise _damaged(folder, f"it has no part {part}")
         wanted = {number: path for number, path in parts.items() if part is None or number <= part}
         try:
-            return _load_parts(folder, wanted, _newest(parts))
+            buffer = _load_parts(folder, wanted, _newest(parts))
+            _remove_superseded(folder, part)
+            return buffer
         except FileNotFoundError:
             # Parts are removed after a full one was written: look again. Each turn means that
             # a writer has finished another full part, so this ends.

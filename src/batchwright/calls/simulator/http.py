@@ -18,6 +18,7 @@ LARGEST_BODY = 1 << 28
 LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?:\r|$)")
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found"}
 REASONS |= {
+    403: "Forbidden",
     405: "Method Not Allowed",
     409: "Conflict",
     411: "Length Required",

@@ -31,6 +31,10 @@ from batchwright.errors import BatchwrightError, NoServer
 
 __all__ = ["Call", "Server", "child"]
 
+FOREIGN = re.compile(
+    rb"(?im)^host:(?![ \t]*(127(\.[0-9]+){3}|\[::1\]|localhost)(:[0-9]+)?[ \t]*\r?$)"
+)
+"""A host that is another name than those of this machine."""
 BEARER = re.compile(rb"(?im)^authorization:[ \t]*bearer[ \t]+(.*?)\r?$")
 BUSY = "server busy, please try again.  maximum pending requests exceeded"
 PAGE = b"<!doctype html><html><title>502</title><body><h1>Bad gateway</h1></body></html>"
@@ -66,6 +70,7 @@ class Server:
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: asyncio.Event | None = None
+        self._is_unix = False
         self.reset(0.0)
 
     def reset(self, now: float) -> None:
@@ -112,6 +117,9 @@ class Server:
     def handle(self, connection: Connection, request: HttpRequest) -> None:
         """Respond to a request, or accept it as a call."""
         path = request.path
+        # A page whose name was made to point here is not on this machine (DNS rebinding).
+        if not self._is_unix and FOREIGN.search(request.headers):
+            return connection.refuse(path, Refusal(403, "this server is for 127.0.0.1 only"))
         key = self.behaviour.api_key
         if key is not None and path.startswith(("/v1/", "/api/")):
             given = BEARER.search(request.headers)
@@ -328,6 +336,7 @@ class Server:
         self.reset(self.now())
         _allow_many_sockets()
         try:
+            self._is_unix = unix is not None
             if unix is None:
                 server = await self._loop.create_server(
                     self._accept, "127.0.0.1", port, backlog=4096

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from batchwright.streaming.gym.transports import CHUNK, LineSplitter
 __all__ = ["GymServer", "Session"]
 
 HOST = "127.0.0.1"
+HTTP = re.compile(r"[A-Z]+ \S+ HTTP/[0-9.]+\s*")
 HELLO = {"type": "hello", "protocol": PROTOCOL, "version": VERSION, "puzzles": list(PUZZLES)}
 
 
@@ -63,6 +65,10 @@ class GymServer:
             await _send(writer, HELLO)
             while not session.quit and (chunk := await reader.read(CHUNK)):
                 for line in splitter.feed(chunk):
+                    if HTTP.fullmatch(line):
+                        # A web page may post here, and its lines are no commands.
+                        await _send(writer, _error("http", "this is no HTTP server"))
+                        return
                     await _send(writer, session.reply(line))
         except BadReply as error:
             code = "not_utf8" if isinstance(error.__cause__, UnicodeDecodeError) else "too_long"
