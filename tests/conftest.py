@@ -84,7 +84,7 @@ test_terminal test_hostile_servers test_tokenizers test_tokens test_view
 """Modules that start programs, load large libraries or compile much; not in `make quick` either."""
 
 TRAINING = """
-test_chat_templates test_cli_kg test_cli_resume test_cli_train test_env_wrappers test_examples
+test_cli_kg test_cli_resume test_cli_train test_env_wrappers test_examples
 test_gym_arcade test_integration_hf test_integration_openrlhf test_integration_torch
 test_integration_trl test_integration_verl test_kge test_neural_prover test_prover_memory
 test_pykeen test_reasoning test_run_life test_sft test_sft_online test_sft_ranks test_trackers

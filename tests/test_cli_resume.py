@@ -364,7 +364,7 @@ def test_ctrl_c_saves_and_kill_9_loses_little_and_the_embedding_is_the_same_to_t
         (signal.SIGINT, f"{line} --run-dir run"),
         (signal.SIGKILL, "train kge --resume run -q"),
     ):
-        before, until = newest(), time.monotonic() + 120
+        before, until = newest(), time.monotonic() + 600
         with subprocess.Popen(
             [COMMAND, *words.split()],
             cwd=tmp_path,

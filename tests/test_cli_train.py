@@ -219,7 +219,7 @@ def start(folder: Path, environ: dict[str, str], line: str) -> "subprocess.Popen
 def until(process: "subprocess.Popen[str]", run: Path, steps: int) -> None:
     """Wait for a number of records of steps in the log."""
     log = run / "events.jsonl"
-    end = time.monotonic() + 100
+    end = time.monotonic() + 600
     while not (log.exists() and log.read_bytes().count(b'"kind":"step"') >= steps):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end

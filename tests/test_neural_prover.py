@@ -100,7 +100,8 @@ def test_a_narrow_beam_finds_less_counts_what_it_prunes_and_does_not_depend_on_i
     wide = BeamScorer(asked, policy, 4000).mass(given, preds, "tail")
     narrow = BeamScorer(asked, policy, 3, num_envs=60)
     found = narrow.mass(given, preds, "tail")
-    assert (found <= wide + 1e-9).all()
+    # Products of matrices of another size round otherwise, in float32.
+    assert (found <= wide + 1e-5 * wide.max()).all()
     assert 0 < found.sum() < wide.sum()
     assert narrow.searched.pruned > 0
     assert narrow.searched.proofs <= 3 * 20

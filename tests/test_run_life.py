@@ -578,7 +578,7 @@ def test_an_embedding_with_fewer_epochs_on_resume_is_that_of_as_many_epochs(
 
 
 def until(process: "subprocess.Popen[str]", log: Path, records: int, kind: str = "step") -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not (log.exists() and log.read_bytes().count(f'"kind":"{kind}"'.encode()) >= records):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end

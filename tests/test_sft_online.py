@@ -177,7 +177,7 @@ def test_a_killed_run_resumes_to_the_same_end(config: SftConfig, tmp_path: Path)
     killed = tmp_path / "killed"
     process = subprocess.Popen([COMMAND, *line.split()], cwd=tmp_path, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (killed / "checkpoints/step_00000003").is_dir():
             assert process.poll() is None, "it ended before it could be killed"
             assert time.monotonic() < deadline
@@ -429,7 +429,7 @@ def test_the_line_of_the_document_trains_until_ctrl_c(
         [COMMAND, *line.split()], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
     try:
-        log, deadline = tmp_path / "runs/sft-1/events.jsonl", time.monotonic() + 120
+        log, deadline = tmp_path / "runs/sft-1/events.jsonl", time.monotonic() + 600
         while not (log.exists() and '"kind":"step"' in log.read_text()):
             assert process.poll() is None, "it ended by itself"
             assert time.monotonic() < deadline

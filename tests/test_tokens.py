@@ -268,7 +268,7 @@ def journaled(folder: Path) -> int:
 
 
 def wait_until(holds: Callable[[], bool], process: "subprocess.Popen[str] | None" = None) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not holds():
         assert process is None or process.poll() is None
         assert time.monotonic() < deadline
