@@ -9,7 +9,7 @@ curricula and mixtures.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -273,11 +273,11 @@ class VirtualOrder(_Mapped):
         """Rows of a packed microbatch."""
         return self.config.token_budget // self._pack_width
 
-    @property
+    @cached_property
     def _pack_width(self) -> int:
         return self.config.get_pad_length(-1, self.config.pack_max_length)
 
-    @property
+    @cached_property
     def _num_rows(self) -> int:
         """Rows of a packed epoch."""
         extra = int(self.mixing[0] * self.mixing[2]) if self.mixing.size else 0
