@@ -86,7 +86,8 @@ test_terminal test_hostile_servers test_tokenizers test_tokens test_view
 TRAINING = """
 test_cli_kg test_cli_resume test_cli_train test_env_wrappers test_examples
 test_gym_arcade test_integration_hf test_integration_openrlhf test_integration_torch
-test_integration_trl test_integration_verl test_kge test_neural_prover test_prover_memory
+test_integration_trl test_integration_verl test_kge test_neural_prover test_pool_workers
+test_prover_memory
 test_pykeen test_reasoning test_run_life test_sft test_sft_online test_sft_ranks test_trackers
 test_train_models test_train_prover test_wn18rr_pipeline
 """

@@ -16,6 +16,7 @@ from batchwright.events import EventLog
 from raw_server import RawServer, Seen
 
 KEY = "sk-otter-4815162342abcdef"
+MODELS = ("good", "refuse", "garbage")
 PATH = "0123456789abcdef0123secret"
 FORMS = [
     text
@@ -43,7 +44,7 @@ async def telltale(seen: Seen) -> None:
     sent = seen.headers.get("authorization", "")
     said = json.dumps(seen.body)
     if seen.path.endswith("/models"):
-        await seen.reply(body={"data": [{"id": f"m {sent}"}]})
+        await seen.reply(body={"data": [{"id": name} for name in (f"m {sent}", *MODELS)]})
     elif "refuse" in said:
         await seen.reply(401, {"error": {"message": f"{'x' * 180} wrong key: {sent}"}})
     elif "move" in said:
@@ -76,6 +77,7 @@ calls run -i rows.jsonl -o out.jsonl --endpoint URL --model m --key-env OTTER --
 --debug calls run -i rows.jsonl -o out2.jsonl --endpoint URL --model m --key-env OTTER --tries 1 -q
 calls run -i rows.jsonl -o out3.jsonl --endpoint URL --model refuse --key-env OTTER --cache c.db -q
 calls run -i one.jsonl -o 4.jsonl --endpoint URL --model m --key-env OTTER --cache c.db --rpm 99 -q
+calls run -i one.jsonl -o 5.jsonl --endpoint URL --model m --key-env OTTER --run-dir ran -q
 calls cache export c.db -o exported.jsonl
 calls cache stats c.db
 calls probe --endpoint URL --model m --key-env OTTER --most 2 --max-calls 40 -q
@@ -171,3 +173,37 @@ def test_addresses_that_cannot_be_read_are_not_repeated_with_their_secrets(text)
             read(text)
         assert leaks(str(error.value)) == []
         assert leaks(repr(error.value.__cause__)) == []
+
+
+LEARNING = "--num-processes 2 --num-steps 1 --num-env-steps 4 --save-interval 1 --quiet"
+
+
+@pytest.mark.training
+def test_training_and_evaluating_on_a_server_leave_no_key_anywhere(folder, call, monkeypatch):
+    """The key is in the path of the address, in the environment, and in what the server says."""
+    monkeypatch.setenv("OTTER_PATH", PATH)
+    with RawServer(telltale) as server:
+        known = f"{server.url}/{PATH}/v1#good"
+        hidden = f"{server.url}/${{OTTER_PATH}}/v1#"
+        train = "train query-mutator --target-model"
+        lines = {
+            f"{train} {hidden}good --save-dir run {LEARNING}": 0,
+            "evaluate query-mutator run --questions 2 --bandit-episodes 2 --quiet": 0,
+            "report run": 0,
+            f"--debug {train} {hidden}refuse --save-dir 2 {LEARNING}": 0,
+            f"--debug {train} {hidden}garbage --save-dir 3 {LEARNING}": 0,
+            f"{train} {known} --save-dir 4 {LEARNING}": 1,
+            f"--debug {train} sim --mutator-model {known} --save-dir 5 {LEARNING}": 1,
+            f"{train} m --endpoint {known.partition('#')[0]} --save-dir 6": 1,
+            f"--debug {train} http://u:hunter2@h/v1#m --save-dir 7": 1,
+            f"--debug {train} http://h/v1?key=hunter2#m --save-dir 8": 1,
+            f"{train} http://h/${{NO_SUCH}}/v1#m --save-dir 9": 1,
+        }
+        for line, code in lines.items():
+            found = call(line, folder)
+            assert leaks(found.out + found.err) == [], (line, found.out, found.err)
+            assert found.code == code, (line, found.err)
+            assert "internal error" not in found.err, (line, found.err)
+        assert all(f"/{PATH}/" in seen.path for seen in server.seen)
+    assert (folder / "run" / "config.toml").exists()
+    assert files_with_secrets(folder) == {}

@@ -51,6 +51,31 @@ def test_a_clock_that_jumps_neither_grants_a_lease_twice_nor_keeps_one(
         assert cache.lease_many(keys, "c", 60) == set()
 
 
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_jumps_neither_empties_nor_stops_a_rate_limit(jump_s, monkeypatch):
+    now, sent = time.time, []
+
+    async def answer(seen: Seen) -> None:
+        sent.append(time.monotonic())
+        if len(sent) == 5:
+            monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+        await seen.answer()
+
+    per_s, burst = 20, 20
+    with RawServer(answer) as server:
+        with Pool(server.url, rpm=60 * per_s, remember=False) as pool:
+            assert all(isinstance(one, Done) for one in pool.map([question(n) for n in range(10)]))
+        # Another that shares the limit, and begins after the jump.
+        with Pool(server.url, rpm=60 * per_s, remember=False) as pool:
+            more = [question(n) for n in range(10, 40)]
+            assert all(isinstance(one, Done) for one in pool.map(more))
+    assert len(sent) == 40
+    # In no window more than the rate and a burst; a request is sent after it was let through.
+    for first, begin in enumerate(sent):
+        for last in range(first, len(sent)):
+            assert last - first + 1 <= per_s * (sent[last] - begin) + burst + 10
+
+
 def test_a_lease_of_another_clock_is_none(tmp_path):
     with Cache(tmp_path / "calls.db") as cache:
         key = question(1).key

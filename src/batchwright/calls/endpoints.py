@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
@@ -17,6 +17,7 @@ __all__ = ["BatchFunction", "Endpoint", "parse_model", "scope_of", "without_secr
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
 """A response for each request: a text, a body in the OpenAI format, or an exception."""
 
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 Protocol = Literal["openai", "ollama", "function", "local"]
 
 OLLAMA_PORT = 11434
@@ -40,7 +41,8 @@ class Endpoint:
 
     An API key is read from the environment variable `key_env`, which must be set then. Without
     `key_env`, OPENAI_API_KEY is sent if it is set, but to `https` addresses only: a key that is
-    in the environment for one service is not sent to every server. `key_env=""` sends none.
+    in the environment for one service is not sent to every server. `key_env=""` sends none. A key
+    in the path of an address is `${NAME}`, a variable of the environment, in its place.
     `model` replaces the model's name in every request sent here.
 
     Cached responses belong to the model's name and to the `identity` of the endpoint. By default
@@ -225,7 +227,9 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
             f"a fragment; give the address alone, and the API key in an environment variable "
             f"(key_env)"
         )
-    path = parts.path.rstrip("/")
+    path = VARIABLE.sub(_variable, parts.path).rstrip("/")
+    # What is shown has the variable's name in the place of its value.
+    named = parts.path.rstrip("/")
     if scheme == "unix":
         if not path or parts.netloc:
             raise ConfigError(
@@ -243,11 +247,43 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
     host = f"[{host}]" if ":" in host else host
     if family:
         place = f"{host}:{port or OLLAMA_PORT}"
-        shown = f"ollama://{place}{path}" if scheme == "http" else f"ollama+https://{place}{path}"
+        shown = f"ollama://{place}{named}" if scheme == "http" else f"ollama+https://{place}{named}"
         return "ollama", urlunsplit((scheme, place, path, "", "")), None, without_secrets(shown)
     place = f"{host}:{port}" if port else host
     base = urlunsplit((scheme, place, path or "/v1", "", ""))
-    return "openai", base, None, without_secrets(base)
+    shown = urlunsplit((scheme, place, named or "/v1", "", ""))
+    return "openai", base, None, without_secrets(shown)
+
+
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], "").strip()
+    if not value:
+        raise ConfigError(
+            f"the environment variable {match[1]} of an address is not set; export it"
+        )
+    return quote(value, safe="")
+
+
+def refuse_secret(name: str, value: str) -> None:
+    """Refuse a setting that is written into a run directory and has a key in its address.
+
+    >>> refuse_secret("target_model", "http://gpu0:8000/${KEY}/v1#m")
+    >>> refuse_secret("target_model", "http://gpu0:8000/sk-0123456789abcdef/v1#m")
+    Traceback (most recent call last):
+    batchwright.errors.ConfigError: target_model has what looks like a key in the path of \
+its address, which the run directory would keep; export it and write ${NAME} in its place
+    """
+    place = value.partition("://")[2].partition("/")[0]
+    if "@" in place or ("://" in value and "?" in value):
+        raise ConfigError(
+            f"{name} has a user, a password or a query in its address; give the address alone, "
+            f"and the API key in the environment"
+        )
+    if "://" in value and without_secrets(value) != value:
+        raise ConfigError(
+            f"{name} has what looks like a key in the path of its address, which the run directory "
+            f"would keep; export it and write ${{NAME}} in its place"
+        )
 
 
 def without_secrets(url: str) -> str:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from batchwright.calls.cache.store import Cache
 from batchwright.calls.cache.thread import CacheThread
@@ -129,6 +129,11 @@ class Pool:
         forgets_after_fork[id(self)] = self
         # A wrong limit is to be known here, not at the first call.
         limit_for(self.endpoints[0], limit, False)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "a Pool cannot be sent to another process; make one there, when it is first used"
+        )
 
     def map(
         self, requests: Iterable[Request], *, progress: Progress | None = None

@@ -32,6 +32,7 @@ def recorded(
         return
     import json
 
+    from batchwright.calls.endpoints import without_secrets
     from batchwright.events import EventLog
     from batchwright.files import parse_toml, write_atomic
     from batchwright.sealed import sealed_text
@@ -49,7 +50,11 @@ def recorded(
         if not again:
             write_stamp(folder, int(settings.get("seed") or 0))
             lines = {"run": kind, **{n: v for n, v in settings.items() if v is not None}}
-            text = "".join(f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in lines.items())
+            shown = {
+                n: without_secrets(v) if isinstance(v, str) and "://" in v else v
+                for n, v in lines.items()
+            }
+            text = "".join(f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in shown.items())
             write_atomic(config, sealed_text(text, "settings of this run").encode())
         log.write("resume" if again else "start", run=kind, **fields)
         try:
