@@ -62,6 +62,7 @@ def test_a_clock_that_jumps_neither_empties_nor_stops_a_rate_limit(jump_s, monke
         await seen.answer()
 
     per_s, burst = 20, 20
+    began = time.monotonic()
     with RawServer(answer) as server:
         with Pool(server.url, rpm=60 * per_s, remember=False) as pool:
             assert all(isinstance(one, Done) for one in pool.map([question(n) for n in range(10)]))
@@ -70,10 +71,8 @@ def test_a_clock_that_jumps_neither_empties_nor_stops_a_rate_limit(jump_s, monke
             more = [question(n) for n in range(10, 40)]
             assert all(isinstance(one, Done) for one in pool.map(more))
     assert len(sent) == 40
-    # In no window more than the rate and a burst; a request is sent after it was let through.
-    for first, begin in enumerate(sent):
-        for last in range(first, len(sent)):
-            assert last - first + 1 <= per_s * (sent[last] - begin) + burst + 10
+    # No more than the rate and one burst: a bucket that the jump had filled would let 40 through.
+    assert sent[-1] - began >= 0.99 * (len(sent) - burst) / per_s
 
 
 def test_a_lease_of_another_clock_is_none(tmp_path):

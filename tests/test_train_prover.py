@@ -533,3 +533,20 @@ def test_facts_of_a_hub_come_in_pages_and_stay_equally_probable(
     np.testing.assert_allclose(found, enumerated(asked, policy, question), atol=1e-7)
     assert np.ptp(found[1:6]) < 1e-12
     assert found[1] > 0
+
+
+def test_a_prover_whose_rules_somebody_edited_since_is_refused(
+    tmp_path: Path, whole: Path, call: Callable[..., Any]
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    rules = run / "rules.txt"
+    lines = rules.read_text().splitlines(keepends=True)
+    said = [n for n, line in enumerate(lines) if ":-" in line or "->" in line]
+    del lines[said[0]]
+    rules.write_text("".join(lines))
+
+    ended = call(f"evaluate prover --data {FAMILY} --prover run --mode rl --quiet", tmp_path)
+    assert ended.code == 1
+    assert ended.err.count("\n") == 1
+    assert "rules" in ended.err
+    assert "internal" not in ended.err
