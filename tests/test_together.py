@@ -206,3 +206,16 @@ def test_two_commands_on_one_output_are_not_both_let_in(tmp_path):
     assert "another process is writing out.jsonl" in error
     assert set(asked.values()) == {1}
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 3
+
+
+def test_half_a_character_in_an_answer_is_written_as_json_that_anybody_reads(tmp_path, call):
+    async def broken(seen: Seen) -> None:
+        await seen.answer("a \ud800 b")
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    with RawServer(broken) as server:
+        line = f"calls run -i prompts.jsonl -o out.jsonl -e {server.url} -m m -q"
+        for _ in range(2):
+            assert call(line, tmp_path).code == 0
+    rows = [json.loads(row) for row in (tmp_path / "out.jsonl").read_bytes().decode().splitlines()]
+    assert [row["text"] for row in rows] == ["a \ud800 b"] * 2

@@ -408,7 +408,8 @@ def _payment(row: dict[str, Any]) -> _Payment:
 
 
 def _encoded(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    # Half a surrogate pair has no UTF-8; escaped it is JSON.
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
