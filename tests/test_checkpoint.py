@@ -170,6 +170,9 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path: Path, ho
     assert reason.startswith("step_00000004: ")
     assert DAMAGES[how] in reason
     assert "\n" not in reason
+    # And the run that goes on from the older one comes to this step again.
+    save(tmp_path, 4)
+    assert newest(tmp_path).step == 4
 
 
 def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from batchwright.errors import BadFile, BatchwrightError, ConfigError
-from batchwright.files import remove_folder, remove_leftovers
-from batchwright.sealed import SealedFolder
+from batchwright.files import atomic_folder, remove_folder, remove_leftovers
+from batchwright.sealed import MANIFEST, SealedFolder
 
 __all__ = [
     "Checkpoint",
@@ -60,7 +60,9 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> 
     arrays: dict[str, NDArray[Any]] = {}
     plain = _plain(state, [], arrays)
     path = folder / f"step_{step:08d}"
-    with CHECKPOINT.replacing(path) as temporary:
+    # One that is damaged is replaced too, whichever of its files it is known by.
+    marker = ARRAYS if (path / ARRAYS).exists() else MANIFEST
+    with atomic_folder(path, marker) as temporary:
         write_arrays(temporary / ARRAYS, arrays)
         CHECKPOINT.write(temporary, {"step": step, "state": plain, "keep": keep}, [ARRAYS])
     _remove_older(path, keep)
