@@ -1,8 +1,12 @@
 """`compute_score` as the trainers call it, with the monitor behind a real server."""
 
 import asyncio
+import http.server
 import math
 import sys
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -181,10 +185,25 @@ def test_the_cache_serves_another_process_and_no_server(
 def test_a_monitor_behind_a_proxy_is_found(
     monitor: RunningSimulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The name has no address here: only the proxy, which is the simulator itself, can be reached.
+    class Proxy(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            url = str(monitor) + urllib.parse.urlsplit(self.path).path
+            kind = {"Content-Type": "application/json"}
+            with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as response:
+                found = response.read()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(found)))
+            self.end_headers()
+            self.wfile.write(found)
+
+    # The name has no address here: only the proxy can be reached.
     monkeypatch.setenv("OPENAI_BASE_URL", "http://monitor.invalid/v1")
-    monkeypatch.setenv("HTTP_PROXY", str(monitor))
-    row = compute_score(RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
+    with http.server.HTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{proxy.server_port}")
+        row = compute_score(RIGHT, TRUTH, "diamonds-seed0", {"is_correct": True})
+        proxy.shutdown()
     assert isinstance(row, dict)
     assert row["valid"]
     assert monitor.stats()["received"] == 1

@@ -5,7 +5,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+    keep: int
+    """How many its writer wanted to keep."""
     passed_over: tuple[str, ...] = ()
     """Newer checkpoints that are damaged, each with its reason."""
 
@@ -77,11 +79,6 @@ def _remove_older(path: Path, keep: int) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every byte of it checked."""
-    return _loaded(path)[0]
-
-
-def _loaded(path: Path) -> tuple[Checkpoint, int]:
-    """A checkpoint, and how many its writer wanted to keep."""
     fields = CHECKPOINT.read(path)
     CHECKPOINT.check_files(path, fields, ARRAYS)
     try:
@@ -99,7 +96,7 @@ def _loaded(path: Path) -> tuple[Checkpoint, int]:
         raise CHECKPOINT.damaged(path, f"it is not as checkpoints are written: {error}") from None
     if re.fullmatch(r"step_\d+", path.name) and path.name != f"step_{step:08d}":
         raise CHECKPOINT.damaged(path, f"it is the checkpoint of step {step} under another name")
-    return Checkpoint(path, step, state), max(keep, 1)
+    return Checkpoint(path, step, state, max(keep, 1))
 
 
 def latest(folder: Path) -> Checkpoint | None:
@@ -111,12 +108,12 @@ def latest(folder: Path) -> Checkpoint | None:
     remove_leftovers(folder)
     for path in _found(folder):
         try:
-            found, keep = _loaded(path)
+            found = load_checkpoint(path)
         except (BatchwrightError, OSError) as error:
             passed_over.append(f"{path.name}: {error}")
             continue
-        _remove_older(path, keep)
-        return Checkpoint(path, found.step, found.state, tuple(passed_over))
+        _remove_older(path, found.keep)
+        return replace(found, passed_over=tuple(passed_over))
     if passed_over:
         raise BadFile(f"no checkpoint in {folder} is whole; the newest: {passed_over[0]}")
     return None

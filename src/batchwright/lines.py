@@ -41,7 +41,7 @@ def checked_line(body: bytes, before: int = 0) -> bytes:
     """A JSON object as a line with its check, which follows the check `before` it.
 
     >>> checked_line(b'{"t":1}')
-    b'{"t":1,"crc":"5ea30b36"}\\n'
+    b'{"t":1,"crc":"c0c55bc3"}\\n'
     """
     return body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body[:-1], before)
 

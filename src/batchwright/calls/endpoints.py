@@ -12,7 +12,14 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
-__all__ = ["BatchFunction", "Endpoint", "parse_model", "scope_of", "without_secrets"]
+__all__ = [
+    "BatchFunction",
+    "Endpoint",
+    "parse_model",
+    "refuse_secret",
+    "scope_of",
+    "without_secrets",
+]
 
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
 """A response for each request: a text, a body in the OpenAI format, or an exception."""

@@ -28,7 +28,7 @@ Api = Literal["chat", "responses"]
 RENAMED = {"max_tokens": "max_output_tokens"}
 
 
-def mark_of(request: Request) -> str:
+def _mark_of(request: Request) -> str:
     """Identifies a request in the files beside an output."""
     return request.key.hex()[:16]
 
@@ -43,7 +43,7 @@ class Prompt:
     @property
     def mark(self) -> str:
         """Identifies the request in the output file."""
-        return mark_of(self.request)
+        return _mark_of(self.request)
 
 
 def read_prompts(
@@ -327,7 +327,7 @@ class Spent:
 
     def reserve(self, request: Request, cost: float) -> None:
         """A try is about to be sent that costs at most so much; inf if there is no bound."""
-        mark = mark_of(request)
+        mark = _mark_of(request)
         with self._lock:
             self._open.setdefault(mark, []).append(cost)
             self._new.append({"key": mark, "at_most": cost if math.isfinite(cost) else None})
@@ -335,7 +335,7 @@ class Spent:
 
     def release(self, request: Request) -> None:
         """A try of the request is not billed."""
-        mark = mark_of(request)
+        mark = _mark_of(request)
         with self._lock:
             self._settled(mark)
             self._new.append({"key": mark, "cost": None})

@@ -371,7 +371,9 @@ def _save(figure: Any, path: Path | str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CannotWrite(f"cannot make {path.parent}: {error.strerror}") from None
+        raise CannotWrite(
+            f"cannot write {path}: no folder {path.parent}: {error.strerror}"
+        ) from None
     with writing(path) as temporary:
         # Without the version of the software, the same picture is the same bytes.
         figure.savefig(temporary, format="png", dpi=150, metadata={"Software": "batchwright"})

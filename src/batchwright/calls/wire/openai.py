@@ -53,7 +53,7 @@ def decode(request: Request, status: int, headers: Mapping[str, str], body: byte
     >>> from batchwright.calls import chat
     >>> decode(chat("m", "2+2?"), 200, {}, b"<html>")
     Failed(kind=<Kind.BAD_BODY: 'bad_body'>, error='the server responded with HTML, not JSON', \
-status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None)
+status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None, unsent=False)
     """
     if status != 200:
         return refused(request, status, headers, body)
