@@ -190,7 +190,8 @@ def test_a_monitor_behind_a_proxy_is_found(
             body = self.rfile.read(int(self.headers["Content-Length"]))
             url = str(monitor) + urllib.parse.urlsplit(self.path).path
             kind = {"Content-Type": "application/json"}
-            with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as response:
+            direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with direct.open(urllib.request.Request(url, body, kind)) as response:
                 found = response.read()
             self.send_response(200)
             self.send_header("Content-Length", str(len(found)))
