@@ -12,12 +12,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 # Small models on a shared machine: one thread each is faster than threads that wait for others.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup chromium demo quick lint test guides training fuzz test-all bench docs release-check lock clean
+.PHONY: setup chromium demo quick lint test guides training machines fuzz test-all bench docs release-check lock clean
 
 setup: $(VENV)/.installed chromium
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[dev]'
+	$(BIN)/python -m batchwright.ahead
 	touch $@ $(VENV)/.demo
 
 # The tests of the page need a browser. Without one, and where this cannot install it, they are
@@ -34,6 +35,7 @@ demo: $(VENV)/.demo
 # Only what the demo runs: no trackers, no trainers of others.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(INSTALL) $(VENV) --constraints constraints.txt --editable . torch transformers matplotlib
+	$(BIN)/python -m batchwright.ahead
 	touch $@
 
 lint: $(VENV)/.installed
@@ -45,10 +47,10 @@ lint: $(VENV)/.installed
 # The inner loop: no process, no server, no training; under a minute.
 quick: $(VENV)/.installed
 	$(BIN)/ruff check $(CODE)
-	$(PYTEST) tests --quick -m 'not slow and not guides and not training'
+	$(PYTEST) tests --quick -m 'not slow and not guides and not training and not machines'
 
 test: lint chromium
-	$(PYTEST) -m 'not slow and not guides and not training'
+	$(PYTEST) -m 'not slow and not guides and not training and not machines'
 
 # Every page of docs/ and the README, typed as they stand, and the installer behind `make`.
 guides: $(VENV)/.installed
@@ -58,11 +60,19 @@ guides: $(VENV)/.installed
 training: $(VENV)/.installed
 	$(PYTEST) tests -m 'training and not slow'
 
+# Ray clusters of several nodes on this machine, nodes that are lost, and an S3 server.
+machines: $(VENV)/.machines
+	$(BIN)/pytest -n 1 --durations=25 tests -m 'machines and not slow'
+
+$(VENV)/.machines: $(VENV)/.installed
+	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[ray,remote]' 'moto[server]>=5'
+	touch $@
+
 # Every format damaged and crafted in thousands of ways; MUTATIONS and SEED choose others.
 fuzz: $(VENV)/.installed
 	$(BIN)/python tests/fuzz/fuzz.py --mutations $(or $(MUTATIONS),10000) --seed $(or $(SEED),1)
 
-test-all: lint
+test-all: lint $(VENV)/.machines
 	$(PYTEST)
 
 bench: $(BENCH)/.installed
@@ -72,6 +82,7 @@ bench: $(BENCH)/.installed
 $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
 	$(INSTALL) $(BENCH) --editable '.[train,hf,plot,lp,gpt2,local,rl]'
 	$(BENCH)/bin/python benchmarks/install_peers.py
+	$(BENCH)/bin/python -m batchwright.ahead
 	touch $@
 
 # The pages are built from the sources as text, so their environment needs nothing of ours.
@@ -96,4 +107,4 @@ lock:
 	rm -rf .venv-lock
 
 clean:
-	rm -rf $(VENV) $(BENCH) $(DOCS) .venv-verl demo dist site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(BENCH) $(DOCS) .venv-verl demo dist site .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build src/batchwright/compiled

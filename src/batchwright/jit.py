@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-__all__ = ["DEBUG", "interpreted", "kernel", "quicker_without_numba"]
+__all__ = ["DEBUG", "cache_folder", "interpreted", "kernel", "quicker_without_numba"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -27,9 +27,16 @@ def kernel(function: F) -> F:
     """Compile `function` on its first call and cache the machine code for the next process.
 
     Numba itself is imported by that call. Single-threaded: on shared machines numba's parallel
-    loops were far slower than one thread. The plain function stays reachable as `.py_func`.
+    loops were far slower than one thread. The plain function stays reachable as `.py_func`. In a
+    kernel, loop instead of assigning an array to a slice: numba compiles the message for shapes
+    that differ, with all of its texts, for three seconds.
     """
     return cast(F, _Kernel(function))
+
+
+def cache_folder(function: Callable[..., object]) -> str | None:
+    """Where numba keeps the machine code of a kernel; None where no folder takes it."""
+    return cast(str | None, cast(Any, function).dispatcher._cache.cache_path)
 
 
 def quicker_without_numba(microseconds: float) -> bool:
@@ -90,6 +97,11 @@ class _Kernel:
         except RuntimeError:
             # No folder takes the machine code, neither the package's nor the user's.
             compiled = numba.njit(**options)(self.py_func)
+        if not DEBUG:
+            from batchwright.ahead import Ahead
+
+            name = self.py_func.__name__
+            compiled._cache = Ahead(compiled._cache, self.py_func.__module__, name)
         return cast(Callable[..., Any], compiled)
 
     @property

@@ -1,0 +1,29 @@
+"""Compile the kernels when a wheel is built, so that no command waits for a compiler."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class CompileKernels(BuildHookInterface):
+    """What is compiled is data: where it does not fit, the wheel works without it."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Put the compiled kernels into the wheel; an editable one is a checkout's own affair."""
+        if version == "editable":
+            return
+        if not find_spec("numba"):
+            self.app.display_warning("numba is not there: kernels compile on their first use")
+            return
+        folder = Path(self.root, "build", "compiled")
+        subprocess.run(
+            [sys.executable, "-m", "batchwright.ahead", folder],
+            env={**os.environ, "PYTHONPATH": str(Path(self.root, "src"))},
+            check=True,
+        )
+        build_data["force_include"][str(folder)] = "batchwright/compiled"
