@@ -151,10 +151,10 @@ DAMAGES = {
     "flipped": "arrays.safetensors does not match its checksum",
     "no manifest": "it has no manifest.json",
     "torn manifest": "manifest.json cannot be read",
-    "no weights": "arrays.safetensors cannot be read: No such file",
+    "no weights": "arrays.safetensors is missing",
     "empty": "it has no manifest.json",
     "other step": "manifest.json does not match its checksum",
-    "older format": "it has format version 1, this version reads 3",
+    "older format": "has format version 1, and this version of batchwright reads 3; use",
 }
 
 
@@ -183,11 +183,20 @@ def test_any_flipped_bit_is_noticed(tmp_path: Path) -> None:
         for place in draw.sample(range(len(raw) - 1), 25):
             bit = 1 << draw.randrange(8)
             file.write_bytes(raw[:place] + bytes([raw[place] ^ bit]) + raw[place + 1 :])
-            with pytest.raises(BadFile, match=r"no checkpoint in .* is whole"):
+            with pytest.raises(BadFile, match=r"no checkpoint in .* can be used"):
                 latest(tmp_path)
         file.write_bytes(raw)
 
     assert newest(tmp_path).step == 2
+
+
+def test_checkpoints_of_another_format_are_not_called_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    spoil(tmp_path / "step_00000002", "older format")
+    with pytest.raises(BadFile, match=r"has format version 1, and this .* reads 3; use") as error:
+        latest(tmp_path)
+    assert "whole" not in str(error.value)
+    assert "damaged" not in str(error.value)
 
 
 def test_a_good_one_survives_behind_a_damaged_newer_one(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import json
 import operator
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from batchwright.errors import BadFile, BatchwrightError, ConfigError
-from batchwright.files import atomic_folder, remove_folder, remove_leftovers
+from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, one_line
+from batchwright.files import (
+    atomic_folder,
+    cannot_read,
+    open_regular,
+    remove_folder,
+    remove_leftovers,
+)
 from batchwright.sealed import MANIFEST, SealedFolder
 
 __all__ = [
@@ -51,7 +58,23 @@ class Checkpoint:
     keep: int
     """How many its writer wanted to keep."""
     passed_over: tuple[str, ...] = ()
-    """Newer checkpoints that are damaged, each with its reason."""
+    """Newer checkpoints that cannot be used, each with its reason."""
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Say of a state that does not have what the block looks for that it is of another kind.
+
+        Its checksums are right, so another trainer wrote it, or somebody by hand.
+        """
+        try:
+            yield
+        except BatchwrightError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise BadFile(
+                f"{self.path} does not hold the state of such a run ({one_line(error)[:200]}); put "
+                f"back the checkpoints of this run"
+            ) from error
 
 
 def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> Path:
@@ -62,9 +85,10 @@ def save_checkpoint(folder: Path, step: int, state: State, *, keep: int = 2) -> 
     arrays: dict[str, NDArray[Any]] = {}
     plain = _plain(state, [], arrays)
     path = folder / f"step_{step:08d}"
-    # One that is damaged is replaced too, whichever of its files it is known by.
-    marker = ARRAYS if (path / ARRAYS).exists() else MANIFEST
-    with atomic_folder(path, marker) as temporary:
+    # One that is damaged is replaced too: nothing is in it but what we write.
+    left = {child.name for child in path.iterdir()} if path.is_dir() else set()
+    ours = left and left <= {MANIFEST, ARRAYS}
+    with atomic_folder(path, left.pop()) if ours else CHECKPOINT.replacing(path) as temporary:
         write_arrays(temporary / ARRAYS, arrays)
         CHECKPOINT.write(temporary, {"step": step, "state": plain, "keep": keep}, [ARRAYS])
     _remove_older(path, keep)
@@ -100,7 +124,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; None if there is none, `BadFile` if all are damaged.
+    """The newest whole checkpoint; None if there is none, `BadFile` if no one can be used.
 
     Older ones that its writer was about to remove when it was killed are removed now.
     """
@@ -109,13 +133,13 @@ def latest(folder: Path) -> Checkpoint | None:
     for path in _found(folder):
         try:
             found = load_checkpoint(path)
-        except (BatchwrightError, OSError) as error:
+        except (BadFile, MissingFile) as error:
             passed_over.append(f"{path.name}: {error}")
             continue
         _remove_older(path, found.keep)
         return replace(found, passed_over=tuple(passed_over))
     if passed_over:
-        raise BadFile(f"no checkpoint in {folder} is whole; the newest: {passed_over[0]}")
+        raise BadFile(f"no checkpoint in {folder} can be used; the newest: {passed_over[0]}")
     return None
 
 
@@ -150,9 +174,13 @@ def write_arrays(
 
 def read_arrays(path: Path, kind: SealedFolder) -> dict[str, NDArray[Any]]:
     """Read a safetensors file, or raise that the folder it is in, of that `kind`, is damaged."""
+    # The library says of a file that cannot be opened that it is not there.
+    open_regular(path).close()
     try:
         arrays: dict[str, NDArray[Any]] = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except SafetensorError as error:
         raise kind.damaged(path.parent, f"{path.name} cannot be read: {error}") from None
     return arrays
 

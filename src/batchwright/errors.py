@@ -10,6 +10,7 @@
     ├── UnknownSample      (KeyError)     an id or a position that is not there
     ├── BadFile            (ValueError)   a file is cut, foreign, corrupted or of another version
     ├── MissingFile        (FileNotFoundError)
+    ├── CannotRead         (OSError)      the system refuses: no rights, too many open files
     ├── CannotWrite        (OSError)      the disk is full, read-only or otherwise refuses
     ├── Mismatch           (ValueError)   two things that must agree do not: plan and lengths, ranks
     ├── BadLoss            (ArithmeticError)  a loss is not a number, or no token carries one
@@ -40,6 +41,7 @@ __all__ = [
     "BadRow",
     "BatchwrightError",
     "BudgetExceeded",
+    "CannotRead",
     "CannotWrite",
     "ConfigError",
     "DuplicateId",
@@ -95,6 +97,10 @@ class BadFile(BatchwrightError, ValueError):
 
 class MissingFile(BatchwrightError, FileNotFoundError):
     """A file or folder that should be there is not."""
+
+
+class CannotRead(BatchwrightError, OSError):
+    """The system refuses to read a file, which says nothing about what is in it."""
 
 
 class CannotWrite(BatchwrightError, OSError):

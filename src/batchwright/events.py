@@ -15,18 +15,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
-from batchwright.files import existing, parse_json
+from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile
+from batchwright.files import existing, open_regular, parse_json, read_regular
 from batchwright.lines import (
     LineFile,
     check_of,
     has_check,
-    is_checked,
+    read_line,
     read_lines,
-    without_check,
 )
 
-__all__ = ["Event", "EventLog", "EventTail", "finite", "read_events"]
+__all__ = ["Event", "EventLog", "EventTail", "changed_lines", "finite", "read_events"]
 
 
 class Event(NamedTuple):
@@ -34,7 +33,7 @@ class Event(NamedTuple):
 
     t: float
     kind: str
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
 
 
 class EventLog:
@@ -90,7 +89,17 @@ class EventLog:
 
 def read_events(path: Path) -> Iterator[Event]:
     """Every whole record, in order. A torn last line is skipped; a changed line is an error."""
-    return read_lines(path, existing(path, "run log").read_bytes(), "run log", _event)
+    return read_lines(path, read_regular(existing(path, "run log")), "run log", _event)
+
+
+def changed_lines(path: Path) -> list[int]:
+    """Numbers of the lines that are not as they were written; none if there is no log."""
+    tail, before = EventTail(path), -1
+    with contextlib.suppress(MissingFile):
+        while tail.offset != before:
+            before = tail.offset
+            tail.read()
+    return tail.bad
 
 
 def _event(record: dict[str, Any]) -> Event:
@@ -122,7 +131,7 @@ class EventTail:
 
         A file that became shorter was replaced: `Mismatch`.
         """
-        with existing(self.path, "run log").open("rb") as file:
+        with open_regular(existing(self.path, "run log")) as file:
             self.size = os.fstat(file.fileno()).st_size
             if self.size < self.offset:
                 raise Mismatch(f"{self.path} became shorter; it was replaced, so open it again")
@@ -146,13 +155,18 @@ class EventTail:
         Every line has its check, and there have to be as many records as lines: none joins with
         its neighbours unseen.
         """
+        if len(self._before) > 1:
+            return None
         before = self._before[0]
+        bodies = []
         for line in lines:
-            if len(self._before) > 1 or line[:1] != b"{" or not is_checked(line, before):
+            found = read_line(line, before) if line[:1] == b"{" else None
+            if found is None:
                 return None
-            before = check_of(line)
+            body, before = found
+            bodies.append(body)
         try:
-            records = json.loads(b"[" + b",".join(map(without_check, lines)) + b"]")
+            records = json.loads(b"[" + b",".join(bodies) + b"]")
             if len(records) != len(lines):
                 return None
             events = [_event(record) for record in records]
@@ -190,13 +204,14 @@ class EventTail:
 
     def _event(self, line: bytes) -> Event | None:
         event = None
-        if any(is_checked(line, before) for before in self._before):
+        found = next(filter(None, (read_line(line, before) for before in self._before)), None)
+        if found is not None:
             with contextlib.suppress(
                 LookupError, TypeError, ValueError, AttributeError, ArithmeticError
             ):
-                event = _event(parse_json(without_check(line)))
-        if event is not None:
-            self._before = (check_of(line),)
+                event = _event(parse_json(found[0]))
+        if found is not None and event is not None:
+            self._before = (found[1],)
         elif has_check(line):
             # The next line follows the last good one if this was added, or this if it was changed.
             self._before = (self._before[0], check_of(line))

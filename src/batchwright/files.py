@@ -16,14 +16,23 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
-from batchwright.errors import BadFile, BatchwrightError, CannotWrite, ConfigError, MissingFile
+from batchwright.errors import (
+    BadFile,
+    BatchwrightError,
+    CannotRead,
+    CannotWrite,
+    ConfigError,
+    MissingFile,
+)
 
 __all__ = [
     "append_to",
     "atomic_folder",
+    "cannot_read",
     "check_apart",
     "check_output",
     "check_replaceable",
@@ -32,8 +41,12 @@ __all__ = [
     "home",
     "line_limit",
     "link_or_copy",
+    "open_regular",
     "parse_json",
     "parse_toml",
+    "read_regular",
+    "read_regular_text",
+    "regular_handle",
     "remove_folder",
     "remove_leftovers",
     "short_lines",
@@ -116,6 +129,61 @@ def too_long(path: Path, line: int, limit: int) -> BadFile:
         f"{path}, line {line}: this row has more than {limit:,} bytes; "
         f"split it, or set BATCHWRIGHT_MAX_LINE to more"
     )
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file that is read back, as `regular_handle` does."""
+    return os.fdopen(regular_handle(path)[0], "rb")
+
+
+def regular_handle(path: Path) -> tuple[int, int]:
+    """A descriptor of a file that is read back, and its size.
+
+    Nothing but a regular file is opened: a FIFO would be waited for. What the system refuses is
+    `CannotRead`, so that nobody takes it for damage; a file that is not there is
+    `FileNotFoundError`.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise _not_regular(path) from None  # a socket, or a device without a driver
+        raise cannot_read(path, error) from error
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        raise _not_regular(path)
+    return handle, found.st_size
+
+
+def read_regular(path: Path, most: int = -1) -> bytes:
+    """The bytes of a file that is read back, or the first `most` of them; see `open_regular`."""
+    with open_regular(path) as file:
+        try:
+            return file.read(most)
+        except OSError as error:
+            raise cannot_read(path, error) from error
+
+
+def read_regular_text(path: Path, encoding: str = "utf-8") -> str:
+    """The text of a file that is read back, with the line breaks of any system as one."""
+    text = read_regular(path).decode(encoding)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def cannot_read(path: Path, error: OSError) -> CannotRead:
+    """What is said of a file that the system does not give: it is no word about its content."""
+    return CannotRead(
+        f"cannot read {path}: {error.strerror or error}; the file itself may be whole: "
+        f"remove the cause and run again"
+    )
+
+
+def _not_regular(path: Path) -> BadFile:
+    what = "a folder" if path.is_dir() else "not a regular file"
+    return BadFile(f"{path} is {what}; give a file")
 
 
 def write_all(handle: int, raw: bytes) -> None:
@@ -384,7 +452,11 @@ def check_apart(path: Path, inputs: Iterable[Path], what: str = "output") -> Non
 
 def existing(path: Path, what: str) -> Path:
     """`path` itself if something is there, else one sentence that says what was looked for."""
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    if not there:
         raise MissingFile(f"no {what} at {path}; check the path")
     return path
 
@@ -400,8 +472,8 @@ def fsync_folder(path: Path) -> None:
 
 def _says(marker: Path, words: str) -> bool:
     try:
-        return words.encode() in marker.read_bytes()
-    except OSError:
+        return words.encode() in read_regular(marker)
+    except (BadFile, OSError):
         return False
 
 

@@ -28,6 +28,9 @@ def canonical(value: Value) -> bytes:
     >>> canonical({"b": 1, "a": 2}) == canonical({"a": 2, "b": 1})
     True
     """
+    if isinstance(value, str):
+        # First, as most of a manifest is text.
+        return _tagged(b"s", value.encode("utf-8", "surrogatepass"))
     if value is None:
         return _tagged(b"n", b"")
     if isinstance(value, bool):
@@ -37,8 +40,6 @@ def canonical(value: Value) -> bytes:
     if isinstance(value, float):
         # Adding zero turns -0.0 into 0.0: the two compare equal, so they must hash equal.
         return _tagged(b"f", struct.pack("<d", value + 0.0))
-    if isinstance(value, str):
-        return _tagged(b"s", value.encode("utf-8", "surrogatepass"))
     if isinstance(value, bytes):
         return _tagged(b"y", value)
     if isinstance(value, Mapping):
@@ -85,4 +86,4 @@ def merkle_root(leaves: Iterable[str]) -> str:
 
 
 def _tagged(tag: bytes, body: bytes) -> bytes:
-    return tag + str(len(body)).encode() + b":" + body
+    return b"%b%d:%b" % (tag, len(body), body)

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,10 +25,10 @@ __all__ = [
     "LineFile",
     "check_of",
     "checked_line",
+    "checked_lines",
     "has_check",
-    "is_checked",
+    "read_line",
     "read_lines",
-    "without_check",
 ]
 
 T = TypeVar("T")
@@ -43,18 +43,34 @@ def checked_line(body: bytes, before: int = 0) -> bytes:
     >>> checked_line(b'{"t":1}')
     b'{"t":1,"crc":"c0c55bc3"}\\n'
     """
-    return body[:-1] + b',"crc":"%08x"}\n' % zlib.crc32(body[:-1], before)
+    return body[:-1] + _tail(zlib.crc32(body[:-1], before)) + b"\n"
 
 
-def without_check(line: bytes) -> bytes:
-    """The JSON object that `checked_line` was given."""
-    return line.rstrip(b"\n")[:-_TAIL] + b"}"
+def _tail(check: int) -> bytes:
+    return b',"crc":"%08x"}' % check
 
 
-def is_checked(line: bytes, before: int = 0) -> bool:
-    """Whether a line, with its line break or without, is as `checked_line` wrote it."""
-    line = line.removesuffix(b"\n")
-    return len(line) > _TAIL and checked_line(without_check(line), before) == line + b"\n"
+def checked_lines(bodies: Iterable[bytes]) -> bytes:
+    """JSON objects as a whole file of lines with their checks."""
+    lines, before = [], 0
+    for body in bodies:
+        lines.append(checked_line(body, before))
+        before = check_of(lines[-1])
+    return b"".join(lines)
+
+
+def read_line(line: bytes, before: int = 0) -> tuple[bytes, int] | None:
+    """The JSON object and the check of a line, with its break or without; None if it is damaged.
+
+    >>> read_line(b'{"t":1,"crc":"c0c55bc3"}\\n')
+    (b'{"t":1}', 3234159555)
+    """
+    if line[-1:] == b"\n":
+        line = line[:-1]
+    # Slices and one CRC: logs have millions of lines.
+    body = line[:-_TAIL]
+    check = zlib.crc32(body, before)
+    return (body + b"}", check) if body and line[-_TAIL:] == _tail(check) else None
 
 
 def has_check(line: bytes) -> bool:
@@ -74,10 +90,10 @@ def read_lines(
     before = 0
     lines = raw.split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if is_checked(line, before):
-            before = check_of(line)
+        if (whole := read_line(line, before)) is not None:
+            body, before = whole
             try:
-                made = make(parse_json(without_check(line)))
+                made = make(parse_json(body))
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise BadFile(
                     f"{path}, line {number}: not a line of a {what}: {one_line(error)[:200]}"
@@ -94,7 +110,7 @@ def _is_beginning(line: bytes, before: int) -> bool:
     """Whether the end of a file is what a killed writer leaves: nothing, or a part of a line."""
     # A whole line with something behind it is none, whatever stands in the place of its break.
     at = line.rfind(b"}") + 1
-    return not (0 < at < len(line) and is_checked(line[:at], before)) and line[:1] in (b"", b"{")
+    return not (0 < at < len(line) and read_line(line[:at], before)) and line[:1] in (b"", b"{")
 
 
 class LineFile:
@@ -155,10 +171,10 @@ class LineFile:
             if not has_check(last):
                 raise BadFile(f"{self.path} is not a {what} of this version; move it away")
             check = check_of(last)
-        if is_checked(torn, check):
+        if (found := read_line(torn, check)) is not None:
             # Only its line break is missing.
             write_all(self._handle, b"\n")
-            return size + 1, check_of(torn)
+            return size + 1, found[1]
         if torn[:1] not in (b"", b"{"):
             raise BadFile(f"{self.path} is not a {what}; move it away")
         return size - len(torn), check

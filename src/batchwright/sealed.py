@@ -22,12 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadFile, BatchwrightError, ConfigError
+from batchwright.errors import BadFile, BatchwrightError, CannotRead, ConfigError
 from batchwright.files import (
     atomic_folder,
+    cannot_read,
     check_replaceable,
     existing,
+    open_regular,
     parse_json,
+    read_regular,
+    regular_handle,
     remove_leftovers,
     write_atomic,
 )
@@ -93,8 +97,6 @@ class SealedFolder:
             # Where folders cannot be exchanged, a killed writer may have left it set aside.
             remove_leftovers(path.parent)
         existing(path, self.what)
-        if not (path / MANIFEST).is_file():
-            raise BadFile(f"{path} is not a {self.what}: it has no {MANIFEST}; {self._remedy}")
         try:
             sealed = parse_json(_read_small(path / MANIFEST))
             if not isinstance(sealed, dict):
@@ -102,13 +104,18 @@ class SealedFolder:
             if sealed["format"] != self.format:
                 raise self.damaged(path, f"its format is {sealed['format']!r}, not {self.format!r}")
             if sealed["version"] != self.version:
-                seen = sealed["version"]
-                raise self.damaged(
-                    path, f"it has format version {seen}, this version reads {self.version}"
+                raise BadFile(
+                    f"the {self.what} {path} has format version {sealed['version']!r}, and this "
+                    f"version of batchwright reads {self.version}; use the version that wrote it, "
+                    f"or make it again with this one"
                 )
             if digest({k: v for k, v in sealed.items() if k != "sha256"}) != sealed["sha256"]:
                 raise self.damaged(path, f"{MANIFEST} does not match its checksum")
-        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
+        except (FileNotFoundError, NotADirectoryError):
+            raise BadFile(
+                f"{path} is not a {self.what}: it has no {MANIFEST}; {self._remedy}"
+            ) from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             if isinstance(error, BatchwrightError):
                 raise
             raise self.damaged(path, f"{MANIFEST} cannot be read: {error}") from None
@@ -128,8 +135,8 @@ class SealedFolder:
         file = self.inside(path, name)
         try:
             found = sha256_of(file)
-        except OSError as error:
-            raise self.damaged(path, f"{name} cannot be read: {error.strerror}") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise self.damaged(path, f"{name} is missing") from None
         if found != files[name]:
             raise self.damaged(path, f"{name} does not match its checksum")
         return file
@@ -161,16 +168,20 @@ class SealedFolder:
         kind, shape = self._type(path, name, entry, dtype)
         size = math.prod(shape) * kind.itemsize
         try:
-            with file.open("rb") as handle:
-                seen = os.fstat(handle.fileno()).st_size
+            handle, seen = regular_handle(file)
+            try:
                 if seen != size:
                     raise self.damaged(path, f"{file.name} has {seen:,} bytes, not {size:,}")
                 # An empty file cannot be mapped.
-                raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
+                raw = mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else b""
+            finally:
+                os.close(handle)
             if scattered and isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
                 raw.madvise(mmap.MADV_RANDOM)
+        except (FileNotFoundError, NotADirectoryError):
+            raise self.damaged(path, f"{file.name} is missing") from None
         except OSError as error:
-            raise self.damaged(path, f"{file.name} cannot be read: {error.strerror}") from None
+            raise error if isinstance(error, CannotRead) else cannot_read(file, error) from error
         sums = entry["crc32"]
         blocks = -(-size // BLOCK)
         if not isinstance(sums, str) or not re.fullmatch(rf"[0-9a-f]{{{8 * blocks}}}", sums):
@@ -342,7 +353,7 @@ def read_sealed_json(path: Path, what: str, remedy: str) -> dict[str, Any]:
         found = fields.pop("sha256", None)
         if digest(fields) != found:
             raise ValueError("it does not match its checksum")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, BatchwrightError):
             raise
         raise BadFile(f"the {what} {path} cannot be used: {error}; {remedy}") from None
@@ -380,14 +391,15 @@ def check_text(text: str, path: Path, remedy: str) -> bool:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a regular file."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path) as file:
+        try:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise cannot_read(path, error) from error
 
 
 def _read_small(path: Path) -> bytes:
-    with path.open("rb") as file:
-        raw = file.read(MOST_BYTES + 1)
+    raw = read_regular(path, MOST_BYTES + 1)
     if len(raw) > MOST_BYTES:
         raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
     return raw

@@ -1,0 +1,258 @@
+"""Files of object stores and of the web, as local copies with checksums.
+
+    s3://bucket/data.jsonl  ->  ranges  ->  ~/.cache/batchwright/remote/KEY/data.jsonl + .sha256
+
+An object is read once, in ranges, and then from its copy, which belongs to the version that the
+store names (its ETag, generation or commit). A copy that was cut off is resumed; one whose bytes
+changed on the disk is fetched again; an object that changed while it was read is refused.
+Credentials are those of the environment, as the library of each store finds them.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from batchwright.errors import (
+    CannotRead,
+    CannotWrite,
+    ConfigError,
+    Mismatch,
+    MissingExtra,
+    MissingFile,
+    need,
+    one_line,
+)
+from batchwright.files import home, write_all, write_atomic
+from batchwright.fingerprint import digest
+
+__all__ = ["address_of", "fetched", "local_output", "name_of"]
+
+RANGE = 1 << 24
+"""Bytes of one request."""
+SCHEMES = ("s3", "gs", "hf", "http", "https", "az", "abfs")
+ADDRESS = re.compile(rf"({'|'.join(SCHEMES)})://?(?=[^/])")
+"""`Path` makes one slash of two."""
+VERSION = (
+    *("ETag", "etag", "generation", "VersionId", "last_commit", "LastModified", "last_modified"),
+    *("Last-Modified", "Content-MD5", "Digest", "mtime"),
+)
+"""What stores say of the version of an object, under the names that their libraries use."""
+SUM = ".sha256"
+BLOCK = 1 << 22
+
+
+def address_of(path: str | os.PathLike[str]) -> str | None:
+    """The address that a path is, with both slashes; None for a local one.
+
+    >>> address_of(Path("s3://bucket/a.jsonl")), address_of("plans/a"), address_of("hf:/data/a")
+    ('s3://bucket/a.jsonl', None, None)
+    """
+    text = os.fspath(path)
+    found = ADDRESS.match(text)
+    if isinstance(path, str) and text.startswith("hf:/") and not text.startswith("hf://"):
+        # hf:NAME, where the name is a folder of this machine.
+        return None
+    return None if found is None else f"{found[1]}://{text[found.end() :]}"
+
+
+def name_of(address: str) -> str:
+    """An address as it may be shown: no user, password or query.
+
+    >>> name_of("https://me:secret@host/a.jsonl?token=x")
+    'https://host/a.jsonl'
+    """
+    scheme, _, rest = address.partition("?")[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def fetched(path: str | os.PathLike[str]) -> Path:
+    """A local path as it is; of an address, the local copy of the file or folder there.
+
+    Raises:
+        MissingFile: nothing is there.
+        CannotRead: the store refuses, or cannot be reached.
+        Mismatch: the object changed while it was read.
+    """
+    address = address_of(path)
+    if address is None:
+        return Path(path)
+    with _said(address):
+        system, inner = _system(address)
+        # Not `isfile`, which takes every refusal for absence.
+        if system.info(inner)["type"] == "file":
+            return _copy(system, inner, address)
+        found = system.find(inner)
+    if not found:
+        raise MissingFile(f"no data at {name_of(address)}; check the address")
+    # A folder is a folder of links: which objects it has is part of its version.
+    with _said(address):
+        copies = {_below(one, inner): _copy(system, one, f"{address}/{one}") for one in found}
+    key = digest("folder", address, sorted((name, str(at)) for name, at in copies.items()))[:24]
+    folder = _place() / key / (address.rstrip("/").rpartition("/")[2] or "folder")
+    for name, copy in copies.items():
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.link(copy, link)
+    return folder
+
+
+@contextlib.contextmanager
+def local_output(path: Path) -> Iterator[Path]:
+    """A place to write what is to stand at `path`: itself, or a folder that is uploaded after.
+
+    The manifest of a folder is uploaded last, so that what was cut off is not taken for whole.
+    """
+    address = address_of(path)
+    if address is None:
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="batchwright-") as folder:
+        local = Path(folder) / (address.rstrip("/").rpartition("/")[2] or "output")
+        yield local
+        with _said(address, writing=True):
+            system, inner = _system(address)
+            if local.is_file():
+                system.put_file(str(local), inner)
+            files = [one for one in local.rglob("*") if one.is_file()] if local.is_dir() else []
+            old = set(system.find(inner)) if files and system.exists(inner) else set()
+            new = {}
+            for one in sorted(files, key=lambda one: (one.name == "manifest.json", str(one))):
+                at = f"{inner.rstrip('/')}/{one.relative_to(local).as_posix()}"
+                system.put_file(str(one), at)
+                new[at] = one
+            # Of an earlier version; only now, so that a reader finds one of the two.
+            for one in old - new.keys():
+                system.rm_file(one)
+
+
+def _copy(system: Any, inner: str, address: str) -> Path:
+    """The local copy of an object, made or completed if need be."""
+    info = _info(system, inner)
+    name = inner.rstrip("/").rpartition("/")[2] or "data"
+    folder = _place() / digest("object", name_of(address), info)[:24]
+    place, sums = folder / name, folder / (name + SUM)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists() and sums.exists():
+            if _sum(place) == sums.read_text().strip():
+                return place
+            place.unlink()
+        part = folder / f".{name}.part"
+        _read_ranges(system, inner, part, info["size"], address)
+        if _info(system, inner) != info:
+            part.unlink()
+            raise Mismatch(
+                f"{name_of(address)} changed while it was read; run again when it is complete"
+            )
+        write_atomic(sums, _sum(part).encode())
+        os.replace(part, place)
+    return place
+
+
+def _read_ranges(system: Any, inner: str, part: Path, size: int | None, address: str) -> None:
+    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        at = os.fstat(handle).st_size // RANGE * RANGE
+        os.lseek(handle, at, os.SEEK_SET)
+        os.ftruncate(handle, at)
+        if size is None:
+            # A web server that does not say how much there is has no ranges either.
+            os.ftruncate(handle, 0)
+            os.lseek(handle, 0, os.SEEK_SET)
+            write_all(handle, system.cat_file(inner))
+            return
+        while at < size:
+            raw = system.cat_file(inner, start=at, end=min(at + RANGE, size))
+            if at == 0 and len(raw) == size:
+                # Also what a web server without ranges sends.
+                write_all(handle, raw)
+                break
+            if len(raw) != min(RANGE, size - at):
+                raise Mismatch(
+                    f"{name_of(address)} changed while it was read: {len(raw):,} bytes from {at:,} "
+                    f"on instead of {min(RANGE, size - at):,}; run again when it is complete"
+                )
+            write_all(handle, raw)
+            at += len(raw)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _info(system: Any, inner: str) -> dict[str, Any]:
+    """Size and version of an object, as the store tells them now."""
+    system.invalidate_cache()
+    found = system.info(inner)
+    said = {name: str(found[name]) for name in VERSION if found.get(name) is not None}
+    size = found.get("size")
+    return {"size": None if size is None else int(size), **said}
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _place() -> Path:
+    return home() / "remote"
+
+
+def _below(one: str, folder: str) -> str:
+    name = one.removeprefix(folder.rstrip("/")).lstrip("/")
+    if not name or ".." in name.split("/"):
+        raise CannotRead(f"the object {one} has a name that no file may have; rename it")
+    return name
+
+
+def _system(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path within it."""
+    fsspec = need("fsspec", extra="remote")
+    scheme = address.partition("://")[0]
+    try:
+        system, inner = fsspec.core.url_to_fs(address)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{scheme}:// needs a library that is missing ({one_line(error)}); run: "
+            f"pip install 'batchwright[remote]'" + (" gcsfs" if scheme == "gs" else "")
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"cannot parse the address {name_of(address)}: {error}") from None
+    return system, inner
+
+
+@contextlib.contextmanager
+def _said(address: str, *, writing: bool = False) -> Iterator[None]:
+    """What the libraries of stores raise, as one sentence."""
+    name = name_of(address)
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.startswith("batchwright."):
+            raise
+        # Broad on purpose: every store has errors of its own, and some call all of them absence.
+        cause = error.__cause__
+        told = cause is None or isinstance(cause, FileNotFoundError)
+        if isinstance(error, FileNotFoundError) and not writing:
+            if told or getattr(cause, "status", None) == 404 or "404" in str(cause):
+                raise MissingFile(f"no data at {name}; check the address") from None
+            error = cause if isinstance(cause, Exception) else error
+        kind = CannotWrite if writing else CannotRead
+        what = "write to" if writing else "read"
+        denied = isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403)
+        denied = denied or "credential" in type(error).__name__.lower()
+        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        way = (
+            "its credentials are read from the environment, and these have no right to it"
+            if denied
+            else "check the address and the connection"
+        )
+        raise kind(f"cannot {what} {name} ({why}); {way}") from None
