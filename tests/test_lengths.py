@@ -1,5 +1,6 @@
 """Lengths survive everything: other formats, other worker counts, kill -9, flipped bytes."""
 
+import itertools
 import json
 import os
 import signal
@@ -240,6 +241,41 @@ def test_a_cache_answers_what_it_holds(tmp_path: Path, suffix: str) -> None:
     assert loaded.lengths.tokenizer_hash == "t1"
     assert repr(loaded) == f"LengthCache(lengths{suffix}, 3 entries, finished)"
     assert not partial_path(path).exists()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(-1, 3)), max_size=12),
+    st.lists(st.integers(0, 12), max_size=3),
+)
+def test_entries_added_together_are_those_added_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[tuple[str, int]], cuts: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("together")
+
+    def added(path: Path, calls: list[list[tuple[str, int]]]) -> Any:
+        try:
+            with LengthCache.create(path, tokenizer_hash="t") as cache:
+                for call in calls:
+                    cache.extend([id for id, _ in call], [length for _, length in call])
+        except (BadLength, DuplicateId) as error:
+            return str(error)
+        return path.read_bytes()
+
+    bounds = [0, *sorted(min(cut, len(entries)) for cut in cuts), len(entries)]
+    together = [entries[a:b] for a, b in itertools.pairwise(bounds)]
+    alone = [[entry] for entry in entries]
+
+    assert added(folder / "a.jsonl", together) == added(folder / "b.jsonl", alone)
+
+
+def test_columns_of_other_lengths_are_refused(tmp_path: Path) -> None:
+    with LengthCache.create(tmp_path / "l.jsonl", tokenizer_hash="t") as cache:
+        with pytest.raises(ConfigError, match="different lengths"):
+            cache.extend(["a", "b"], [1])
+        cache.extend(["a"], [1], ["00000000000000ff"])
+
+    assert [*LengthCache.load(tmp_path / "l.jsonl")] == [LengthEntry("a", 1, "00000000000000ff")]
 
 
 def test_another_tokenizer_is_named(tmp_path: Path) -> None:

@@ -322,7 +322,7 @@ def test_what_only_repeats_is_no_unused_column() -> None:
 
 
 def test_columns_that_hold_no_training_text_are_left_alone() -> None:
-    row = {"text": "t", "url": "http://a/b", "label": 1, "score": 0.5, "category": "qa", "n": [1]}
+    row = {"text": "t", "url": "http://a/b", "label": 0, "score": 0.5, "category": "qa", "n": [1]}
     assert encoded(row) == ("", "t")
 
 
@@ -363,17 +363,23 @@ def folder(tmp_path: Path) -> Path:
 def test_rows_show_prints_what_is_read_and_learned_and_which_columns_are_used(
     folder: Path, call: Callable[..., Any]
 ) -> None:
-    said = call("data rows show rows.jsonl -t bytes", folder)
+    said = call("data rows show rows.jsonl -n 3", folder)
     assert said.code == 0
     assert said.out.splitlines()[:3] == [
-        "rows.jsonl:1: prompt + completion, 7 tokens, 3 with loss; not used: id, url",
+        "rows.jsonl:1: prompt + completion, 7 tokens, 3 with loss; not used: url",
         "  read    '2+2='",
         "  learned ' 4<eos>'",
     ]
     assert "rows.jsonl:2: cannot be trained: has explanation" in said.out
+    assert said.out.endswith("; tokenizer bytes, loss on all-turns\n")
     shown = call("data rows show rows.jsonl -t bytes --format json", folder).data["shown"]
     assert shown[0]["pieces"][1] == {"learned": True, "text": " 4<eos>"}
     assert set(shown[1]) == {"row", "error"}
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    forms = {"chat": {"messages": turns}, "Alpaca": {"instruction": "i", "output": "o"}}
+    for name, row in forms.items():
+        (folder / "one.jsonl").write_text(json.dumps(row))
+        assert f" in the {name} template, " in call("data rows show one.jsonl", folder).out
 
 
 def test_a_column_can_be_left_out_of_lengths_plans_and_batches_alike(

@@ -79,7 +79,7 @@ def test_the_mask_covers_exactly_the_response(
 @settings(max_examples=60, deadline=None)
 @given(texts, texts)
 def test_any_prompt_and_response_are_told_apart(prompt: str, response: str) -> None:
-    if not prompt + response:
+    if not prompt.strip() and not response:
         return
     tokenizer = load_tokenizer("bytes")
     sample = encode_row({"prompt": prompt, "completion": response}, tokenizer, "0")
@@ -203,7 +203,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"prompt": "p", "completion": 3}, "its completion is of type int"),
     ({"prompt": [], "completion": "x"}, "its prompt are not a list with at least one message"),
-    ({"prompt": "", "completion": ""}, "both empty"),
+    ({"prompt": "", "completion": ""}, "response empty"),
+    ({"prompt": "\r\n", "completion": ""}, "prompt is blank"),
     ({"instruction": "i"}, "no output or response"),
     ({"question": "q"}, "no answer"),
     ({"messages": "hi"}, "not a list"),

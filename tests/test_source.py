@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchwright.data.rows import jsonl as jsonl_module
+from batchwright.data.rows import tables as tables_module
 from batchwright.data.rows.source import Skipped, Source, good_rows, open_source
 from batchwright.errors import BadFile, BadRow, CannotWrite, ConfigError, MissingFile
 
@@ -280,6 +282,8 @@ def test_missing_and_foreign_things_are_refused_by_name(tmp_path: Path) -> None:
         ("binary.jsonl", bytes(range(256)), BadFile, "is a binary file"),
         ("wide.jsonl", '{"text":"a"}\n'.encode("utf-16"), BadFile, "UTF-16"),
         ("array.json", b' [{"text": "a"}]', BadFile, "one JSON array"),
+        ("rows.csv", b"prompt,completion\na,b\n", BadFile, "a table of text"),
+        ("rows.TSV", b"text\na\n", BadFile, "a table of text"),
         ("cut.parquet", b"PAR1 and no more", BadFile, "truncated or damaged Parquet"),
     ]
     for name, content, error, reason in cases:
@@ -328,6 +332,49 @@ def test_a_damaged_gzip_archive_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(BadFile, match="truncated or damaged gzip"):
         open_source(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("largest", [tables_module.LARGE, 0], ids=["small groups", "large groups"])
+def test_parquet_in_any_order_decodes_few_row_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, largest: int
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {**row, "kind": "even" if i % 2 else "odd", "more": [{"a": i}]}
+        for i, row in enumerate(ROWS * 20)
+    ]
+    table = pyarrow.Table.from_pylist(rows)
+    # Each row group has its own dictionary.
+    kinds = table["kind"].dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("kind"), "kind", kinds)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=100)
+    decoded = []
+    whole = pyarrow.parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pyarrow.parquet.ParquetFile,
+        "read_row_group",
+        lambda file, group: decoded.append(group) or whole(file, group),
+    )
+    monkeypatch.setattr(tables_module, "LARGE", largest)
+    source = open_source(tmp_path / "rows.parquet")
+    order = random.Random(0).sample(range(len(rows)), len(rows))
+
+    assert [source[item] for item in order] == [rows[item] for item in order]
+    assert read_all(source) == rows
+    assert len(decoded) <= tables_module.JUMPS + 2 if largest else not decoded
+
+
+def test_a_full_disk_while_unpacking_parquet_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(write_parquet(tmp_path / "rows.parquet", ROWS))
+    full = Path("/dev/full").open("wb")  # noqa: SIM115
+    monkeypatch.setattr(tables_module.tempfile, "TemporaryFile", lambda: full)
+
+    with pytest.raises(CannotWrite, match=r"cannot copy .*No space left"):
+        [source[item] for item in (50, 0, 30, 5, 40)]
 
 
 def test_damaged_pages_of_parquet_are_refused(tmp_path: Path) -> None:
@@ -467,3 +514,45 @@ def test_the_limit_of_a_line_can_be_moved_and_says_what_it_takes(
     monkeypatch.setenv("BATCHWRIGHT_MAX_LINE", "1 GB")
     with pytest.raises(ConfigError, match="give the most bytes of a line"):
         open_source(path)
+
+
+def test_a_row_is_found_without_reading_the_file(tmp_path: Path) -> None:
+    rows = [{"id": f"row-{number}", "text": "x" * 1000} for number in range(3000)]
+    source = open_source(str(write_jsonl(tmp_path / "rows.jsonl", rows)))
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = bytes_read()
+    found = [source[number]["id"] for number in (2999, 0, 1500)]
+    assert found == ["row-2999", "row-0", "row-1500"]
+    assert bytes_read() - before < 200_000
+
+
+CHILDREN = """
+import resource, sys
+from batchwright.cli.app import main
+sys.argv = ["batchwright", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_lengths_of_unchanged_rows_start_no_workers(tmp_path: Path, call: Any) -> None:
+    rows = [{"id": f"row-{number}", "text": "word " * 40} for number in range(3000)]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    line = "data lengths build -d rows.jsonl -t bytes -o lengths.jsonl --quiet --workers"
+    assert call(f"{line} 1", tmp_path).code == 0
+    again = subprocess.run(
+        [sys.executable, "-c", CHILDREN, *line.split(), "2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "measured 0, reused 3,000" in again.stdout
+    assert again.stdout.splitlines()[-1] == "0"

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -45,12 +46,17 @@ def written(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Counts the texts it tokenises."""
+    """Counts the texts it tokenises, in whatever thread."""
 
-    texts = 0
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    @property
+    def texts(self) -> int:
+        return sum(self._sizes)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        self.texts += len(texts)
+        self._sizes.append(len(texts))
         return super().encode_batch(texts, special=special)
 
 
@@ -129,6 +135,22 @@ def test_a_store_that_is_being_built_is_not_pruned(
     (store.path.parent / f"ab12-{'f' * 16}.partial").mkdir()
     left = call("data tokens prune --older-than 0s --format json", tmp_path).data["removed"]
     assert sorted(left) == sorted([store.path.name, f"ab12-{'f' * 16}.partial"])
+
+
+def test_stores_are_listed_while_others_come_and_go(tmp_path: Path) -> None:
+    kept = make_store(open_source(written(tmp_path / "rows.jsonl", rows_of(5))), BYTES)[0].path
+    passing = kept.with_name("ab12-0123456789abcdef.partial")
+    coming = "import os, sys\nwhile True: os.mkdir(sys.argv[1]); os.rmdir(sys.argv[1])"
+    seen: list[set[str]] = []
+    other = subprocess.Popen([sys.executable, "-S", "-c", coming, passing])
+    try:
+        while len(seen) < 200 or sum(passing.name in keys for keys in seen) < 30:
+            assert other.poll() is None
+            seen.append({store.key for store in kept_stores()})
+    finally:
+        other.kill()
+        other.wait()
+    assert all(kept.name in keys for keys in seen)
 
 
 def test_what_to_prune_must_be_said(tmp_path: Path, call: Callable[..., Any]) -> None:
@@ -276,6 +298,27 @@ MUTE: list[dict[str, Any]] = [
 ]
 
 
+def test_one_of_a_thing_is_said_in_the_singular(tmp_path: Path, call: Callable[..., Any]) -> None:
+    written(tmp_path / "rows.jsonl", [{"text": "a"}])
+    said = [
+        call(line, tmp_path).out
+        for line in (
+            "data lengths build -d rows.jsonl -t bytes -o l.jsonl",
+            "data batchplan build -l l.jsonl -b 64 -e 1 -o plan",
+            "data batchplan export -p plan -o text",
+            "data batching histogram -c l.jsonl",
+            "data batch generate -p plan -d rows.jsonl -t bytes -o batches",
+            "data rows show rows.jsonl -t bytes",
+            "data tokens ls",
+            "data tokens prune --max-size 0B",
+        )
+    ]
+    assert "1 sample, 2 tokens -> l.jsonl" in said[0]
+    assert "removed 1 token store, freed" in said[-1]
+    for text in said:
+        assert not re.search(r"(?<![\w.,])1 \w*s\b", text), text
+
+
 def test_samples_without_loss_are_refused_or_left_out_and_counted(
     tmp_path: Path, call: Callable[..., Any]
 ) -> None:
@@ -288,7 +331,7 @@ def test_samples_without_loss_are_refused_or_left_out_and_counted(
     assert refused.code == 1
     assert "1 of 3 samples have no token with loss, the first is 'mute'" in refused.err
     dry = call(f"{line} --dry-run --no-loss skip", tmp_path)
-    assert "skipped 1 samples without a token that carries loss" in dry.out
+    assert "skipped 1 sample without a token that carries loss" in dry.out
     assert call(f"{line} --no-loss skip -o plan", tmp_path).code == 0
     plan = BatchPlan.load(tmp_path / "plan")
     assert plan.counts.skipped_no_loss == 1
@@ -363,6 +406,9 @@ def test_no_planned_sample_is_without_loss_and_none_with_loss_is_missing(
 
     planned = {int(item) for batch in plan.epoch(0) for item in batch.items}
     assert planned == heard
+    cut = sum(len(masks[item]) > 10 for item in heard)
+    assert plan.counts.truncated == (cut if overflow == "truncate" else 0)
+    assert plan.counts.split == (cut if overflow == "split" else 0)
 
 
 def test_lengths_that_know_nothing_of_loss_are_planned_as_they_are() -> None:

@@ -186,6 +186,31 @@ def test_a_template_in_a_file_of_its_own_wins(tmp_path: Path) -> None:
     assert tokenizer.fingerprint != before
 
 
+@pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "GPT2TokenizerFast"])
+@pytest.mark.parametrize("eos", [{}, {"eos_token": None}, {"eos_token": "!"}])
+def test_the_end_of_text_is_that_of_transformers(
+    tmp_path: Path, kind: str, eos: dict[str, str | None]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    folder = gpt2_folder(tmp_path / "saved", CHATML)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, **eos}))
+
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+    assert load_tokenizer(folder).eos_id == theirs.eos_token_id
+
+
+def test_a_folder_without_files_of_a_fast_tokenizer_is_named_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    with pytest.raises(NoTokenizer, match=r"the folder slow has no tokenizer\.json"):
+        load_tokenizer("slow")
+
+
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     folder = gpt2_folder(tmp_path / "saved", CHATML)
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]

@@ -225,12 +225,17 @@ def size_limit() -> Callable[[int], Any]:
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Counts the texts it tokenises."""
+    """Counts the texts it tokenises, in whatever thread."""
 
-    texts = 0
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    @property
+    def texts(self) -> int:
+        return sum(self._sizes)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
-        self.texts += len(texts)
+        self._sizes.append(len(texts))
         return super().encode_batch(texts, special=special)
 
 
@@ -268,7 +273,7 @@ def journaled(folder: Path) -> int:
 
 
 def wait_until(holds: Callable[[], bool], process: "subprocess.Popen[str] | None" = None) -> None:
-    deadline = time.monotonic() + 600
+    deadline = time.monotonic() + 1200
     while not holds():
         assert process is None or process.poll() is None
         assert time.monotonic() < deadline
@@ -304,12 +309,39 @@ def test_workers_start_by_themselves_once_they_are_worth_it(
     built("few")
     assert set(at_work) == {0}
     monkeypatch.setattr(workers_module, "TRIAL_S", 0.0)
-    monkeypatch.setattr(workers_module, "WORTH_S", 0.0)
+    monkeypatch.setattr(workers_module, "WORTH_S", float("-inf"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     built("many")
     assert at_work[0] == 0
     assert max(at_work) == 2
     assert content(tmp_path / "few") == content(tmp_path / "many")
+
+
+class FailingTokenizer(ByteTokenizer):
+    """Raises at a text."""
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[Any]:
+        if "fatal" in texts:
+            raise MemoryError("no memory for this text")
+        return super().encode_batch(texts, special=special)
+
+
+def test_a_tokenizer_that_fails_raises_its_own_error_and_what_came_before_is_kept(
+    tmp_path: Path,
+) -> None:
+    rows = texts_of(8 * workers_module.CHUNK_ROWS)
+    rows[5 * workers_module.CHUNK_ROWS + 7]["text"] = "fatal"
+    path = written(tmp_path / "rows.jsonl", rows)
+
+    with pytest.raises(MemoryError, match="no memory for this text"):
+        build(open_source(path), FailingTokenizer(), tmp_path / "tokens")
+    assert journaled(unfinished(tmp_path / "tokens")) == 5 * workers_module.CHUNK_ROWS
+    counting = CountingTokenizer()
+    build(open_source(path), counting, tmp_path / "tokens")
+    build(open_source(path), BYTES, tmp_path / "whole")
+
+    assert counting.texts == 3 * workers_module.CHUNK_ROWS
+    assert content(tmp_path / "tokens") == content(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -369,7 +401,7 @@ def test_train_sft_killed_while_it_tokenises_resumes_by_the_same_command(tmp_pat
     assert 0 < done < 4000
     assert not (tmp_path / "run" / "tokens").exists()
     again = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=1200, check=False
     )
     assert again.returncode == 0, again.stderr
     config = SftConfig(model="tiny", data=str(path), token_budget=1024, run_dir=tmp_path / "whole")
@@ -520,7 +552,7 @@ def test_of_two_processes_one_tokenises_and_the_other_waits(tmp_path: Path) -> N
         subprocess.Popen([sys.executable, "-c", script, str(path)], text=True, stdout=-1, stderr=-1)
         for _ in range(3)
     ]
-    said = [process.communicate(timeout=120) for process in started]
+    said = [process.communicate(timeout=1200) for process in started]
 
     assert sorted(out for out, _ in said) == ["2000 0\n", "2000 0\n", "2000 2000\n"]
     assert sum("another process is tokenising this data" in err for _, err in said) == 2

@@ -4,7 +4,7 @@ Ten million Python strings take most of a gigabyte; the same ids here take their
 eight more each. Ids that are just the row numbers "0", "1", ... take nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -62,15 +62,35 @@ class Ids:
         """The ids of all blocks, which never stand in memory as strings all together."""
         sizes, raw = [np.zeros(1, np.int64)], []
         for block in blocks:
-            try:
-                encoded = [id.encode() for id in block]
-            except UnicodeEncodeError as error:
-                raise BadRow(f"the sample id {error.object!r} is not valid Unicode") from None
+            encoded = _encoded(block)
             sizes.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
             raw.append(b"".join(encoded))
         return cls.from_arrays(
             np.cumsum(np.concatenate(sizes)), np.frombuffer(b"".join(raw), np.uint8)
         )
+
+    @classmethod
+    def prefixed(cls, parts: Mapping[str, "Ids"]) -> "Ids":
+        """The ids of all parts, each as name/id.
+
+        >>> [*Ids.prefixed({"a": Ids.numbered(2), "b": Ids.of(["x"])})]
+        ['a/0', 'a/1', 'b/x']
+        """
+        sizes, raw = [np.zeros(1, np.int64)], [np.empty(0, np.uint8)]
+        for name, ids in parts.items():
+            offsets, data = ids.arrays or _numbered(len(ids))
+            prefix = np.frombuffer(_encoded([f"{name}/"])[0], np.uint8)
+            own = np.diff(offsets) + len(prefix)
+            made = np.empty(int(own.sum()), np.uint8)
+            begin = np.cumsum(own) - own
+            taken = np.zeros(len(made), bool)
+            for at, byte in enumerate(prefix):
+                made[begin + at] = byte
+                taken[begin + at] = True
+            made[~taken] = data[offsets[0] : offsets[-1]]
+            sizes.append(own)
+            raw.append(made)
+        return cls.from_arrays(np.cumsum(np.concatenate(sizes)), np.concatenate(raw))
 
     @classmethod
     def from_arrays(cls, offsets: Offsets, data: Bytes) -> "Ids":
@@ -131,8 +151,11 @@ class Ids:
         for start in range(0, self._n, 65536):
             ends = offsets[start : start + 65537].tolist()
             block = data[ends[0] : ends[-1]].tobytes()
-            for a, b in pairwise(ends):
-                yield _text(block[a - ends[0] : b - ends[0]])
+            if block.isascii():
+                text = block.decode()
+                yield from (text[a - ends[0] : b - ends[0]] for a, b in pairwise(ends))
+            else:
+                yield from (_text(block[a - ends[0] : b - ends[0]]) for a, b in pairwise(ends))
 
     def take(self, items: Iterable[int]) -> list[str]:
         """The ids of these items, in their order."""
@@ -271,6 +294,13 @@ class Ids:
 
     def _unknown(self, id: str) -> str:
         return f"no sample with id {id!r} among {self._n:,}"
+
+
+def _encoded(ids: Iterable[str]) -> list[bytes]:
+    try:
+        return [id.encode() for id in ids]
+    except UnicodeEncodeError as error:
+        raise BadRow(f"the sample id {error.object!r} is not valid Unicode") from None
 
 
 def _text(raw: bytes) -> str:

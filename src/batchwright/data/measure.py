@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from batchwright.data.build.build import RepeatedIds
+from batchwright.data.build.workers import Workers
 from batchwright.data.lengths.cache import LengthCache
 from batchwright.data.lengths.files import check_path, write_entries
 from batchwright.data.rows.source import OnBadRow, Skipped, Source, open_source
@@ -39,7 +40,7 @@ def build_lengths(
     tokenizer: Tokenizer | str | Path,
     out: str | Path,
     *,
-    workers: int | None = None,
+    workers: int | Workers | None = None,
     on_bad_row: OnBadRow = "fail",
     repeated_ids: RepeatedIds = "fail",
     progress: Callable[[int, int], None] | None = None,
@@ -52,8 +53,9 @@ def build_lengths(
     measured again. The file is the same whatever the number of workers and however often the
     build was interrupted.
 
-    `workers` counts processes; by default all cores are used as soon as the remaining rows are
-    worth the start of processes. `progress` is called with rows done and rows in all.
+    `workers` counts processes. By default the tokenizer's own threads use all cores beside this
+    process, and more processes start where that leaves cores idle for long.
+    `progress` is called with rows done and rows in all.
     """
     start = time.monotonic()
     source = open_source(source) if isinstance(source, str | Path) else source

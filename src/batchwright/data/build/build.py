@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.build.known import Known
-from batchwright.data.build.workers import map_chunks
+from batchwright.data.build.workers import Workers, map_chunks
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
-from batchwright.data.rows.sample import Sample, content_hash, encode_rows, row_id
+from batchwright.data.rows.sample import Encoding, content_hash, row_id
 from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow, DuplicateId
 
-__all__ = ["Build", "EncodedChunk", "RepeatedIds"]
+__all__ = ["Build", "EncodedChunk", "EncodingChunk", "RepeatedIds"]
 
 RepeatedIds = Literal["fail", "skip"]
 """Of rows with the same id: refuse them, or keep the first and count the others."""
@@ -66,7 +66,7 @@ class Build:
         *,
         on_bad_row: OnBadRow,
         repeated_ids: RepeatedIds,
-        workers: int | None,
+        workers: int | Workers | None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._source = source
@@ -86,7 +86,9 @@ class Build:
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         """The chunks in order; whoever takes one may journal it, it holds no refused row."""
-        chunks = map_chunks(_encode, self._source, self._tokenizer, self._known, self._workers)
+        chunks = map_chunks(
+            EncodingChunk, self._source, self._tokenizer, self._known, self._workers
+        )
         with closing(chunks):
             for chunk in chunks:
                 self._gather(chunk)
@@ -139,35 +141,48 @@ class Build:
         self._columns.append((sizes, rows, chunk.lengths, chunk.content))
 
 
-def _encode(chunk: Chunk, tokenizer: Tokenizer, known: Known) -> EncodedChunk:
-    bad: list[tuple[int, BadRow]] = []
-    read = []
-    for item, row in chunk.rows():
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            read.append((item, row, row_id(row, str(item)), content_hash(row)))
-        except BadRow as error:
-            bad.append((item, error))
-    content = np.array([r[3] for r in read], np.uint64)
-    lengths, places = known.find([r[2] for r in read], content)
-    new = [(at, read[at][1]) for at in np.flatnonzero(places < 0).tolist()]
-    samples: list[Sample] = []
-    for at, outcome in encode_rows(new, tokenizer):
-        if isinstance(outcome, BadRow):
-            bad.append((read[at][0], outcome))
-        else:
-            lengths[at] = len(outcome)
-            samples.append(outcome)
-    good = lengths > 0
-    kept = [r for r, keep in zip(read, good.tolist(), strict=True) if keep]
-    return EncodedChunk(
-        rows=[r[0] for r in kept],
-        ids=[r[2] for r in kept],
-        lengths=lengths[good],
-        content=content[good],
-        places=places[good],
-        tokens=np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in samples)]),
-        mask=np.concatenate([np.empty(0, np.uint8), *(s.loss_mask for s in samples)]),
-        bad=sorted(bad, key=itemgetter(0)),
-    )
+class EncodingChunk:
+    """A chunk on its way to an `EncodedChunk`; created in a worker process or in this one."""
+
+    def __init__(self, chunk: Chunk, tokenizer: Tokenizer, known: Known) -> None:
+        self._bad: list[tuple[int, BadRow]] = []
+        self._read = []
+        for item, row in chunk.rows():
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                self._read.append((item, row, row_id(row, str(item)), content_hash(row)))
+            except BadRow as error:
+                self._bad.append((item, error))
+        self._content = np.array([r[3] for r in self._read], np.uint64)
+        self._lengths, self._places = known.find([r[2] for r in self._read], self._content)
+        new = [(at, self._read[at][1]) for at in np.flatnonzero(self._places < 0).tolist()]
+        self._encoding = Encoding(new, tokenizer)
+
+    def tokenise(self) -> None:
+        """Run the tokenizer; any thread may."""
+        self._encoding.tokenise()
+
+    def result(self) -> EncodedChunk:
+        bad, lengths = self._bad, self._lengths
+        ids: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        masks: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
+        for at, _, tokens in self._encoding.tokens():
+            if isinstance(tokens, BadRow):
+                bad.append((self._read[at][0], tokens))
+                continue
+            lengths[at] = len(tokens[0])
+            ids.append(tokens[0])
+            masks.append(tokens[1])
+        good = lengths > 0
+        kept = [r for r, keep in zip(self._read, good.tolist(), strict=True) if keep]
+        return EncodedChunk(
+            rows=[r[0] for r in kept],
+            ids=[r[2] for r in kept],
+            lengths=lengths[good],
+            content=self._content[good],
+            places=self._places[good],
+            tokens=np.concatenate(ids),
+            mask=np.concatenate(masks),
+            bad=sorted(bad, key=itemgetter(0)),
+        )

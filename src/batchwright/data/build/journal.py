@@ -40,22 +40,24 @@ class Journal:
             # Nobody named this file: a link there is not followed, and a FIFO not waited for.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+        except OSError as error:
+            raise CannotWrite(f"cannot write {path}: {error.strerror or error}") from None
+        try:
             head = os.pread(self._file.fileno(), 4096, 0).partition(b"\n")[0]
             if not head.startswith(OURS) and not OURS.startswith(head):
-                self._file.close()
                 raise CannotWrite(
                     f"{path} was not written by this command, so it is not replaced; move it away "
                     f"or name another output"
                 )
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise CannotWrite(
-                f"another process is writing {path}; wait for it or name another output"
-            ) from None
-        except CannotWrite:
-            raise
         except OSError as error:
+            self._file.close()
+            if isinstance(error, CannotWrite):
+                raise
+            if isinstance(error, BlockingIOError):
+                raise CannotWrite(
+                    f"another process is writing {path}; wait for it or name another output"
+                ) from None
             raise CannotWrite(f"cannot write {path}: {error.strerror}") from None
 
     def replay(self, intact: Callable[[Record], bool] = lambda _: True) -> Iterator[Record]:
@@ -65,7 +67,7 @@ class Journal:
         """
         self._file.seek(0)
         good = 0
-        with os.fdopen(os.dup(self._file.fileno()), "rb") as reader:
+        with open(self._file.fileno(), "rb", closefd=False) as reader:
             if reader.readline() == self._header:
                 good = len(self._header)
                 for line in reader:

@@ -1,6 +1,7 @@
-"""Chunks of rows through worker processes and back, in order."""
+"""Chunks of rows through threads or worker processes and back, in order."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -11,11 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from batchwright.data.build.known import Known
 from batchwright.data.rows.source import Chunk, Source, row_ranges
@@ -23,51 +24,127 @@ from batchwright.data.tokenizers.load import load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer, with_loss_on
 from batchwright.errors import BatchwrightError, ConfigError, Mismatch
 
-__all__ = ["CHUNK_ROWS", "map_chunks"]
+__all__ = ["CHUNK_ROWS", "Begin", "Work", "Workers", "map_chunks"]
 
 T = TypeVar("T")
-Work = Callable[[Chunk, Tokenizer, Known], T]
+Made = TypeVar("Made", covariant=True)
 
 CHUNK_ROWS = 256
 
 TRIAL_S = 1.0
 """How long this process works alone before it judges whether workers are worth their start."""
 
-WORTH_S = 10.0
-"""Remaining work of one process, in seconds, from which on workers finish earlier."""
+WORTH_S = 5.0
+"""Seconds that workers must save to be started: their start alone takes some."""
+
+AHEAD = 2
+"""Chunks at the tokenizer together, so that none of its threads waits between two of them."""
+
+
+class Work(Protocol[Made]):
+    """A chunk under way: created, then tokenised by any thread, then taken."""
+
+    def tokenise(self) -> None: ...
+    def result(self) -> Made: ...
+
+
+Begin = Callable[[Chunk, Tokenizer, Known], Work[T]]
+
+
+class Workers(Protocol):
+    """Processes of another kind than this module starts, say on other machines."""
+
+    def map(
+        self, begin: Begin[T], chunks: Iterator[Chunk], tokenizer: Tokenizer, known: Known
+    ) -> Iterator[T]:
+        """What becomes of each chunk, in order."""
+        ...
 
 
 def map_chunks(
-    work: Work[T], source: Source, tokenizer: Tokenizer, known: Known, workers: int | None
+    begin: Begin[T],
+    source: Source,
+    tokenizer: Tokenizer,
+    known: Known,
+    workers: int | Workers | None,
 ) -> Generator[T, None, None]:
-    """What `work` makes of each chunk of `source`, in order.
+    """What becomes of each chunk of `source`, in order.
 
-    `workers` counts processes; 1 is this one alone. None starts here, and goes on with one for
-    each core once what remains would take this process more than `WORTH_S`.
+    `workers` counts processes; 1 is this one alone, in which the tokenizer uses its own threads
+    while this one reads. That is all that most data sets need, so None starts here, and goes on
+    with a process for each core if that saves more than `WORTH_S`: where Python is the limit, as
+    with chat templates.
     """
-    if workers is not None and workers < 1:
+    if isinstance(workers, int) and workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
-    total = len(source)
     ranges = row_ranges(source, CHUNK_ROWS)
-    begin = time.monotonic()
-    if workers is None:
-        workers = len(os.sched_getaffinity(0))
-        for at, done in ranges:
-            yield work(source.chunk(at, done), tokenizer, known)
-            spent = time.monotonic() - begin
-            if workers > 1 and spent >= TRIAL_S and spent / done * (total - done) > WORTH_S:
-                break
-        else:
+    if not isinstance(workers, int | None):
+        yield from workers.map(begin, (source.chunk(*rows) for rows in ranges), tokenizer, known)
+        return
+    cores = len(os.sched_getaffinity(0))
+    if workers is None or workers == 1:
+        spent: list[float] = []
+        here = ranges if workers or cores == 1 else _until_worth(ranges, len(source), cores, spent)
+        chunks = (source.chunk(*rows) for rows in here)
+        yield from _in_threads(begin, chunks, tokenizer, known, spent)
+    for rest in ranges:
+        chunks = (source.chunk(*rows) for rows in itertools.chain([rest], ranges))
+        yield from _in_workers(begin, chunks, tokenizer, known, workers or cores)
+
+
+def _until_worth(
+    ranges: Iterator[tuple[int, int]], total: int, cores: int, spent: list[float]
+) -> Iterator[tuple[int, int]]:
+    """The next rows, until all cores busy would finish the others much earlier than this.
+
+    Judged by processor time, which other processes of the machine do not change: of this thread
+    and of those that call the tokenizer (`spent`), which take turns, and of the whole process.
+    """
+    began, alone, busy = time.monotonic(), time.thread_time(), time.process_time()
+    for start, stop in ranges:
+        yield start, stop
+        in_turn = time.thread_time() - alone + sum(spent)
+        saved = in_turn - (time.process_time() - busy) / cores
+        if time.monotonic() - began >= TRIAL_S and saved / stop * (total - stop) > WORTH_S:
             return
-    chunks = (source.chunk(at, stop) for at, stop in ranges)
-    if workers == 1:
-        yield from (work(chunk, tokenizer, known) for chunk in chunks)
-    else:
-        yield from _in_workers(work, chunks, tokenizer, known, workers)
+
+
+def _in_threads(
+    begin: Begin[T],
+    chunks: Iterator[Chunk],
+    tokenizer: Tokenizer,
+    known: Known,
+    spent: list[float],
+) -> Iterator[T]:
+    with ThreadPoolExecutor(AHEAD, "tokenise") as threads:
+        waiting: deque[tuple[Work[T], Future[float]]] = deque()
+        try:
+            for chunk in chunks:
+                work = begin(chunk, tokenizer, known)
+                waiting.append((work, threads.submit(_timed, work.tokenise)))
+                if len(waiting) > AHEAD:
+                    yield _taken(waiting, spent)
+            while waiting:
+                yield _taken(waiting, spent)
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
+
+
+def _timed(tokenise: Callable[[], None]) -> float:
+    """How much processor time this thread takes for it."""
+    before = time.thread_time()
+    tokenise()
+    return time.thread_time() - before
+
+
+def _taken(waiting: "deque[tuple[Work[T], Future[float]]]", spent: list[float]) -> T:
+    work, tokenised = waiting.popleft()
+    spent.append(tokenised.result())
+    return work.result()
 
 
 def _in_workers(
-    work: Work[T], chunks: Iterator[Chunk], tokenizer: Tokenizer, known: Known, workers: int
+    begin: Begin[T], chunks: Iterator[Chunk], tokenizer: Tokenizer, known: Known, workers: int
 ) -> Iterator[T]:
     with tempfile.TemporaryDirectory(prefix="batchwright-", ignore_cleanup_errors=True) as folder:
         known.save(Path(folder))
@@ -79,7 +156,7 @@ def _in_workers(
             initargs=(tokenizer.name, tokenizer.loss_on, tokenizer.fingerprint, folder),
         )
         try:
-            yield from _in_order(pool, work, chunks, in_flight=workers * 4)
+            yield from _in_order(pool, begin, chunks, in_flight=workers * 4)
         except BrokenProcessPool:
             raise BatchwrightError(
                 "a worker process died, perhaps out of memory; run again to resume, "
@@ -90,12 +167,12 @@ def _in_workers(
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, work: Work[T], chunks: Iterator[Chunk], in_flight: int
+    pool: ProcessPoolExecutor, begin: Begin[T], chunks: Iterator[Chunk], in_flight: int
 ) -> Iterator[T]:
     waiting: deque[Future[T]] = deque()
     for chunk in chunks:
         with _blank_main():
-            waiting.append(pool.submit(_work_in_worker, work, chunk))
+            waiting.append(pool.submit(_work_in_worker, begin, chunk))
         if len(waiting) == in_flight:
             yield waiting.popleft().result()
     while waiting:
@@ -139,7 +216,7 @@ def _end_with_parent(folder: str) -> None:
     os._exit(1)
 
 
-def _work_in_worker(work: Work[T], chunk: Chunk) -> T:
+def _work_in_worker(begin: Begin[T], chunk: Chunk) -> T:
     # Loaded here and not at the start, so that an error comes back as itself.
     if "tokenizer" not in _worker:
         tokenizer = with_loss_on(load_tokenizer(_worker["name"]), _worker["loss_on"])
@@ -150,4 +227,6 @@ def _work_in_worker(work: Work[T], chunk: Chunk) -> T:
             )
         _worker["known"] = Known.load(Path(_worker["folder"]))
         _worker["tokenizer"] = tokenizer
-    return work(chunk, _worker["tokenizer"], _worker["known"])
+    work = begin(chunk, _worker["tokenizer"], _worker["known"])
+    work.tokenise()
+    return work.result()

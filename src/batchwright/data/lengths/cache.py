@@ -1,7 +1,8 @@
 """How many tokens each sample has, in memory and on disk."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +24,7 @@ from batchwright.data.lengths.files import (
     write_entries,
 )
 from batchwright.errors import ConfigError, DuplicateId, Mismatch, UnknownSample
+from batchwright.remote import fetched
 
 __all__ = ["LONGEST", "LengthCache", "LengthEntry", "Lengths"]
 
@@ -151,7 +153,7 @@ class LengthCache:
     @classmethod
     def load(cls, path: str | Path, expected_tokenizer_hash: str | None = None) -> "LengthCache":
         """A finished cache; one that is truncated, damaged or of another tokenizer is refused."""
-        entries = read_entries(Path(path))
+        entries = read_entries(fetched(path))
         if expected_tokenizer_hash not in (None, entries.tokenizer_hash):
             raise Mismatch(
                 f"{path} was measured with tokenizer {entries.tokenizer_hash}, not with "
@@ -205,7 +207,7 @@ class LengthCache:
         if known is None:
             self._added[sample_id] = entry
             self._unwritten.append(sample_id)
-            if len(self._unwritten) == FLUSH_EVERY:
+            if len(self._unwritten) >= FLUSH_EVERY:
                 self._flush()
 
     def extend(
@@ -215,12 +217,40 @@ class LengthCache:
         contents: Iterable[str] | None = None,
     ) -> None:
         """Add many entries, as columns of equal length."""
-        if contents is None:
-            for sample_id, length in zip(sample_ids, lengths, strict=True):
-                self.add(sample_id, length)
-        else:
-            for sample_id, length, content in zip(sample_ids, lengths, contents, strict=True):
-                self.add(sample_id, length, content)
+        if isinstance(lengths, np.ndarray):
+            lengths = lengths.tolist()
+        given: tuple[Iterable[Any], ...] = (sample_ids, lengths, contents or ())
+        columns = [iter(column) for column in given]
+        while True:
+            ids, values, hashes = ([*islice(column, FLUSH_EVERY)] for column in columns)
+            if contents is None:
+                hashes = [""] * len(ids)
+            if not len(ids) == len(values) == len(hashes):
+                raise ConfigError("the columns of entries have different lengths; make them equal")
+            if not ids:
+                return
+            if not self._is_new(ids, values):
+                for entry in zip(ids, values, hashes, strict=True):
+                    self.add(*entry)
+                continue
+            known = [*map(_content, hashes)]
+            self._flush()
+            self._added.update(zip(ids, zip(values, known, strict=True), strict=True))
+            assert self._journal is not None
+            self._journal.append(ids, values, known)
+
+    def _is_new(self, ids: Sequence[Any], lengths: Sequence[Any]) -> bool:
+        """Whether all these entries can be added at once: right, inside `with`, and not here."""
+        return (
+            self._journal is not None
+            and not len(self._entries.ids)
+            and {*map(type, ids)} == {str}
+            and {*map(type, lengths)} == {int}
+            and min(lengths) >= 1
+            and max(lengths) <= LONGEST
+            and len({*ids}) == len(ids)
+            and self._added.keys().isdisjoint(ids)
+        )
 
     def get(self, sample_id: str) -> int | None:
         """The length of a sample, or None."""
@@ -288,6 +318,8 @@ class LengthCache:
     def _find(self, sample_id: str) -> tuple[int, int] | None:
         if sample_id in self._added:
             return self._added[sample_id]
+        if not len(self._entries.ids):
+            return None
         try:
             item = self._entries.ids.find(sample_id)
         except UnknownSample:
@@ -304,8 +336,8 @@ class LengthCache:
         journal = journal or self._journal
         assert journal is not None
         entries = [self._added[sample_id] for sample_id in self._unwritten]
-        lengths, contents = [e[0] for e in entries], [e[1] for e in entries]
-        journal.append(self._unwritten, lengths, contents)
+        if entries:
+            journal.append(self._unwritten, *zip(*entries, strict=True))
         self._unwritten = []
 
     def _all(self) -> Entries:

@@ -19,6 +19,8 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
+from itertools import islice
+from json.encoder import encode_basestring_ascii
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ from numpy.typing import NDArray
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
 from batchwright.errors import BadFile, BadLength, ConfigError, DuplicateId, one_line
-from batchwright.files import existing, parse_json, writing
+from batchwright.files import existing, parse_json, read_regular, writing
 from batchwright.fingerprint import digest, digest_array
+from batchwright.remote import local_output
 
 __all__ = [
     "JOURNAL",
@@ -84,8 +87,7 @@ def check_path(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; name a file for the lengths")
     if path.exists():
-        with path.open("rb") as file:
-            head = file.read(1 << 16)
+        head = read_regular(path, 1 << 16)
         ours = head.startswith(START) if path.suffix == ".jsonl" else FORMAT.encode() in head
         if head and not ours:
             raise ConfigError(
@@ -104,7 +106,7 @@ def write_entries(path: Path, entries: Entries) -> None:
             f"duplicate sample id {entries.ids[pair[0]]!r}, entries {pair[0]} and {pair[1]} "
             f"(from 0); ids must be unique"
         )
-    with writing(path) as temporary:
+    with local_output(path) as local, writing(local) as temporary:
         if path.suffix == ".jsonl":
             _write_jsonl(temporary, entries)
         else:
@@ -118,10 +120,7 @@ def read_entries(path: Path) -> Entries:
     partial = partial_path(path)
     if not path.exists() and partial.exists():
         raise BadFile(f"{path} is not finished, only {partial.name} exists; {AGAIN}: it resumes")
-    try:
-        raw = existing(path, "length cache").read_bytes()
-    except IsADirectoryError:
-        raise BadFile(f"{path} is a folder, not a length cache; name the file") from None
+    raw = read_regular(existing(path, "length cache"))
     entries = _read_jsonl(path, raw) if path.suffix == ".jsonl" else _read_safetensors(path, raw)
     checked_lengths(entries.lengths, entries.ids)
     return entries
@@ -147,33 +146,34 @@ def _write_jsonl(path: Path, entries: Entries) -> None:
             hasher.update(raw)
 
         write(json.dumps(header, separators=(",", ":")) + "\n")
-        lines: list[str] = []
-        for line in _lines(entries):
-            lines.append(line)
-            if len(lines) == 8192:
-                write("".join(lines))
-                lines.clear()
-        write("".join(lines))
+        lines = _lines(entries)
+        while block := "".join(islice(lines, 8192)):
+            write(block)
         file.write(_end(len(entries.ids), entries.dataset_hash, hasher.hexdigest()))
 
 
 def _lines(entries: Entries) -> Iterator[str]:
-    lengths = entries.lengths
-    rows = np.arange(len(lengths)) if entries.rows is None else entries.rows
-    loss = _all_but_the_first(lengths) if entries.loss is None else entries.loss
-    columns = zip(
-        entries.ids,
-        lengths.tolist(),
-        loss.tolist(),
-        entries.content.tolist(),
-        rows.tolist(),
-        strict=True,
+    lengths, content = entries.lengths, entries.content
+    n = len(lengths)
+    # What most entries do not have is made for those that do, or for all at once.
+    more = [""] * n
+    if entries.loss is not None:
+        differs = (entries.loss != _all_but_the_first(lengths)).any(axis=1)
+        for at in np.flatnonzero(differs).tolist():
+            first, count = entries.loss[at].tolist()
+            more[at] = f',"loss":[{first},{count}]'
+    if content.any():
+        digits = content.astype(">u8").tobytes().hex()
+        for at in np.flatnonzero(content).tolist():
+            more[at] += f',"content":"{digits[16 * at : 16 * at + 16]}"'
+    if entries.rows is not None:
+        for at in np.flatnonzero(entries.rows != np.arange(n)).tolist():
+            more[at] += f',"row":{int(entries.rows[at])}'
+    quoted = map(encode_basestring_ascii, entries.ids)
+    return (
+        f'{{"sample_id":{id},"length":{length}{other}}}\n'
+        for id, length, other in zip(quoted, lengths.tolist(), more, strict=True)
     )
-    for number, (id, length, (first, count), content, row) in enumerate(columns):
-        part = f',"loss":[{first},{count}]' if (first, count) != (1, length - 1) else ""
-        known = f',"content":"{content:016x}"' if content else ""
-        moved = f',"row":{row}' if row != number else ""
-        yield f'{{"sample_id":{json.dumps(id)},"length":{length}{part}{known}{moved}}}\n'
 
 
 def _all_but_the_first(lengths: NDArray[np.int32]) -> NDArray[np.int32]:

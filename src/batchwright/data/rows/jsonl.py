@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
 from batchwright.errors import BadFile, BadRow, CannotWrite, one_line
-from batchwright.files import line_limit, too_long
+from batchwright.files import cannot_read, line_limit, too_long
 from batchwright.fingerprint import digest
 
-__all__ = ["GZIP", "ZSTD", "JsonlSource", "spooled"]
+__all__ = ["GZIP", "ZSTD", "JsonlSource", "no_room", "spooled"]
 
 BLOCK = 1 << 24
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -103,7 +103,9 @@ def _parse(line: bytes) -> Row | BadRow:
         return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
         return BadRow(f"not JSON: {one_line(error.msg)} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        return BadRow("not JSON that can be read: it is nested too deeply")
+    except ValueError as error:
         return BadRow(f"not JSON: {one_line(error)}")
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}, not an object")
@@ -173,7 +175,15 @@ def _refuse_foreign(head: bytes, path: Path) -> None:
     if b"\0" in head:
         raise BadFile(f"{path} is a binary file; give JSONL, gzip or zstd JSONL, or Parquet")
     if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        raise BadFile(f"{path} is one JSON array; write one object a line, as in: jq -c '.[]'")
+        raise BadFile(
+            f"{path} is one JSON array; write one object a line, as in: "
+            f"jq -c '.[]' {path} > rows.jsonl"
+        )
+    if path.suffix.lower() in (".csv", ".tsv"):
+        raise BadFile(
+            f"{path} is a table of text; give JSONL, gzip or zstd JSONL, or Parquet, as pandas "
+            f"and datasets write them"
+        )
 
 
 def _pread(handle: int, size: int, at: int) -> bytes:
@@ -212,7 +222,7 @@ def spooled(path: Path) -> int:
             file.seek(0)
             return os.dup(file.fileno())
     except OSError as error:
-        raise _no_room(path, error) from None
+        raise no_room(path, error) from None
 
 
 def _decompressed(handle: int, path: Path, compression: str) -> int:
@@ -231,10 +241,11 @@ def _decompressed(handle: int, path: Path, compression: str) -> int:
             file.flush()
             return os.dup(file.fileno())
     except OSError as error:
-        raise _no_room(path, error) from None
+        raise no_room(path, error) from None
 
 
-def _no_room(path: Path, error: OSError) -> CannotWrite:
+def no_room(path: Path, error: OSError) -> CannotWrite:
+    """What to raise where the unpacked rows of `path` cannot be written."""
     return CannotWrite(
         f"cannot copy {path} into {tempfile.gettempdir()}: {error.strerror or error}; "
         f"free space or set TMPDIR to a larger disk"
@@ -245,6 +256,8 @@ def _read(stream: Any, path: Path, compression: str) -> bytes:
     try:
         return bytes(stream.read(BLOCK))
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise cannot_read(path, error) from error
         raise BadFile(
             f"{path} is truncated or damaged {compression}: {one_line(error)}; get it again"
         ) from None

@@ -22,12 +22,11 @@ responses and counts for the loss; conversations end as their template ends them
 """
 
 import hashlib
-import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +45,14 @@ from batchwright.data.rows.shapes import (
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
-__all__ = ["IGNORE", "Sample", "content_hash", "encode_row", "encode_rows", "row_id"]
+__all__ = ["IGNORE", "Encoding", "Sample", "content_hash", "encode_row", "encode_rows", "row_id"]
 
 # Created once: `json.dumps` would create one for every row.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 Name = TypeVar("Name", int, str)
+Tokens = tuple[NDArray[np.int32], NDArray[np.uint8]]
+"""Ids and loss mask of a row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,19 +91,16 @@ def encode_rows(
     All texts go to the tokenizer in one batch, which is several times faster than one by one.
     Rows are named by their number or an id; rows that are already bad pass through.
     """
-    read = [(name, row, shape_or_reason(row, tokenizer)) for name, row in rows]
-    tokens = _Tokens([shape for _, _, shape in read if not isinstance(shape, BadRow)], tokenizer)
+    encoding = Encoding(rows, tokenizer)
+    encoding.tokenise()
     outcomes: list[tuple[Name, Sample | BadRow]] = []
-    for name, row, shape in read:
-        if isinstance(row, BadRow):
-            outcomes.append((name, row))
+    for name, row, tokens in encoding.tokens():
+        if isinstance(tokens, BadRow):
+            outcomes.append((name, tokens))
             continue
-        if isinstance(shape, BadRow):
-            outcomes.append((name, shape))
-            continue
-        ids, mask = tokens.of(shape)
+        assert not isinstance(row, BadRow), "it has no tokens"
         try:
-            outcomes.append((name, _sample(row, str(name), ids, mask)))
+            outcomes.append((name, _sample(row, str(name), *tokens)))
         except BadRow as error:
             outcomes.append((name, error))
     return outcomes
@@ -120,22 +118,45 @@ def content_hash(row: Row) -> int:
     return int.from_bytes(hashlib.sha256(_canonical(present).encode()).digest()[:8], "big")
 
 
-class _Tokens:
-    """The tokens of many shapes, encoded in one call for each kind of text."""
+class Encoding(Generic[Name]):
+    """Rows on their way to tokens, in steps: create it, `tokenise`, take the `tokens`.
 
-    def __init__(self, shapes: Sequence[Shape], tokenizer: Tokenizer) -> None:
-        self._prefix = tokenizer.prefix
-        self._eos = tokenizer.eos_id
-        self._everything = tokenizer.loss_on == "everything"
-        texts = [shape.text for shape in shapes if isinstance(shape, Text)]
-        parts = [p for s in shapes if isinstance(s, Pair) for p in (s.prompt, s.response)]
-        chats = [shape.text for shape in shapes if isinstance(shape, Chat)]
+    Only `tokenise` runs the tokenizer, which may use other cores meanwhile: another thread can
+    call it while this one reads the next rows.
+    """
+
+    def __init__(self, rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._read: list[tuple[Name, Row | BadRow, Shape | BadRow]] = [
+            (name, row, shape_or_reason(row, tokenizer)) for name, row in rows
+        ]
         # Shapes are taken in the order they were given, so iterators are enough.
-        self._texts = iter(tokenizer.encode_batch(texts, special=True) if texts else ())
-        self._parts = iter(tokenizer.encode_batch(parts, special=False) if parts else ())
-        self._chats = iter(tokenizer.encode_with_offsets(chats) if chats else ())
+        self._texts: Iterator[Sequence[int]] = iter(())
+        self._parts: Iterator[Sequence[int]] = iter(())
+        self._chats: Iterator[tuple[Sequence[int], NDArray[np.int64]]] = iter(())
 
-    def of(self, shape: Shape) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
+    def tokenise(self) -> None:
+        """Run the tokenizer once for each kind of text."""
+        shapes = [shape for _, _, shape in self._read]
+        encode = self._tokenizer.encode_batch
+        if texts := [shape.text for shape in shapes if isinstance(shape, Text)]:
+            self._texts = iter(encode(texts, special=True))
+        pairs = [shape for shape in shapes if isinstance(shape, Pair)]
+        if parts := [part for pair in pairs for part in (pair.prompt, pair.response)]:
+            self._parts = iter(encode(parts, special=False))
+        if chats := [shape.text for shape in shapes if isinstance(shape, Chat)]:
+            self._chats = iter(self._tokenizer.encode_with_offsets(chats))
+
+    def tokens(self) -> Iterator[tuple[Name, Row | BadRow, Tokens | BadRow]]:
+        """Each row's ids and mask, or the reason why it has none; to be iterated once."""
+        for name, row, shape in self._read:
+            if isinstance(shape, BadRow):
+                yield name, row, shape
+                continue
+            ids, mask = self._tokens_of(shape)
+            yield name, row, (ids, mask) if len(ids) else BadRow("has no tokens")
+
+    def _tokens_of(self, shape: Shape) -> Tokens:
         if isinstance(shape, Ready):
             return shape.ids, shape.mask
         if isinstance(shape, Chat):
@@ -145,27 +166,28 @@ class _Tokens:
                 mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
             return np.asarray(found, np.int32), mask
         if isinstance(shape, Text):
-            ids = self._ended(next(self._texts))
+            ids = self._ended((), (), next(self._texts))
             return ids, np.ones(len(ids), np.uint8)
-        prompt = next(self._parts)
-        ids = self._ended(next(self._parts), self._prefix, prompt)
+        prompt, prefix = next(self._parts), self._tokenizer.prefix
+        ids = self._ended(prefix, prompt, next(self._parts))
         mask = np.zeros(len(ids), np.uint8)
-        mask[0 if self._everything else len(self._prefix) + len(prompt) :] = 1
+        everything = self._tokenizer.loss_on == "everything"
+        mask[0 if everything else len(prefix) + len(prompt) :] = 1
         return ids, mask
 
-    def _ended(self, ids: Any, *before: Sequence[int]) -> NDArray[np.int32]:
+    def _ended(
+        self, prefix: Sequence[int], prompt: Sequence[int], ids: Sequence[int]
+    ) -> NDArray[np.int32]:
         """All of them, with the end-of-text token appended unless the ids end with it."""
-        ended = self._eos is None or (len(ids) and ids[-1] == self._eos)
-        parts = (*before, ids, () if ended else (self._eos,))
+        eos = self._tokenizer.eos_id
+        end: Sequence[int] = () if eos is None or (len(ids) and ids[-1] == eos) else (eos,)
         if isinstance(ids, np.ndarray):
-            return np.concatenate([np.asarray(part, np.int32) for part in parts])
+            return np.concatenate([np.asarray(p, np.int32) for p in (prefix, prompt, ids, end)])
         # One list, because Python joins lists quicker than numpy reads them.
-        return np.array([*itertools.chain(*parts)], np.int32)
+        return np.array([*prefix, *prompt, *ids, *end], np.int32)
 
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
-    if not len(ids):
-        raise BadRow("has no tokens")
     difficulty, dataset = row.get("difficulty"), row.get("dataset_id")
     if isinstance(difficulty, bool | str) or difficulty is None or not math.isfinite(difficulty):
         difficulty = None

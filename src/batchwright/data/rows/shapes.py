@@ -179,9 +179,7 @@ class _Columns:
     def __init__(self, row: Row) -> None:
         self.row = row
         self.used: list[str] = []
-
-    def has(self, name: str) -> bool:
-        return self.row.get(name) is not None
+        self.has = {name for name, value in row.items() if value is not None}.__contains__
 
     def take(self, name: str) -> Any:
         self.used.append(name)
@@ -195,7 +193,10 @@ class _Columns:
 
     def optional(self, *names: str) -> str:
         """The text of the first of these that there is, or nothing."""
-        return next((self.text(name) for name in names if self.has(name)), "")
+        for name in names:
+            if self.has(name):
+                return self.text(name)
+        return ""
 
     def response(self, having: str, *first: str) -> str:
         """The name of the column with the response, or why there is none."""
@@ -285,6 +286,8 @@ def _refuse_unwanted(row: Row) -> None:
     """An error for an answer that the row itself calls a bad one."""
     for name in VERDICTS:
         value = row.get(name)
+        if value is None:
+            continue
         if value is False or value == 0 or str(value).strip().lower() in ("false", "0"):
             raise BadRow(
                 f"its {name} is {json.dumps(value, default=str)}, so its answer is one not to "
@@ -369,7 +372,7 @@ def _after(*parts: str) -> str:
 
 def _pair(prompt: str, response: str) -> Pair:
     if not prompt.strip() and not response:
-        raise BadRow("its prompt and response are both empty, so there are no tokens to train on")
+        raise BadRow("its prompt is blank and its response empty, so there is nothing to train on")
     return Pair(prompt, response)
 
 

@@ -18,6 +18,7 @@ from batchwright.data.rows.jsonl import GZIP, ZSTD, JsonlSource, spooled
 from batchwright.data.rows.tables import chosen_split, dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
 from batchwright.fingerprint import digest
+from batchwright.remote import address_of, fetched
 
 __all__ = [
     "Chunk",
@@ -104,11 +105,11 @@ class Skipped:
 def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "auto") -> Source:
     """Open a file, a folder, several files as one, or a Hugging Face dataset.
 
-    `spec` is a path; a folder of *.jsonl and *.parquet files, taken in the order of their names,
-    or one that `save_to_disk` wrote; a list of paths; `hf:NAME`; a `datasets.Dataset`; or what
-    this function returned. Of several splits one must be named: `FOLDER:SPLIT`, `hf:NAME:SPLIT`.
-    The split of a file is in its name, as `train` in `train-00000-of-00002.parquet`; files
-    without one are of `train`. Only the offsets of the rows
+    `spec` is a path, or an address such as s3://BUCKET/NAME; a folder of *.jsonl and *.parquet
+    files, taken in the order of their names, or one that `save_to_disk` wrote; a list of paths;
+    `hf:NAME`; a `datasets.Dataset`; or what this function returned. Of several splits one must be
+    named: `FOLDER:SPLIT`, `hf:NAME:SPLIT`. The split of a file is in its name, as `train` in
+    `train-00000-of-00002.parquet`; files without one are of `train`. Only the offsets of the rows
     are held in memory. `ignore_columns` are left out, as if the rows did not have them;
     `messages.thought` leaves out that key of every message. `ids`
     says what rows are called: by their `id` or `sample_id` where they have one (auto), all by
@@ -119,6 +120,12 @@ def open_source(spec: Any, ignore_columns: Sequence[str] = (), ids: IdsOf = "aut
         return _NarrowSource(open_source(spec), ignored, ids == "require")
     if spec == "":
         raise ConfigError("the name of the data is empty; give a file, a folder or hf:NAME")
+    if isinstance(spec, str | Path) and (address := address_of(spec)) is not None:
+        place, colon, split = address.rpartition(":")
+        # The colon of a scheme or a port is before a slash.
+        named = bool(colon) and "/" not in split
+        local = fetched(place if named else address)
+        return open_source(f"{local}:{split}" if named else local)
     if isinstance(spec, str) and spec.startswith("hf:"):
         return hugging_face(spec.removeprefix("hf:"))
     if isinstance(spec, str | Path):

@@ -1,6 +1,8 @@
 """Parquet files and Hugging Face datasets: rows of Arrow tables."""
 
 import hashlib
+import mmap
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +12,23 @@ from typing import Any
 import numpy as np
 
 from batchwright.data.rows import Row
-from batchwright.errors import BadFile, ConfigError, MissingFile, need, one_line
+from batchwright.data.rows.jsonl import no_room
+from batchwright.errors import (
+    BadFile,
+    BatchwrightError,
+    ConfigError,
+    MissingFile,
+    need,
+    one_line,
+)
+from batchwright.files import cannot_read
 from batchwright.fingerprint import digest
+
+LARGE = 1 << 26
+"""Bytes of a row group that is not decoded as a whole."""
+JUMPS = 2
+"""Row groups that are decoded out of their order before the file is unpacked."""
+UNPACKED_ROWS = 256
 
 __all__ = ["TableSource", "chosen_split", "dataset", "hugging_face", "parquet"]
 
@@ -93,7 +110,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 def parquet(path: Path) -> TableSource:
-    """A Parquet file, read a row group at a time; nested columns become lists and objects."""
+    """A Parquet file; nested columns become lists and objects.
+
+    Rows in order are decoded a row group at a time. For rows in any order, and for row groups too
+    large to be held, the file is unpacked once into an unnamed one, which is gone with the process.
+    """
     reader = _Parquet(path)
     return TableSource(path.name, len(reader), reader.table, reader.fingerprint)
 
@@ -104,12 +125,18 @@ class _Parquet:
 
         self._path = path
         try:
-            self._file = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+            # With a buffer, and nothing read ahead, a row group of any size takes little memory.
+            self._file = pyarrow.parquet.ParquetFile(
+                path, page_checksum_verification=True, buffer_size=1 << 20, pre_buffer=False
+            )
         except (OSError, ValueError) as error:
             raise _damaged(path, error) from None
         metadata = self._file.metadata
-        groups = [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)]
-        self._starts = np.concatenate([[0], np.cumsum(groups, dtype=np.int64)])
+        groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+        sizes = [group.num_rows for group in groups]
+        self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+        self._large = any(group.total_byte_size > LARGE for group in groups)
+        self._jumps = 0
         self._group: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
@@ -118,6 +145,8 @@ class _Parquet:
     def table(self, start: int, stop: int) -> Any:
         import pyarrow
 
+        if self._large or self._jumps > JUMPS:
+            return pyarrow.concat_tables(self._unpacked.tables(start, stop))
         first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
         cuts = []
         for group in range(int(first), int(last) + 1):
@@ -134,17 +163,74 @@ class _Parquet:
     def _read(self, group: int) -> Any:
         # Neighbouring rows are read together, so the last group is cached.
         if self._group[0] != group:
+            self._jumps += group != self._group[0] + 1
             try:
                 self._group = (group, self._file.read_row_group(group))
             except (OSError, ValueError) as error:
                 raise _damaged(self._path, error) from None
         return self._group[1]
 
+    @cached_property
+    def _unpacked(self) -> "_Unpacked":
+        self._group = (-1, None)
+        try:
+            return _Unpacked(self._batches())
+        except OSError as error:
+            raise no_room(self._path, error) from None
+
+    def _batches(self) -> Iterator[Any]:
+        batches = self._file.iter_batches(UNPACKED_ROWS)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (OSError, ValueError) as error:
+                raise _damaged(self._path, error) from None
+            if batch is None:
+                return
+            yield batch
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Parquet, (self._path,))
 
 
-def _damaged(path: Path, error: Exception) -> BadFile:
+class _Unpacked:
+    """Rows as Arrow has them in memory, in an unnamed file that is mapped: any is found at once."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        import pyarrow
+
+        starts, offsets = [0], []
+        with tempfile.TemporaryFile() as file:
+            for batch in batches:
+                offsets.append(file.tell())
+                starts.append(starts[-1] + len(batch))
+                # Each a stream of its own: a dictionary of values may differ from batch to batch.
+                with pyarrow.ipc.new_stream(file, batch.schema) as writer:
+                    writer.write_batch(batch)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._raw = pyarrow.py_buffer(mapped)
+        self._starts, self._offsets = np.array(starts), offsets
+
+    def tables(self, start: int, stop: int) -> list[Any]:
+        """The rows from `start` up to but not including `stop`."""
+        import pyarrow
+
+        first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
+        found = []
+        for number in range(int(first), int(last) + 1):
+            begin = int(self._starts[number])
+            with pyarrow.ipc.open_stream(self._raw.slice(self._offsets[number])) as reader:
+                table = reader.read_all()
+            a, b = max(start - begin, 0), min(stop - begin, len(table))
+            found.append(table.slice(a, b - a))
+        return found
+
+
+def _damaged(path: Path, error: Exception) -> BatchwrightError:
+    if isinstance(error, OSError) and error.errno:
+        # The system's word, not that of the decoder.
+        return cannot_read(path, error)
     reason = one_line(error)[:200]
     return BadFile(f"{path} is truncated or damaged Parquet: {reason}; get it again")
 

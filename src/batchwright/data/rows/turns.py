@@ -15,7 +15,7 @@ from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message, S
 from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
 
-__all__ = ["TURN_FLAGS", "trained_spans", "trained_turns"]
+__all__ = ["PIECES", "TURN_FLAGS", "common", "trained_spans", "trained_turns"]
 
 TURN_FLAGS = ("weight", "train", "training", "loss")
 """Whether a turn is trained, as OpenAI's, Axolotl's and ms-swift's files say it."""
@@ -126,10 +126,10 @@ def _found(
         start = header + len(prompt)
     else:
         # It asks in one way and shows in another: what both begin with is the header.
-        start += len(_common(prompt, text[start:]))
+        start += len(common(prompt, text[start:]))
     alone = _probe(messages, turn, mark := _unused(text))[: turn + 1]
     tail = chat.render(alone, add_generation_prompt=False, tools=tools).partition(mark)[2]
-    end += len(_common(tail, text[end:]))
+    end += len(common(tail, text[end:]))
     if end <= start:
         raise BadRow(f"the chat template leaves nothing of its message {turn} to train on")
     return start, end
@@ -177,10 +177,10 @@ def _generation_prompt(
         asking = chat.render(before, add_generation_prompt=True, tools=tools)
     except BadRow:
         return ""
-    return asking[len(_common(plain, asking)) :]
+    return asking[len(common(plain, asking)) :]
 
 
-def _common(one: str, other: str) -> str:
+def common(one: str, other: str) -> str:
     """What both begin with, in whole pieces."""
     pieces = PIECES.findall(one)
     return "".join(pieces[: _agree(pieces, PIECES.findall(other))])

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from batchwright.data.rows.turns import PIECES, trained_spans, trained_turns
+from batchwright.data.rows.turns import PIECES, common, trained_spans, trained_turns
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message
 from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
@@ -127,13 +127,9 @@ def _goes_on(
     if last not in going:
         return False
     head, _, tail = ended.rpartition(last)
-    after = PIECES.findall(tail)
-    shared = PIECES.findall(going.rpartition(last)[2])
-    same = next((i for i, (a, b) in enumerate(zip(after, shared, strict=False)) if a != b), None)
-    if same is None:
-        return False
+    rest = tail[len(common(tail, going.rpartition(last)[2])) :]
     before = {piece for piece in PIECES.findall(head[-200:]) if len(piece) > 1}
-    return any(piece in before for piece in after[same:])
+    return any(piece in before for piece in PIECES.findall(rest))
 
 
 def _probe(

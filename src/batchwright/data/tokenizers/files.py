@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from batchwright.data.tokenizers.chat import ChatTemplate
 from batchwright.data.tokenizers.tokenizer import ENCODING_VERSION, LossOn
-from batchwright.errors import NoTokenizer, one_line
-from batchwright.files import parse_json
+from batchwright.errors import BadFile, NoTokenizer, one_line
+from batchwright.files import parse_json, read_regular
 from batchwright.fingerprint import digest
 
 __all__ = ["VOCABULARIES", "FileTokenizer", "from_folder", "from_json"]
@@ -19,6 +19,11 @@ __all__ = ["VOCABULARIES", "FileTokenizer", "from_folder", "from_json"]
 EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>")
 """Tried in this order where no configuration file names the end-of-text token."""
 
+CACHED_WORDS = 2**17
+"""Words whose tokens the library remembers: its own 10,000 are few for a text of any size."""
+
+GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend", "TokenizersBackendFast")
+"""Classes of transformers that have no end of text of their own, as GPT2TokenizerFast has."""
 VOCABULARIES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -39,6 +44,9 @@ class FileTokenizer:
         # Files saved after training often have both, and both change lengths.
         inner.no_truncation()
         inner.no_padding()
+        # Only models that split words have such a cache, and it changes no token.
+        if resize := getattr(inner.model, "_resize_cache", None):
+            resize(CACHED_WORDS)
         self._inner = inner
         self.name = name
         self.vocab_size = 1 + max(inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -81,7 +89,7 @@ def from_json(path: Path, name: str, **side: Any) -> FileTokenizer:
     """The tokenizer in one `tokenizer.json`."""
     from tokenizers import Tokenizer as Inner
 
-    raw = path.read_bytes()
+    raw = read_regular(path)
     try:
         inner = Inner.from_buffer(raw)
     except Exception as error:  # the library raises nothing narrower
@@ -92,8 +100,12 @@ def from_json(path: Path, name: str, **side: Any) -> FileTokenizer:
 def from_folder(folder: Path, name: str) -> FileTokenizer | None:
     """The tokenizer in a folder with its configuration files; None if there is none."""
     config = _json(folder / "tokenizer_config.json")
+    tokens = _special_tokens(_json(folder / "special_tokens_map.json") | config)
+    if "eos_token" in config or config.get("tokenizer_class") in GENERIC:
+        # Said to have none; a token that is merely called like one ends no text.
+        tokens.setdefault("eos_token", "")
     side = {
-        "tokens": _special_tokens(_json(folder / "special_tokens_map.json") | config),
+        "tokens": tokens,
         "template": _template(folder, config),
     }
     if (folder / "tokenizer.json").is_file():
@@ -128,7 +140,9 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = parse_json(path.read_bytes())
+        content = parse_json(read_regular(path))
+    except BadFile:
+        raise
     except ValueError as error:
         raise NoTokenizer(f"{path} is not JSON: {one_line(error)}") from None
     return content if isinstance(content, dict) else {}

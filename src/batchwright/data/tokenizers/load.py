@@ -54,6 +54,12 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     for look in (_from_cache, _from_package, _from_hub):
         if (found := look(name)) is not None:
             return found
+    if path.is_dir():
+        raise NoTokenizer(
+            f"the folder {name} has no tokenizer.json, and no tokenizer of that name is in the "
+            f"local Hugging Face cache; tokenizers written in Python are not read: name a folder "
+            f"that has a tokenizer.json, or use -t bytes"
+        )
     gpt2 = " or pip install 'batchwright[gpt2]'," if name == "gpt2" else ""
     raise NoTokenizer(
         f"the tokenizer {name} is not in the local Hugging Face cache and cannot be downloaded; "

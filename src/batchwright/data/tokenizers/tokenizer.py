@@ -27,7 +27,8 @@ class Tokenizer(Protocol):
     """What the rest of the package needs of a tokenizer.
 
     `fingerprint` changes whenever the tokens of some row could. `prefix` are the special tokens
-    that the tokenizer puts before a text, such as a beginning-of-sequence token.
+    that the tokenizer puts before a text, such as a beginning-of-sequence token. Two threads may
+    encode at once.
     """
 
     @property

@@ -17,7 +17,7 @@ from batchwright.sealed import MANIFEST
 
 __all__ = ["Kept", "StoreLock", "kept_stores", "prune", "stores_folder"]
 
-ELSEWHERE = "free space, or set BATCHWRIGHT_TOKENS to a folder with more"
+ELSEWHERE = "set BATCHWRIGHT_TOKENS to a folder that can be written to and has space"
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,14 @@ def stores_folder() -> Path:
 def kept_stores() -> list[Kept]:
     """Every token store, the one used last first."""
     folder = stores_folder()
-    if not folder.is_dir():
-        return []
-    found = [_kept(path) for path in folder.iterdir() if path.is_dir()]
-    return sorted(found, key=lambda store: store.used, reverse=True)
+    while folder.is_dir():
+        try:
+            found = [_kept(path) for path in folder.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            # A build has ended, or somebody prunes; what it became is in the next list.
+            continue
+        return sorted(found, key=lambda store: store.used, reverse=True)
+    return []
 
 
 def prune(

@@ -18,6 +18,7 @@ from batchwright.data.build import Build, EncodedChunk
 from batchwright.data.build.build import RepeatedIds
 from batchwright.data.build.journal import Journal, Record
 from batchwright.data.build.known import Known, columns_of
+from batchwright.data.build.workers import Workers
 from batchwright.data.rows.source import OnBadRow, Source
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.data.tokens.kept import ELSEWHERE, StoreLock, stores_folder
@@ -53,7 +54,7 @@ def make_store(
     *,
     on_bad_row: OnBadRow = "fail",
     repeated_ids: RepeatedIds = "fail",
-    workers: int | None = None,
+    workers: int | Workers | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[TokenStore, int]:
     """The store of this data and tokenizer, and how many rows were tokenised for it now.
