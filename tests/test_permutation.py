@@ -17,6 +17,7 @@ from batchwright.permutation import (
     permutation,
     permute,
     permute_many,
+    permute_run,
     unpermute,
 )
 
@@ -177,3 +178,28 @@ def test_every_place_is_equally_likely_for_every_index(n: int) -> None:
     apart = np.bincount(((orders[:, 1:] - orders[:, :-1]) % n).ravel(), minlength=n)
     assert apart[0] == 0
     assert within(chi_square(apart[1:]), n - 2)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 2000), keys, st.data())
+def test_a_run_is_the_part_of_the_permutation_that_it_names(
+    n: int, key: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, n - 1))
+    out = np.empty(data.draw(st.integers(1, n - start)), np.int64)
+    expected = plain_permutation(n, key)[start : start + len(out)]
+
+    permute_run(start, n, np.uint64(key), out)
+    assert out.tolist() == expected
+    out[:] = -1
+    with interpreted():
+        permute_run(start, n, np.uint64(key), out)
+    assert out.tolist() == expected
+
+
+def test_runs_of_large_permutations_are_those_of_single_indices() -> None:
+    for n in (2**31 - 1, 10**9 + 7):
+        key, out = np.uint64(n), np.empty(1000, np.int64)
+        permute_run(n - 1000, n, key, out)
+
+        assert out.tolist() == [permute(index, n, key) for index in range(n - 1000, n)]

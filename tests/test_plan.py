@@ -179,6 +179,32 @@ def test_every_piece_stands_in_one_batch_of_every_epoch(case: Case) -> None:
 
 
 @settings(deadline=None, max_examples=100)
+@given(cases(), st.tuples(st.integers(0, 99), st.integers(1, 99)))
+def test_microbatches_made_together_are_those_made_one_by_one(
+    case: Case, part: tuple[int, int]
+) -> None:
+    plan = built(case)
+    if plan is None:
+        return
+    for epoch in range(2):
+        count = plan.num_microbatches(epoch)
+        first = part[0] % count
+        stop = min(first + part[1], count)
+        with interpreted():
+            alone = [plan.order.rows(epoch, index) for index in range(first, stop)]
+        together = plan.listing(epoch, first, stop)
+        for number, rows in enumerate(alone):
+            made = together.rows(number)
+            assert made[:2] == rows[:2]
+            for one, other in zip(made[2:], rows[2:], strict=True):
+                np.testing.assert_array_equal(one, other)
+                assert one.dtype == other.dtype
+        assert len(together.batch_width) == stop - first
+        iterated = [*plan.iter_epoch(epoch)][first:stop]
+        assert iterated == [plan.batch(epoch, index) for index in range(first, stop)]
+
+
+@settings(deadline=None, max_examples=100)
 @given(cases())
 def test_counts_add_up(case: Case) -> None:
     plan = built(case)

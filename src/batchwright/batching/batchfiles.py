@@ -14,6 +14,8 @@ from batchwright.batching.plan.microbatch import Pulled
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.data.rows.sample import Sample
 from batchwright.errors import ConfigError, Mismatch, UnknownSample
+from batchwright.files import cannot_read
+from batchwright.remote import fetched, local_output
 from batchwright.sealed import SealedFolder, sha256_of
 
 __all__ = ["BatchReader", "BatchWriter"]
@@ -55,7 +57,7 @@ class BatchWriter:
         """Write every epoch of the plan, whole or not at all."""
         sizes = [len(self.plan.epoch(epoch)) for epoch in range(self.plan.num_epochs)]
         done = 0
-        with BATCHES.replacing(self.output_dir) as folder:
+        with local_output(self.output_dir) as local, BATCHES.replacing(local) as folder:
             files: dict[str, str] = {}
             for epoch in range(self.plan.num_epochs):
                 (folder / f"epoch_{epoch}").mkdir()
@@ -94,7 +96,7 @@ class BatchReader:
     """Reads what `BatchWriter` wrote; each file is checked against its checksum when opened."""
 
     def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+        self.path = fetched(path)
         self._manifest = BATCHES.read(self.path)
         try:
             counts = [*self._manifest["batches"], self._manifest["per_file"]]
@@ -158,7 +160,9 @@ class BatchReader:
             file = BATCHES.check_file(self.path, self._manifest, name)
             try:
                 self._open = name, _loaded(file)
-            except (OSError, ValueError, zipfile.BadZipFile, EOFError, MemoryError) as error:
+            except OSError as error:
+                raise cannot_read(file, error) from error
+            except (ValueError, zipfile.BadZipFile, EOFError, MemoryError) as error:
                 raise BATCHES.damaged(self.path, f"{name} cannot be read: {error}") from None
         return self._open[1]
 

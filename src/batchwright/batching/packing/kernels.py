@@ -144,7 +144,9 @@ def _grown(rows: NDArray[np.int64], used: int) -> NDArray[np.int64]:
     if used < rows.shape[0]:
         return rows
     wider = np.empty((2 * rows.shape[0], rows.shape[1]), np.int64)
-    wider[:used] = rows
+    for row in range(used):
+        for column in range(rows.shape[1]):
+            wider[row, column] = rows[row, column]
     return wider
 
 
@@ -173,7 +175,8 @@ def best_fit_decreasing(
         free = opened[j, 3]
         if free > 0 and opened[j, 2] < max_segments:
             groups = _grown(groups, used_groups)
-            groups[used_groups, :3] = opened[j, :3]
+            for column in range(3):
+                groups[used_groups, column] = opened[j, column]
             groups[used_groups, 3] = top[free]
             bitset_add(words, base, free)
             top[free] = used_groups

@@ -10,6 +10,7 @@ but for `pack_mode` optimal, whose patterns come from a linear programme and are
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,13 @@ from batchwright.batching.plan import order_kernels
 from batchwright.batching.plan.canonical import canonical_order
 from batchwright.batching.plan.groups import Groups, Unit, shuffled_units, units_of, whole_units
 from batchwright.batching.plan.mixing import mixable_patterns
-from batchwright.batching.plan.order import MaterialisedOrder, Order, Rows, VirtualOrder
+from batchwright.batching.plan.order import (
+    Listing,
+    MaterialisedOrder,
+    Order,
+    Rows,
+    VirtualOrder,
+)
 from batchwright.batching.plan.pieces import Pieces, cut_pieces
 from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
@@ -86,15 +93,24 @@ def arrange(
         pieces = whole_units(pieces, groups, config)
         ordered = pieces.of_items(canonical)
         units = units_of(ordered, groups, config)
-        together = [_grouped(ordered, units, config, epoch) for epoch in range(num_epochs)]
+        together = [
+            Listing.of(_grouped(ordered, units, config, epoch)) for epoch in range(num_epochs)
+        ]
         return Arranged(MaterialisedOrder.collect(config, together), pieces)
-    epochs: list[list[Rows]] = []
+    # From easy to hard, in stages; all in one stage without a difficulty.
+    easy_first, stages = canonical, 1
+    if difficulty is not None:
+        easy_first = canonical[np.argsort(difficulty[canonical], kind="stable")]
+        stages = config.curriculum_stages
+    epochs = []
     for epoch in range(num_epochs):
-        shown = _mixture(canonical, sources, config, epoch) if sources else canonical
-        epochs.append(_listed(pieces, _stages(shown, difficulty, config), config, epoch))
-    if not all(epochs):
+        times = _times_shown(canonical, sources, config, epoch) if sources else None
+        shown = easy_first if times is None else np.repeat(easy_first, times[easy_first])
+        epochs.append(_listed(pieces, np.array_split(shown, stages), config, epoch))
+    sizes = [epoch.items.size for epoch in epochs]
+    if 0 in sizes:
         raise ConfigError(
-            f"epoch {epochs.index([])} is empty: all samples it would show were skipped; "
+            f"epoch {sizes.index(0)} is empty: all samples it would show were skipped; "
             f"give larger weights or another overflow policy"
         )
     return Arranged(MaterialisedOrder.collect(config, epochs), pieces)
@@ -124,7 +140,7 @@ def join_sources(
             f"the sources were measured with {len(tokenizers)} different tokenizers; "
             f"measure them with one"
         )
-    ids = Ids.of(f"{name}/{id}" for name, part in parts.items() for id in part.ids)
+    ids = Ids.prefixed({name: part.ids for name, part in parts.items()})
     twice = ids.first_duplicate()
     if twice is not None:
         raise DuplicateId(
@@ -204,10 +220,10 @@ def with_costs(lengths: Lengths, costs: NDArray[np.int32], config: BatchingConfi
     return replace(lengths, values=np.minimum(values, 2**31 - 1).astype(np.int32), loss=loss)
 
 
-def _mixture(
+def _times_shown(
     canonical: NDArray[np.int32], sources: Sequence[Source], config: BatchingConfig, epoch: int
-) -> NDArray[np.int32]:
-    """Which samples this epoch shows, in canonical order, some of them several times."""
+) -> NDArray[np.int64]:
+    """How often the epoch shows each sample."""
     times = np.zeros(len(canonical), np.int64)
     first = 0
     by_name = sorted(name for name, _, _ in sources)
@@ -224,34 +240,23 @@ def _mixture(
             dealt = canonical[(canonical >= first) & (canonical < first + size)]
             times[dealt[permutation(size, key)[low:high]]] += 1
         first += size
-    return np.repeat(canonical, times[canonical])
-
-
-def _stages(
-    shown: NDArray[np.int32], difficulty: NDArray[np.float64] | None, config: BatchingConfig
-) -> list[NDArray[np.int32]]:
-    """The samples of an epoch from easy to hard; all in one stage without a difficulty."""
-    if difficulty is None:
-        return [shown]
-    return np.array_split(
-        shown[np.argsort(difficulty[shown], kind="stable")], config.curriculum_stages
-    )
+    return times
 
 
 def _listed(
     pieces: Pieces, stages: Sequence[NDArray[np.int32]], config: BatchingConfig, epoch: int
-) -> list[Rows]:
+) -> Listing:
     """The microbatches of one epoch, stage by stage."""
-    listed: list[Rows] = []
+    listed = []
     for number, stage in enumerate(stages):
         own = config.model_copy(update={"seed": rng.key(config.seed, "plan/stage", number)})
         part = pieces.of_items(stage)
         if part.items.size and _by_arrival(own):
-            listed += _packed_by_arrival(part, own, epoch)
+            listed.append(_packed_by_arrival(part, own, epoch))
         elif part.items.size:
             order = _virtual(part, None, own).order
-            listed += [order.rows(epoch, index) for index in range(order.size(epoch))]
-    return listed
+            listed.append(order.listing(epoch, 0, order.size(epoch)))
+    return Listing.joined(listed)
 
 
 def _grouped(pieces: Pieces, units: list[Unit], config: BatchingConfig, epoch: int) -> list[Rows]:
@@ -273,9 +278,10 @@ def _grouped(pieces: Pieces, units: list[Unit], config: BatchingConfig, epoch: i
     rooms = np.array([unit.room for unit in small], np.int32)
     numbers = np.arange(len(small), dtype=np.int32)
     whole = Pieces(numbers, np.empty(0, np.int32), rooms, pieces.skipped, pieces.counts)
+    packed = _listed(whole, [numbers], own, epoch)
     rows = [
-        [small[at].pieces for at in row.items.tolist()]
-        for row in _listed(whole, [numbers], own, epoch)
+        [small[at].pieces for at in packed.items[a:b].tolist()]
+        for a, b in pairwise(packed.row_offsets.tolist())
     ]
     return shuffled_units(pieces, large, rows, config, epoch)
 
@@ -351,7 +357,7 @@ def _by_arrival(config: BatchingConfig) -> bool:
     return config.layout == "packed" and config.pack_mode not in sorted_first
 
 
-def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> list[Rows]:
+def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> Listing:
     """Pack samples as they come in this epoch's shuffle, and shuffle the rows."""
     key = np.uint64(rng.key(config.seed, "plan/arrival", epoch))
     arrival = permutation(pieces.items.size, key)
@@ -360,18 +366,20 @@ def _packed_by_arrival(pieces: Pieces, config: BatchingConfig, epoch: int) -> li
     key = np.uint64(rng.key(config.seed, "plan/bins", epoch))
     bins = permutation(packing.num_bins, key)
     width = config.get_pad_length(-1, config.pack_max_length)
-    rows = config.token_budget // width
-    starts = pieces.starts if pieces.starts.size else np.zeros_like(pieces.items)
-    listed = []
-    for first in range(0, packing.num_bins, rows):
-        parts = [
-            packing.items[packing.offsets[b] : packing.offsets[b + 1]]
-            for b in bins[first : first + rows]
-        ]
-        at = arrival[np.concatenate(parts)]
-        offsets = _offsets(np.array([len(part) for part in parts])).astype(np.int32)
-        listed.append(Rows(-1, width, pieces.items[at], starts[at], pieces.lengths[at], offsets))
-    return listed
+    # The segments of each row, rows in their new order.
+    row_offsets = _offsets(np.diff(packing.offsets)[bins])
+    moved = np.repeat(packing.offsets[:-1][bins] - row_offsets[:-1], np.diff(row_offsets))
+    at = arrival[packing.items[moved + np.arange(row_offsets[-1])]]
+    batches = -(-packing.num_bins // (rows := config.token_budget // width))
+    return Listing(
+        pieces.items[at],
+        pieces.starts[at] if pieces.starts.size else np.zeros_like(pieces.items[at]),
+        pieces.lengths[at],
+        row_offsets,
+        np.minimum(np.arange(batches + 1) * rows, packing.num_bins),
+        np.full(batches, width, np.int32),
+        np.full(batches, -1, np.int32),
+    )
 
 
 def _near_lengths(

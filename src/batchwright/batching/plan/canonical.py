@@ -92,7 +92,8 @@ def _gathered(
     at = 0
     for place in range(order.size):
         first, last = offsets[order[place]], offsets[order[place] + 1]
-        new_data[at : at + last - first] = data[first:last]
+        for byte in range(first, last):
+            new_data[at + byte - first] = data[byte]
         at += last - first
         new_offsets[place + 1] = at
     return new_offsets, new_data

@@ -7,7 +7,7 @@ epoch takes longer than microseconds: then its rows are drawn. A
 curricula and mixtures.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -27,6 +27,7 @@ from batchwright.permutation import permute, unpermute
 __all__ = [
     "MAX_EPOCHS",
     "Arrays",
+    "Listing",
     "MaterialisedOrder",
     "Order",
     "Place",
@@ -43,6 +44,9 @@ Drawn = tuple[
 MAX_EPOCHS = 2**31 - 1
 """Epochs are planned when they are asked for, so only a slip of the keyboard is refused here."""
 
+SETTLED = 2**25
+"""Up to so many samples are kept in the order of one packed epoch while it is listed: 128 MB."""
+
 _DRAW_US = 80.0
 """Microseconds to find one sample of a batch by kernels that are interpreted."""
 
@@ -56,6 +60,51 @@ class Rows(NamedTuple):
     starts: NDArray[np.int32]
     lengths: NDArray[np.int32]
     row_offsets: NDArray[np.int32]
+
+
+class Listing(NamedTuple):
+    """Microbatches one after another, as arrays.
+
+    Batch b has the matrix rows batch_rows[b] to batch_rows[b + 1] - 1, row r the segments
+    row_offsets[r] to row_offsets[r + 1] - 1.
+    """
+
+    items: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    lengths: NDArray[np.int32]
+    row_offsets: NDArray[np.int64]
+    batch_rows: NDArray[np.int64]
+    batch_width: NDArray[np.int32]
+    batch_bucket: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, batches: Sequence[Rows]) -> "Listing":
+        """Batches that were made one by one."""
+        sizes = [np.diff(rows.row_offsets) for rows in batches]
+        none = np.empty(0, np.int32)
+        return cls(
+            np.concatenate([none, *(rows.items for rows in batches)]),
+            np.concatenate([none, *(rows.starts for rows in batches)]),
+            np.concatenate([none, *(rows.lengths for rows in batches)]),
+            _offsets(np.concatenate([none, *sizes])),
+            _offsets(np.array([len(size) for size in sizes], np.int64)),
+            np.array([rows.max_len for rows in batches], np.int32),
+            np.array([rows.bucket_id for rows in batches], np.int32),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Listing"]) -> "Listing":
+        """Some listings after each other."""
+        empty = cls.of([])
+        columns = zip(empty, *parts, strict=True)
+        items, starts, lengths, _, _, width, bucket = (np.concatenate(c) for c in columns)
+        rows = np.concatenate([np.diff(part.row_offsets) for part in (empty, *parts)])
+        batches = np.concatenate([np.diff(part.batch_rows) for part in (empty, *parts)])
+        return cls(items, starts, lengths, _offsets(rows), _offsets(batches), width, bucket)
+
+    def rows(self, batch: int) -> Rows:
+        """One of them."""
+        return _rows_at(self, batch)
 
 
 class Place(NamedTuple):
@@ -91,6 +140,10 @@ class Order(Protocol):
         ...
 
     def rows(self, epoch: int, index: int) -> Rows: ...
+
+    def listing(self, epoch: int, first: int, stop: int) -> Listing:
+        """Microbatches first .. stop - 1 of an epoch, made together."""
+        ...
 
     def costs(
         self, epoch: int, first: int, stop: int, linear: int, quadratic: int
@@ -190,11 +243,14 @@ class VirtualOrder(_Mapped):
         object.__setattr__(self, "_buckets", buckets)
         object.__setattr__(self, "_widths", widths)
         object.__setattr__(self, "_drawn", {})
+        object.__setattr__(self, "_settled", {})
 
     _buckets: NDArray[np.int32] = None  # type: ignore[assignment]
     _widths: NDArray[np.int32] = None  # type: ignore[assignment]
     _drawn: dict[int, Drawn] = None  # type: ignore[assignment]
     """The packed rows of the epochs that were last asked for."""
+    _settled: dict[np.uint64, NDArray[np.int32]] = None  # type: ignore[assignment]
+    """The samples of every position in the last packed epoch that was listed."""
 
     def check(self, samples: int) -> None:
         """`ValueError` unless the kernels, which check no bounds, stay inside these arrays."""
@@ -330,6 +386,58 @@ class VirtualOrder(_Mapped):
             width = self.config.get_pad_length(-1, int(lengths.max()))
         row_offsets = np.arange(size + 1, dtype=np.int32)
         return Rows(int(self._buckets[which]), width, items, starts, lengths, row_offsets)
+
+    def listing(self, epoch: int, first: int, stop: int) -> Listing:
+        self.prove()
+        if self._quicker_without_numba(stop - first):
+            with interpreted():
+                return Listing.of([self._rows(epoch, index) for index in range(first, stop)])
+        if self.config.layout == "packed":
+            return self._packed(epoch, first, stop)
+        items, starts, lengths, rows, which = kernels.draw_ranges(
+            first,
+            stop,
+            self.config.interleave_buckets,
+            self._key("batches", epoch),
+            self._key("class", epoch),
+            self.batch_start,
+            self.batch_size,
+            self.class_offsets,
+            self.items,
+            self.starts,
+            self.distinct,
+            self.distinct_offsets,
+        )
+        align = self.config.width_multiple
+        longest = -(-np.maximum.reduceat(lengths, rows[:-1]) // align) * align
+        widths = np.where(self._widths[which] > 0, self._widths[which], longest).astype(np.int32)
+        offsets = np.arange(len(items) + 1)
+        return Listing(items, starts, lengths, offsets, rows, widths, self._buckets[which])
+
+    def _packed(self, epoch: int, first: int, stop: int) -> Listing:
+        each, key = self.rows_per_batch, self._key("class", epoch)
+        begin, end = first * each, min(stop * each, self._num_rows)
+        own = self.class_offsets, self.items, self.starts, self.distinct
+        arrays: tuple[Any, ...] = (*own, *self._patterns(epoch))
+        slots = begin, end - begin, self._key("bins", epoch)
+        made: tuple[NDArray[Any], ...]
+        if len(self.items) <= SETTLED:
+            if key not in self._settled:
+                self._settled.clear()
+                self._settled[key] = kernels.settle_all(self.class_offsets, key)
+            made = kernels.draw_settled_bins(*slots, self._settled[key], *arrays)
+        else:
+            made = kernels.draw_bins(*slots, key, *arrays)
+        items, starts, lengths, row_offsets = made
+        return Listing(
+            items,
+            starts,
+            lengths,
+            row_offsets.astype(np.int64),
+            np.minimum(np.arange(stop - first + 1) * each, end - begin),
+            np.full(stop - first, self._pack_width, np.int32),
+            np.full(stop - first, -1, np.int32),
+        )
 
     def costs(
         self, epoch: int, first: int, stop: int, linear: int, quadratic: int
@@ -501,21 +609,10 @@ class MaterialisedOrder(_Mapped):
     }
 
     @classmethod
-    def collect(cls, config: BatchingConfig, epochs: list[list[Rows]]) -> "MaterialisedOrder":
+    def collect(cls, config: BatchingConfig, epochs: Sequence[Listing]) -> "MaterialisedOrder":
         """Store every microbatch of every epoch."""
-        every = [rows for epoch in epochs for rows in epoch]
-        segments = np.concatenate([np.diff(rows.row_offsets) for rows in every])
-        order = cls(
-            config=config,
-            items=np.concatenate([rows.items for rows in every]),
-            starts=np.concatenate([rows.starts for rows in every]),
-            lengths=np.concatenate([rows.lengths for rows in every]),
-            row_offsets=_offsets(segments),
-            batch_rows=_offsets(np.array([len(rows.row_offsets) - 1 for rows in every])),
-            batch_width=np.array([rows.max_len for rows in every], np.int32),
-            batch_bucket=np.array([rows.bucket_id for rows in every], np.int32),
-            epoch_batches=_offsets(np.array([len(epoch) for epoch in epochs])),
-        )
+        batches = np.array([len(epoch.batch_width) for epoch in epochs])
+        order = cls(config, *Listing.joined(epochs), epoch_batches=_offsets(batches))
         # Batches are views of these arrays; nobody may change the plan through one.
         for array in order.arrays().values():
             array.flags.writeable = False
@@ -555,16 +652,24 @@ class MaterialisedOrder(_Mapped):
     def rows(self, epoch: int, index: int) -> Rows:
         self.prove()
         self.size(epoch)
-        batch = int(self.epoch_batches[epoch]) + index
-        bounds = self.row_offsets[self.batch_rows[batch] : self.batch_rows[batch + 1] + 1]
-        first, last = int(bounds[0]), int(bounds[-1])
-        return Rows(
-            int(self.batch_bucket[batch]),
-            int(self.batch_width[batch]),
-            self.items[first:last],
-            self.starts[first:last],
-            self.lengths[first:last],
-            (bounds - first).astype(np.int32),
+        return _rows_at(self, int(self.epoch_batches[epoch]) + index)
+
+    def listing(self, epoch: int, first: int, stop: int) -> Listing:
+        self.prove()
+        self.size(epoch)
+        base = int(self.epoch_batches[epoch])
+        batches = slice(base + first, base + stop)
+        batch_rows = self.batch_rows[base + first : base + stop + 1]
+        row_offsets = self.row_offsets[batch_rows[0] : batch_rows[-1] + 1]
+        segments = slice(int(row_offsets[0]), int(row_offsets[-1]))
+        return Listing(
+            self.items[segments],
+            self.starts[segments],
+            self.lengths[segments],
+            row_offsets - row_offsets[0],
+            batch_rows - batch_rows[0],
+            self.batch_width[batches],
+            self.batch_bucket[batches],
         )
 
     def costs(
@@ -617,6 +722,19 @@ def order_of(kind: str, config: BatchingConfig, arrays: Arrays) -> Order:
     orders = {order.kind: order for order in (VirtualOrder, MaterialisedOrder)}
     order: Order = orders[kind](config, **arrays)  # type: ignore[arg-type]
     return order
+
+
+def _rows_at(listed: "Listing | MaterialisedOrder", batch: int) -> Rows:
+    bounds = listed.row_offsets[listed.batch_rows[batch] : listed.batch_rows[batch + 1] + 1]
+    first, last = int(bounds[0]), int(bounds[-1])
+    return Rows(
+        int(listed.batch_bucket[batch]),
+        int(listed.batch_width[batch]),
+        listed.items[first:last],
+        listed.starts[first:last],
+        listed.lengths[first:last],
+        (bounds - first).astype(np.int32),
+    )
 
 
 def _need(holds: bool | np.bool_, what: str) -> None:

@@ -9,17 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
-from batchwright.permutation import mix, mix_many, permute, permute_many, unpermute
+from batchwright.permutation import mix, mix_many, permute, permute_many, permute_run, unpermute
 
 __all__ = [
     "cut_by_budget",
     "draw_bins",
     "draw_range",
+    "draw_ranges",
+    "draw_settled_bins",
     "find_bin",
     "pack_costs",
     "range_costs",
     "range_costs_by_numpy",
     "settle",
+    "settle_all",
     "unsettle",
 ]
 
@@ -122,6 +125,139 @@ def draw_bins(
                     size = class_offsets[which + 1] - low
                     class_key = mix(key, np.uint64(which))
                 origin = low + permute(position - low, size, class_key)
+                out_items[at] = items[origin]
+                if starts.size:
+                    out_starts[at] = starts[origin]
+                out_lengths[at] = distinct[which]
+                at += 1
+    return out_items, out_starts, out_lengths, row_offsets
+
+
+@kernel
+def settle_all(class_offsets: Longs, key: np.uint64) -> Ints:
+    """`settle` of every position."""
+    out = np.empty(class_offsets[-1], np.int32)
+    longest = 0
+    for which in range(class_offsets.size - 1):
+        longest = max(longest, class_offsets[which + 1] - class_offsets[which])
+    order = np.empty(longest, np.int64)
+    for which in range(class_offsets.size - 1):
+        low = class_offsets[which]
+        size = class_offsets[which + 1] - low
+        permute_run(0, size, mix(key, np.uint64(which)), order[:size])
+        for at in range(size):
+            out[low + at] = low + order[at]
+    return out
+
+
+@kernel
+def draw_ranges(
+    first: int,
+    stop: int,
+    shuffle: bool,
+    batches_key: np.uint64,
+    key: np.uint64,
+    batch_start: Longs,
+    batch_size: Ints,
+    class_offsets: Longs,
+    items: Ints,
+    starts: Ints,
+    distinct: Ints,
+    distinct_offsets: Longs,
+) -> tuple[Ints, Ints, Ints, Longs, Longs]:
+    """`draw_range` of the padded batches first .. stop - 1; the bounds of each, and its class."""
+    count = batch_start.size
+    batches = np.empty(stop - first, np.int64)
+    classes = np.empty(stop - first, np.int64)
+    bounds = np.zeros(stop - first + 1, np.int64)
+    largest = 0
+    for number in range(stop - first):
+        index = first + number
+        batch = permute(index, count, batches_key) if shuffle else count - 1 - index
+        batches[number] = batch
+        bounds[number + 1] = bounds[number] + batch_size[batch]
+        largest = max(largest, batch_size[batch])
+    size = bounds[-1]
+    out_items = np.empty(size, np.int32)
+    out_starts = np.zeros(size, np.int32)
+    out_lengths = np.empty(size, np.int32)
+    # Samples of one class have lengths near each other: only those are searched.
+    length_of_class = np.searchsorted(distinct_offsets, class_offsets, side="right") - 1
+    order = np.empty(largest, np.int64)
+    at = 0
+    for number in range(stop - first):
+        position = batch_start[batches[number]]
+        end = position + batch_size[batches[number]]
+        which = np.searchsorted(class_offsets, position, side="right") - 1
+        classes[number] = which
+        while position < end:
+            # As many as are of one class, which is all of them but for a sorted layout.
+            low = class_offsets[which]
+            here = min(end, class_offsets[which + 1]) - position
+            run = order[:here]
+            n = class_offsets[which + 1] - low
+            permute_run(position - low, n, mix(key, np.uint64(which)), run)
+            shortest = min(length_of_class[which + 1] + 1, distinct.size)
+            for offset in range(here):
+                origin = low + run[offset]
+                out_items[at] = items[origin]
+                if starts.size:
+                    out_starts[at] = starts[origin]
+                length, beyond = length_of_class[which], shortest
+                while beyond - length > 1:
+                    middle = (length + beyond) // 2
+                    if distinct_offsets[middle] <= origin:
+                        length = middle
+                    else:
+                        beyond = middle
+                out_lengths[at] = distinct[length]
+                at += 1
+            position += here
+            which += 1
+    return out_items, out_starts, out_lengths, bounds, classes
+
+
+@kernel
+def draw_settled_bins(
+    first: int,
+    count: int,
+    bins_key: np.uint64,
+    settled: Ints,
+    class_offsets: Longs,
+    items: Ints,
+    starts: Ints,
+    distinct: Ints,
+    bin_starts: Longs,
+    entry_offsets: Longs,
+    entry_position: Longs,
+    entry_count: Ints,
+    entry_class: Ints,
+) -> tuple[Ints, Ints, Ints, Longs]:
+    """`draw_bins` where `settle_all` has been done."""
+    num_bins = bin_starts[-1]
+    row_offsets = np.zeros(count + 1, np.int64)
+    bins = np.empty(count, np.int64)
+    permute_run(first, num_bins, bins_key, bins)
+    intervals = np.searchsorted(bin_starts, bins, side="right") - 1
+    for row in range(count):
+        segments = 0
+        for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
+            segments += entry_count[entry]
+        row_offsets[row + 1] = row_offsets[row] + segments
+    size = row_offsets[count]
+    out_items = np.empty(size, np.int32)
+    out_starts = np.zeros(size, np.int32)
+    out_lengths = np.empty(size, np.int32)
+    at = 0
+    for row in range(count):
+        inside = bins[row] - bin_starts[intervals[row]]
+        for entry in range(entry_offsets[intervals[row]], entry_offsets[intervals[row] + 1]):
+            base = entry_position[entry] + inside * entry_count[entry]
+            which = np.int64(entry_class[entry])
+            for position in range(base, base + entry_count[entry]):
+                while position >= class_offsets[which + 1]:
+                    which += 1
+                origin = settled[position]
                 out_items[at] = items[origin]
                 if starts.size:
                     out_starts[at] = starts[origin]

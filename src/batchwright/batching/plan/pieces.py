@@ -112,6 +112,7 @@ def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
             f"{limit:,} tokens, some of them with loss, are allowed; raise {_what_limits(config)}"
         )
     kept_tokens = int(planned.sum(dtype=np.int64))
+    shown = np.isin(over, items).sum() if over.size else 0
     counts = Counts(
         samples=lengths.size,
         tokens=total,
@@ -120,8 +121,8 @@ def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
         skipped_long=over.size if config.overflow == "skip" else 0,
         skipped_short=short.size,
         skipped_no_loss=int(mute.sum()),
-        truncated=over.size if config.overflow == "truncate" else 0,
-        split=over.size if config.overflow == "split" else 0,
+        truncated=int(shown) if config.overflow == "truncate" else 0,
+        split=int(shown) if config.overflow == "split" else 0,
         tokens_left_out=total - kept_tokens,
     )
     return Pieces(items, starts, planned, skipped.astype(np.int32), counts)

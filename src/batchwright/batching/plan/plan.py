@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from batchwright.batching.plan.files import (
 )
 from batchwright.batching.plan.groups import Groups
 from batchwright.batching.plan.microbatch import MicrobatchSpec, Placement, Pulled, Step
-from batchwright.batching.plan.order import Arrays, Order
+from batchwright.batching.plan.order import Arrays, Listing, Order, Rows
 from batchwright.batching.plan.pieces import Counts
 from batchwright.batching.plan.proofs import PlanDiff, first_difference, microbatches_of
 from batchwright.batching.plan.shards import (
@@ -43,6 +44,7 @@ from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.errors import BadFile, ConfigError, Mismatch, UnknownSample
 from batchwright.fingerprint import Value, digest, digest_array, merkle_root
+from batchwright.remote import fetched, local_output
 
 __all__ = ["BatchPlan", "EpochPlan", "iter_from_checkpoint", "shard_batch_plan"]
 
@@ -51,6 +53,9 @@ V = TypeVar("V", np.float64, np.int32)
 COST_LINEAR = 24_576
 COST_QUADRATIC = 1
 """Relative compute of a token in the matrices and of a pair of tokens in attention (7B model)."""
+
+AHEAD = 1024
+"""Microbatches that are made together, at most."""
 
 _TEXT_FACTS = (
     *("fingerprint", "dataset_hash", "tokenizer_hash", "num_epochs"),
@@ -168,11 +173,13 @@ class BatchPlan:
 
         With `check` every byte is read and hashed, and the fingerprint is worked out anew.
         """
-        return read_plan(Path(path), cls, check)
+        return read_plan(fetched(path), cls, check)
 
     def save(self, path: Path | str) -> Path:
         """Write the plan as a folder, whole or not at all."""
-        return write_plan(Path(path), self._manifest(), self._arrays())
+        with local_output(Path(path)) as local:
+            write_plan(local, self._manifest(), self._arrays())
+        return Path(path)
 
     def save_shards(
         self, world_size: int, path: Path | str, balance: Balance = "cost"
@@ -180,7 +187,9 @@ class BatchPlan:
         """Write `rank_0` to `rank_<world_size - 1>`, each a plan of its own."""
         # A world of no ranks is refused by its rank 0.
         ranks = [self.shard(r, world_size, balance=balance) for r in range(max(1, world_size))]
-        return write_shards(Path(path), [rank._manifest() for rank in ranks], self._arrays())
+        with local_output(Path(path)) as local:
+            made = write_shards(local, [rank._manifest() for rank in ranks], self._arrays())
+        return [Path(path) / one.name for one in made]
 
     def export(self, path: Path | str) -> Path:
         """Write the plan as text: `meta.json` and one `epoch_<n>.jsonl` for each epoch."""
@@ -198,7 +207,9 @@ class BatchPlan:
         count = self.num_microbatches(epoch)
         if not 0 <= index < count:
             raise UnknownSample(f"epoch {epoch} has microbatches 0 to {count - 1}, got {index}")
-        rows = self.order.rows(epoch, index)
+        return self._spec(epoch, index, self.order.rows(epoch, index))
+
+    def _spec(self, epoch: int, index: int, rows: Rows) -> MicrobatchSpec:
         return MicrobatchSpec(
             epoch,
             index,
@@ -208,6 +219,16 @@ class BatchPlan:
             segment_multiple=self.config.segment_multiple,
             costs=None if self.costs_N is None else self.costs_N[rows.items],
         )
+
+    def listing(self, epoch: int = 0, first: int = 0, stop: int | None = None) -> Listing:
+        """Microbatches first .. stop - 1 of an epoch as arrays, by default all, made at once."""
+        count = self.num_microbatches(epoch)
+        stop = count if stop is None else stop
+        if not 0 <= first < stop <= count:
+            raise UnknownSample(
+                f"epoch {epoch} has microbatches 0 to {count - 1}, got {first} to {stop - 1}"
+            )
+        return self.order.listing(epoch, first, stop)
 
     def epoch(self, epoch: int) -> EpochPlan:
         return EpochPlan(self, self._checked(epoch))
@@ -246,9 +267,14 @@ class BatchPlan:
                     f"microbatch {microbatch_idx} is inside a step of {self.step_microbatches}; "
                     f"resume at the start of a step"
                 )
+            batches = self._ahead(epoch, microbatch_idx, count)
             for first in range(microbatch_idx, count, self.step_microbatches):
                 stop = min(first + self.step_microbatches, count)
-                yield Step(epoch, first, stop, self._share(epoch, first, stop))
+                if self.shard_of is None:
+                    share = tuple(islice(batches, stop - first))
+                else:
+                    share = self._share(epoch, first, stop)
+                yield Step(epoch, first, stop, share)
             epoch, microbatch_idx = epoch + 1, 0
 
     def steps_from(self, position: CheckpointPosition) -> Iterator[Step]:
@@ -488,9 +514,19 @@ class BatchPlan:
                 arrays[name] = getattr(self, name)
         return arrays
 
+    def _ahead(self, epoch: int, first: int, count: int) -> Iterator[MicrobatchSpec]:
+        """Microbatches first .. count - 1, the first alone and then more and more at once."""
+        together = 1
+        while first < count:
+            stop = min(first + together, count)
+            listed = self.order.listing(epoch, first, stop)
+            for number in range(stop - first):
+                yield self._spec(epoch, first + number, listed.rows(number))
+            first, together = stop, min(2 * together, AHEAD)
+
     def _share(self, epoch: int, first: int, stop: int) -> tuple[MicrobatchSpec, ...]:
-        if self.shard_of is None:
-            return tuple(self.batch(epoch, index) for index in range(first, stop))
+        """The microbatches of this rank in a step."""
+        assert self.shard_of is not None
         mine = np.flatnonzero(self._ranks(epoch, first, stop) == self.shard_of.rank) + first
         most = -(-(stop - first) // self.shard_of.world_size)
         share = [self.batch(epoch, int(index)) for index in mine]
