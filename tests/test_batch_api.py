@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from batchwright.calls.batch_api import split
 from batchwright.calls.simulator import Simulator
 from batchwright.cli.app import main
+from batchwright.lines import checked_line
 
 MODEL = "sim"
 PRICES = "--price-in 10 --price-out 20"
@@ -196,13 +197,16 @@ def test_the_cache_serves_batches_and_batches_fill_it(call, tmp_path):
     assert answers(tmp_path, "two.jsonl") == answers(tmp_path, "three.jsonl")
 
 
+FOREIGN = b'{"batchwright": "calls run --batch-api", "server": "http://else/v1"}'
+
+
 def test_a_journal_of_something_else_is_refused(call, tmp_path):
     write_prompts(tmp_path, "one", "two")
     journal_file = tmp_path / ".answers.jsonl.batches"
     with running() as url:
         for content, word in (
             (b"my notes\n", "not written by"),
-            (b'{"batchwright": "calls run --batch-api", "server": "http://else/v1"}\n', "else"),
+            (checked_line(FOREIGN), "else"),
         ):
             journal_file.write_bytes(content)
             refused = call(line(url, "--batch-api"), tmp_path)

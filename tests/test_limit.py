@@ -184,6 +184,16 @@ def test_every_kind_of_server_is_used_well_cold_and_warm(kind: str, knee: int) -
         assert 0.75 * knee <= warm.state_dict()["limit"] <= 1.3 * knee
 
 
+@pytest.mark.parametrize("knee", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_probes_of_a_thrashing_server_with_few_slots_cost_little(knee: int, seed: int) -> None:
+    cold, warm = AutoLimit(), AutoLimit()
+    share_of_oracle("thrash", cold, (knee,), calls=400, seed=seed)
+    warm.load_state_dict(cold.state_dict())
+    # One call fewer is half of two: a probe has to end as soon as its few calls are clear.
+    assert share_of_oracle("thrash", warm, (knee,), calls=400, seed=seed, power=1.7) > 86
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_knee_that_moves_is_followed_down_and_up(kind: str) -> None:
     limit = AutoLimit()

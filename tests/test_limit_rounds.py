@@ -146,7 +146,7 @@ def test_a_probe_up_shows_a_moved_knee_and_only_that(
     assert probe_verdict(moved, now, limit, knee, curve) == "goodput rose"
     stayed, now = steady(scale * knee * (limit / knee) ** fall, calls, limit)
     assert probe_verdict(stayed, now, limit, knee, curve) == "as expected"
-    few, now = steady(scale * limit, 15, limit)
+    few, now = steady(scale * limit, 5, limit)
     assert probe_verdict(few, now, limit, knee, curve) == "open"
 
 

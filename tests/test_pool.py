@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -362,6 +363,26 @@ def test_one_map_pays_once_for_equal_exact_requests_however_long_it_is(monkeypat
     assert {o.source for o in random} == {"live"}
     assert counts["done"] == counts["asked"] == 2106
     assert counts["hits"] + counts["shared"] == 1402
+
+
+def test_nobody_waits_for_ever_for_requests_that_cannot_be_taken(monkeypatch):
+    monkeypatch.setattr("batchwright.calls.engine.waiting.FLUSH_S", 0.1)
+    broken = chat("m", "q", temperature=0)
+    broken.body["temperature"] = np.zeros(2)  # whether it is 0 cannot be said
+    requests = [chat("m", "before", temperature=0), broken, chat("m", "after", temperature=0)]
+    ways = [
+        lambda pool: pool.map(requests),
+        lambda pool: pool.map(requests, progress=lambda done, known: None),
+        lambda pool: asyncio.run(pool.amap(requests)),
+        lambda pool: asyncio.run(pool.call(broken)),
+        lambda pool: list(pool.stream(requests)),
+    ]
+    for way in ways:
+        with RawServer(quick) as server, Pool(server.url) as pool:
+            with pytest.raises(ValueError, match="ambiguous"):
+                way(pool)
+            # The pool is as good as before.
+            assert pool.map(requests[:1])[0].text == "re: before"
 
 
 def test_a_pool_without_a_cache_remembers_exact_answers_within_bounds(monkeypatch):

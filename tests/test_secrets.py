@@ -1,18 +1,28 @@
 """Keys: sent to the server they are for, and left nowhere else, whatever goes wrong."""
 
 import base64
+import itertools
 import json
+import pickle
+import re
 import sys
+import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls import Endpoint, Failed, Pool, chat
 from batchwright.calls.endpoints import parse_model
+from batchwright.calls.simulator import Simulator
+from batchwright.calls.wire.masking import Mask
 from batchwright.errors import ConfigError
 from batchwright.events import EventLog
+from batchwright.rewards.config import RewardsConfig
 from raw_server import RawServer, Seen
 
 KEY = "sk-otter-4815162342abcdef"
@@ -21,12 +31,19 @@ PATH = "0123456789abcdef0123secret"
 FORMS = [
     text
     for secret in (KEY, PATH, "hunter2")
-    for text in (secret, base64.b64encode(secret.encode()).decode().rstrip("=")[:-1])
+    for text in (
+        *(secret, secret.replace("-", "%2D"), secret.replace("-", "\\u002d")),
+        *(secret.encode().hex(), "".join(f"&#{ord(char)};" for char in secret)),
+        *(
+            base64.b64encode(before + secret.encode()).decode().rstrip("=")[2 * len(before) : -1]
+            for before in (b"", b":", b"k:")
+        ),
+    )
 ]
 
 
 def leaks(text: str) -> list[str]:
-    return [form for form in FORMS if form in text]
+    return [form for form in FORMS if form.lower() in text.lower()]
 
 
 def files_with_secrets(folder: Path) -> dict[str, list[str]]:
@@ -51,6 +68,22 @@ async def telltale(seen: Seen) -> None:
         await seen.reply(307, {}, Location=f"http://127.0.0.1:9/{sent.replace(' ', '/')}")
     elif "plain" in said:
         await seen.reply(500, sent.encode())
+    elif "coded" in said:
+        # As gateways and debug pages repeat a request, with its path too.
+        ways = (quote(sent, safe="").replace("-", "%2D"), base64.b64encode(sent.encode()).decode())
+        ways += (sent.encode().hex(), json.dumps(sent).replace("-", "\\u002d"), repr(sent))
+        ways += ("".join(f"&#{ord(char)};" for char in sent), seen.path)
+        chosen = ways[int(re.findall(r"coded (\d+)", said)[0])]
+        await seen.reply(400, {"error": {"message": chosen}})
+    elif "base64" in said:
+        await seen.answer(base64.b64encode(f"x{sent}".encode()).decode())
+    elif "escaped" in said:
+        # What JSON reads as the same text, as PHP and .NET write it.
+        body = json.dumps({"choices": [{"message": {"content": sent}}]}).encode()
+        await seen.reply(200, body.replace(b"-", rb"\u002D").replace(b"/", rb"\/"))
+    elif "encoding" in said:
+        headers = {"Content-Encoding": sent.removeprefix("Bearer ")}
+        await seen.reply(200, {"choices": [{"message": {"content": "Hi"}}]}, **headers)
     elif "echo" in said:
         await seen.answer(f"you sent {sent}")
     elif "garbage" in said:
@@ -65,7 +98,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OTTER", KEY)
     for name in ("OPENAI_API_KEY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    words = ["good", "refuse", "move", "plain", "echo", "garbage"]
+    words = ["good", "refuse", "move", "plain", "echo", "garbage", "base64", "escaped", "encoding"]
+    words += [f"coded {n}" for n in range(7)]
     rows = [{"id": word, "prompt": word, "response": word, "ground_truth": "4"} for word in words]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "one.jsonl").write_text(json.dumps(rows[0]) + "\n")
@@ -122,7 +156,8 @@ def test_commands_leave_no_key_in_any_file_or_message(folder, call):
 
 
 def test_a_pool_leaves_no_key_in_its_log_cache_or_outcomes(folder, caplog):
-    words = ("good", "refuse", "move", "plain", "echo", "garbage")
+    words = ("good", "refuse", "move", "plain", "echo", "garbage", "base64", "coded 1", "coded 2")
+    words += ("escaped", "encoding")
     requests = [chat("m", word, temperature=0) for word in words]
     with RawServer(telltale) as server:
         endpoint = Endpoint(f"{server.url}/{PATH}/v1", key_env="OTTER")
@@ -131,9 +166,63 @@ def test_a_pool_leaves_no_key_in_its_log_cache_or_outcomes(folder, caplog):
             with Pool(endpoint, **rules) as pool:
                 outcomes = pool.map(requests)
                 told = repr((outcomes, pool.stats(), pool, endpoint))
-    assert [isinstance(one, Failed) for one in outcomes] == [False, *[True] * 5]
+    assert [isinstance(one, Failed) for one in outcomes] == [False, *[True] * 10]
     assert leaks(told + caplog.text) == []
     assert files_with_secrets(folder) == {}
+
+
+def test_what_goes_to_another_process_has_no_key_in_it(folder, monkeypatch):
+    """What Ray and spawned workers are given is pickled, and anybody may read a command line."""
+    monkeypatch.setenv("OTTER_PATH", PATH)
+    endpoint = Endpoint("http://127.0.0.1:9/${OTTER_PATH}/v1", key_env="OTTER")
+    rewards = {"endpoints": ["http://127.0.0.1:9/${OTTER_PATH}/v1"], "key_env": "OTTER"}
+    config = RewardsConfig.of({**rewards, "part": [{"kind": "judge", "models": ["m"]}]})
+    with Simulator(api_key=KEY).running() as simulated:
+        titles = Path(f"/proc/{simulated.pid}/cmdline").read_bytes()
+        titles += (
+            Path(f"/proc/{simulated.pid}/environ")
+            .read_bytes()
+            .replace(f"OTTER={KEY}".encode(), b"")
+        )
+    sent = pickle.dumps(endpoint) + pickle.dumps(config)
+    assert endpoint.url.endswith(f"/{PATH}/v1")
+    assert pickle.loads(pickle.dumps(endpoint)) == endpoint
+    assert leaks(sent.decode("latin-1")) == []
+    assert leaks(titles.decode("latin-1").replace(f"OTTER_PATH={PATH}", "")) == []
+    assert leaks(Path("/proc/self/cmdline").read_text()) == []
+
+
+WAYS = [
+    str,
+    lambda char: f"\\u{ord(char):04x}",
+    lambda char: f"\\u{ord(char):04X}",
+    lambda char: f"%{ord(char):02x}",
+    lambda char: f"%25{ord(char):02X}",
+    lambda char: f"&#{ord(char)};",
+    lambda char: f"&#x{ord(char):04x};",
+    lambda char: char if char.isalnum() else f"\\{char}",
+]
+
+
+@given(
+    st.text("abcXYZ019-_/+~.=", min_size=16, max_size=40),
+    st.lists(st.sampled_from(WAYS), min_size=1, max_size=8),
+)
+def test_a_key_is_found_and_hidden_however_its_characters_are_written(key, ways):
+    written = "".join(way(char) for char, way in zip(key, itertools.cycle(ways), strict=False))
+    mask = Mask(key)
+
+    assert mask.is_in(f'{{"text": "it is {written}."}}'.encode())
+    assert mask.hide(f"it is {written}.") == "it is ...."
+    assert not mask.is_in(b'{"text": "50% of \\u0041 and \\/ are &#65;"}')
+
+
+def test_looking_for_a_key_takes_no_longer_in_a_hostile_body():
+    mask = Mask(KEY)
+    for word in (b"\\", b"%25", b"%", b"\\u0073", b"&#0", b"sk-", b"\\\\u"):
+        began = time.process_time()
+        assert not mask.is_in(word * (2**22 // len(word)))
+        assert time.process_time() - began < 30
 
 
 @pytest.mark.parametrize("around", ["{}\n", "  {}\r\n", "\t{}"])
@@ -186,6 +275,7 @@ def test_training_and_evaluating_on_a_server_leave_no_key_anywhere(folder, call,
         known = f"{server.url}/{PATH}/v1#good"
         hidden = f"{server.url}/${{OTTER_PATH}}/v1#"
         train = "train query-mutator --target-model"
+        online = "train sft --model tiny --online --max-steps 1 --quiet --online-policy"
         lines = {
             f"{train} {hidden}good --save-dir run {LEARNING}": 0,
             "evaluate query-mutator run --questions 2 --bandit-episodes 2 --quiet": 0,
@@ -198,6 +288,12 @@ def test_training_and_evaluating_on_a_server_leave_no_key_anywhere(folder, call,
             f"--debug {train} http://u:hunter2@h/v1#m --save-dir 7": 1,
             f"--debug {train} http://h/v1?key=hunter2#m --save-dir 8": 1,
             f"{train} http://h/${{NO_SUCH}}/v1#m --save-dir 9": 1,
+            f"--debug {online} http://u:hunter2@h/v1#m --run-dir 10": 1,
+            f"--debug {online} http://h/v1?key=hunter2#m --run-dir 11": 1,
+            f"{online} {known} --run-dir 12": 1,
+            "--debug train sft --model http://u:hunter2@h/v1#m --data rows.jsonl --run-dir 13": 1,
+            "train kge --data http://u:hunter2@h/graph --run-dir 14": 1,
+            "train prover --data http://h/graph?key=hunter2 --run-dir 15": 1,
         }
         for line, code in lines.items():
             found = call(line, folder)

@@ -7,10 +7,10 @@ and pays nothing twice, and collects.
 
 import asyncio
 import json
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ from batchwright.calls.wire.batches import (
     why_failed,
 )
 from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch
-from batchwright.files import fsync_folder, parse_json
+from batchwright.files import fsync_folder, read_regular
+from batchwright.lines import LineFile, read_lines
 
 __all__ = ["DISCOUNT", "BatchRun", "Journal", "Part", "custom_id", "split"]
 
@@ -38,6 +39,7 @@ DISCOUNT = 0.5
 """What a token costs in a batch, of its usual price."""
 MOST_REQUESTS, MOST_BYTES = 50_000, 200_000_000
 """Of one input file."""
+WHAT = "list of batches"
 FIRST_POLL_S, MOST_POLL_S = 0.25, 60.0
 
 
@@ -67,24 +69,22 @@ class Journal:
         self.path = output.with_name(f".{output.name}.batches")
         self.parts: dict[str, Part] = {}
         self._address = address
-        content = self.path.read_bytes() if self.path.is_file() else b""
-        # A partial last line, as a full disk leaves it, is cut off by the next one.
-        self._size = content.rfind(b"\n") + 1
-        rows = content[: self._size].splitlines()
-        if content and not content.startswith(self._first()[: len(content)]):
-            self._foreign(content)
+        content = read_regular(self.path) if self.path.exists() else b""
         try:
-            for row in map(parse_json, rows[1:]):
+            self._rows = list(read_lines(self.path, content, WHAT, dict))
+            if self._rows:
+                self._check_first(self._rows[0])
+            for row in self._rows[1:]:
                 if "requests" in row:
                     self.parts[row["name"]] = Part(**row, earlier=True)
                 else:
                     part = self.parts[row["name"]]
                     part.file, part.batch = row.get("file", part.file), row.get("batch", part.batch)
-        except (ValueError, KeyError, TypeError):
+        except (BadFile, KeyError, TypeError) as error:
             raise BadFile(
-                f"{self.path}, which has the ids of batches, is damaged; move it away, and look "
-                f"for the batches at the server"
-            ) from None
+                f"{self.path}, which has the ids of batches, is damaged or was not written by this "
+                f"command; move it away, and look for the batches at the server"
+            ) from error
 
     def begin(self, part: Part) -> None:
         """A file is about to be uploaded."""
@@ -104,38 +104,31 @@ class Journal:
         """Everything is in the output."""
         self.path.unlink(missing_ok=True)
 
-    def _first(self) -> bytes:
-        return json.dumps({"batchwright": self.HEAD, "server": self._address}).encode() + b"\n"
+    def _check_first(self, row: Mapping[str, Any]) -> None:
+        if row["batchwright"] != self.HEAD:
+            raise KeyError(self.HEAD)
+        if row["server"] != self._address:
+            raise Mismatch(
+                f"the batches of this output are at {row['server']}, not at {self._address}; "
+                f"give that endpoint, or choose another output"
+            )
 
-    def _foreign(self, content: bytes) -> None:
-        first = content.partition(b"\n")[0]
+    def _write(self, row: dict[str, Any]) -> None:
+        first = {"batchwright": self.HEAD, "server": self._address}
+        rows = [row] if self._rows else [first, row]
         try:
-            server = parse_json(first)
-        except ValueError:
-            server = {}
-        if not isinstance(server, dict) or server.get("batchwright") != self.HEAD:
-            raise BadFile(f"{self.path} was not written by this command; move it away")
-        raise Mismatch(
-            f"the batches of this output are at {server.get('server')}, not at {self._address}; "
-            f"give that endpoint, or choose another output"
-        )
-
-    def _write(self, row: Mapping[str, Any]) -> None:
-        data = (b"" if self._size else self._first()) + json.dumps(row).encode() + b"\n"
-        try:
-            with self.path.open("ab") as file:
-                file.truncate(self._size)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if not self._size:
+            with closing(LineFile(self.path, WHAT)) as file:
+                for one in rows:
+                    file.append(json.dumps(one).encode())
+                file.sync()
+            if not self._rows:
                 fsync_folder(self.path.parent)
         except OSError as error:
             raise CannotWrite(
                 f"cannot write {self.path}, which has the ids of batches: {error.strerror}; "
                 f"free space and run again to resume"
             ) from error
-        self._size += len(data)
+        self._rows += rows
 
 
 def split(

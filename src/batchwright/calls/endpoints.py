@@ -1,6 +1,5 @@
 """Where calls go: a server by its address, or a function of this process."""
 
-import hashlib
 import json
 import os
 import re
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from batchwright.addresses import without_secrets
 from batchwright.calls.request import Request
 from batchwright.errors import ConfigError
 
@@ -16,9 +16,7 @@ __all__ = [
     "BatchFunction",
     "Endpoint",
     "parse_model",
-    "refuse_secret",
     "scope_of",
-    "without_secrets",
 ]
 
 BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str | Exception]]
@@ -30,11 +28,6 @@ Protocol = Literal["openai", "ollama", "function", "local"]
 OLLAMA_PORT = 11434
 OLLAMA_NAME = re.compile(r"(?!local:|ollama:)[\w.-]+(?:/[\w.-]+)*(?::[\w.-]+)?", re.ASCII)
 """A model's name as Ollama writes it, with a tag or without: `qwen2.5:3b`."""
-SECRET = re.compile(
-    r"(?=[^/]*\d)(?=[^/]*[A-Za-z])"
-    r"(?:sk-[^/]{8,}|[^/]*[A-Za-z0-9]{16,}[^/]*|[^/]*[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}[^/]*)"
-)
-"""A part of a path that is a key rather than a word: sixteen letters and digits, a UUID, sk-..."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -70,7 +63,7 @@ class Endpoint:
     """Its name in outcomes, events and statistics; never holds a secret."""
     protocol: Protocol
     base: str
-    """The base URL, or the name or folder of a local model."""
+    """The base URL, with the names of variables, or the name or folder of a local model."""
     socket: str | None
     """The socket file to connect to."""
     model: str | None
@@ -116,6 +109,11 @@ class Endpoint:
     def address(self) -> str:
         """Where it is, whatever its name: what is learned about it is saved under this."""
         return self.socket or without_secrets(self.base)
+
+    @property
+    def url(self) -> str:
+        """The base URL with the values of its variables, read at the moment of use."""
+        return VARIABLE.sub(_variable, self.base)
 
     @property
     def remote(self) -> bool:
@@ -235,7 +233,7 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
             f"(key_env)"
         )
     path = VARIABLE.sub(_variable, parts.path).rstrip("/")
-    # What is shown has the variable's name in the place of its value.
+    # What is shown and stored has the variable's name in the place of its value.
     named = parts.path.rstrip("/")
     if scheme == "unix":
         if not path or parts.netloc:
@@ -255,11 +253,10 @@ def _address(target: str) -> tuple[Protocol, str, str | None, str]:
     if family:
         place = f"{host}:{port or OLLAMA_PORT}"
         shown = f"ollama://{place}{named}" if scheme == "http" else f"ollama+https://{place}{named}"
-        return "ollama", urlunsplit((scheme, place, path, "", "")), None, without_secrets(shown)
+        return "ollama", urlunsplit((scheme, place, named, "", "")), None, without_secrets(shown)
     place = f"{host}:{port}" if port else host
-    base = urlunsplit((scheme, place, path or "/v1", "", ""))
-    shown = urlunsplit((scheme, place, named or "/v1", "", ""))
-    return "openai", base, None, without_secrets(shown)
+    base = urlunsplit((scheme, place, named or "/v1", "", ""))
+    return "openai", base, None, without_secrets(base)
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -269,45 +266,6 @@ def _variable(match: re.Match[str]) -> str:
             f"the environment variable {match[1]} of an address is not set; export it"
         )
     return quote(value, safe="")
-
-
-def refuse_secret(name: str, value: str) -> None:
-    """Refuse a setting that is written into a run directory and has a key in its address.
-
-    >>> refuse_secret("target_model", "http://gpu0:8000/${KEY}/v1#m")
-    >>> refuse_secret("target_model", "http://gpu0:8000/sk-0123456789abcdef/v1#m")
-    Traceback (most recent call last):
-    batchwright.errors.ConfigError: target_model has what looks like a key in the path of \
-its address, which the run directory would keep; export it and write ${NAME} in its place
-    """
-    place = value.partition("://")[2].partition("/")[0]
-    if "@" in place or ("://" in value and "?" in value):
-        raise ConfigError(
-            f"{name} has a user, a password or a query in its address; give the address alone, "
-            f"and the API key in the environment"
-        )
-    if "://" in value and without_secrets(value) != value:
-        raise ConfigError(
-            f"{name} has what looks like a key in the path of its address, which the run directory "
-            f"would keep; export it and write ${{NAME}} in its place"
-        )
-
-
-def without_secrets(url: str) -> str:
-    """An address with the keys in its path replaced by a few digits of their hashes.
-
-    >>> without_secrets("https://example.com/sk-0123456789abcdef/v1")
-    'https://example.com/...221df4/v1'
-    >>> without_secrets("https://example.com/openai/deployments/gpt-4o-mini-2024-07-18")
-    'https://example.com/openai/deployments/gpt-4o-mini-2024-07-18'
-    """
-    scheme, mark, rest = url.rpartition("://")
-    place, *path = rest.split("/")
-    shown = [
-        f"...{hashlib.sha256(part.encode()).hexdigest()[:6]}" if SECRET.fullmatch(part) else part
-        for part in path
-    ]
-    return scheme + mark + "/".join([place, *shown])
 
 
 def _harmless(target: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "parse_json", "read_body"]
+__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "parse_body", "read_body"]
 
 Source = Literal["live", "cache", "shared", "hedge"]
 """Where a response came from: the server, the cache or the memory of the pool, an equal call in
@@ -167,10 +167,10 @@ def _read_output(body: Mapping[str, Any], output: list[Any]) -> tuple[str, str |
     return "".join(texts), finish
 
 
-def parse_json(body: bytes) -> Any:
+def parse_body(body: bytes) -> Any:
     """The value of a body in UTF-8; ValueError if there is none, or one too large to hold.
 
-    >>> parse_json(b'{"a": [1]}')
+    >>> parse_body(b'{"a": [1]}')
     {'a': [1]}
     """
     if len(body) > MOST_VALUES and body.count(b"[") + body.count(b"{") > MOST_VALUES:

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
@@ -24,13 +24,22 @@ from batchwright.calls.engine.endpoint import SharedRateLimit, Upstream, limit_f
 from batchwright.calls.engine.engine import Engine, Rules
 from batchwright.calls.engine.retry import Retry
 from batchwright.calls.engine.stats import Prices, Stats
-from batchwright.calls.engine.waiting import Batch, Interrupted, One, Progress, Stream, check
+from batchwright.calls.engine.waiting import (
+    AnyEngine,
+    Batch,
+    Interrupted,
+    One,
+    Progress,
+    Stream,
+    check,
+)
 from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.limit.fixed import Limit
 from batchwright.calls.loop import Background, background, forgets_after_fork, unforked
 from batchwright.calls.outcome import Outcome
 from batchwright.calls.request import Request
-from batchwright.errors import ConfigError
+from batchwright.calls.wire.discovery import check_any
+from batchwright.errors import ConfigError, NoServer
 from batchwright.events import EventLog
 from batchwright.models import registry as models
 
@@ -99,8 +108,7 @@ class Pool:
         names = [endpoint.name for endpoint in self.endpoints]
         if len(set(names)) != len(names):
             raise ConfigError(f"endpoints must have different names, got {names}; give name=...")
-        for endpoint in self.endpoints:
-            endpoint.api_key()
+        self._check_keys()
         if not deadline_s > 0:
             raise ConfigError(f"deadline_s must be above 0, got {deadline_s}")
         if max_cost is not None and not max_cost >= 0:
@@ -123,7 +131,7 @@ class Pool:
         self._own_cache = cache is not None and not isinstance(cache, Cache)
         self._cache = cache if cache is None or isinstance(cache, Cache) else Cache(Path(cache))
         self._lock = threading.Lock()
-        self._engine: Engine | None = None
+        self._engine: AnyEngine | None = None
         self._background: Background | None = None
         self._closed = False
         forgets_after_fork[id(self)] = self
@@ -190,6 +198,23 @@ class Pool:
         if engine is not None and running is not None:
             running.loop.call_soon_threadsafe(engine.cancel, None, "cancelled by Pool.cancel")
 
+    def check(self, requests: Sequence[Request] = ()) -> None:
+        """Look whether a server is there, unless there is a cached response to each request.
+
+        Raises:
+            NoServer: none of the endpoints accepts a connection.
+        """
+        try:
+            self.run(check_any(self.endpoints))
+        except NoServer:
+            if self._cache is None or not requests:
+                raise
+            scope = scope_of(self.endpoints)
+            keys = [request.scoped(scope).key for request in requests]
+            found = self._cache.get_many(keys)
+            if any(key not in found for key in keys):
+                raise
+
     def stats(self) -> dict[str, Any]:
         """Counts, latencies, tokens, cost, and the state of each endpoint."""
         running, engine = self._started(here=True)
@@ -246,11 +271,16 @@ class Pool:
         names = ", ".join(repr(endpoint.name) for endpoint in self.endpoints)
         return f"Pool({names}, limit={self._limit!r}, cache={self._cache!r})"
 
+    def _check_keys(self) -> None:
+        """A key that is missing is to be known here, not at the first call."""
+        for endpoint in self.endpoints:
+            endpoint.api_key()
+
     def _priced(self) -> Stats | None:
         """What bounds the cost of a call under a spending cap; None without one."""
         return None if self._rules.max_cost is None else Stats(self._prices, self._most_tokens)
 
-    def _started(self, here: bool = False) -> tuple[Background, Engine]:
+    def _started(self, here: bool = False) -> tuple[Background, AnyEngine]:
         """The engine of this process, made at the first call, and again after a fork."""
         running = self._background
         engine = self._engine
@@ -264,7 +294,7 @@ class Pool:
             )
         return running, engine
 
-    def _start(self) -> tuple[Background, Engine]:
+    def _start(self) -> tuple[Background, AnyEngine]:
         if self._closed:
             raise ConfigError("this pool is closed; make another one")
         running = background()
@@ -297,7 +327,7 @@ class Pool:
         return Upstream(endpoint, limit, found and rules.remember, rates, alone)
 
 
-def _forgotten(running: Background, engine: Engine, own_cache: bool) -> None:
+def _forgotten(running: Background, engine: AnyEngine, own_cache: bool) -> None:
     """A pool that nobody holds any more closes itself."""
     if running.pid == os.getpid() and running.thread.is_alive() and not engine.closed:
         asyncio.run_coroutine_threadsafe(engine.close(own_cache), running.loop)

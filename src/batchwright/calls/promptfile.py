@@ -17,9 +17,18 @@ from typing import Any, Literal, NamedTuple, Self
 from batchwright.calls.engine.stats import Prices, Stats
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome, Usage
 from batchwright.calls.request import Request, chat, respond
-from batchwright.errors import BadFile, BadRow, CannotWrite, Mismatch
-from batchwright.files import append_to, existing, fsync_folder, parse_json, short_lines, write_all
-from batchwright.lines import LineFile, checked_line, is_checked, read_lines
+from batchwright.errors import BadFile, BadRow, CannotRead, CannotWrite, Mismatch
+from batchwright.files import (
+    append_to,
+    existing,
+    fsync_folder,
+    open_regular,
+    parse_json,
+    read_regular,
+    short_lines,
+    write_all,
+)
+from batchwright.lines import LineFile, checked_line, read_line, read_lines
 
 __all__ = ["Answers", "Api", "Prompt", "Spent", "read_answers", "read_prompts"]
 
@@ -64,7 +73,7 @@ def read_prompts(
     seen: set[str | int] = set()
     if path.is_dir():
         raise BadFile(f"{path} is a folder; name a JSONL file of prompts")
-    with existing(path, "file of prompts").open("rb") as file:
+    with open_regular(existing(path, "file of prompts")) as file:
         for number, line in enumerate(short_lines(file, path), start=1):
             if not line.strip():
                 continue
@@ -105,9 +114,9 @@ def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
         what = "a folder" if path.is_dir() else "not a regular file"
         raise CannotWrite(f"cannot write {path}: it is {what}; choose another path")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CannotWrite(f"cannot read {path}: {error.strerror}; choose another path") from error
+        content = read_regular(path)
+    except CannotRead as error:
+        raise CannotWrite(f"{error}, or choose another path") from error
     *whole, torn = content.split(b"\n")
     found: list[Line] = []
     for number, line in enumerate(whole):
@@ -118,7 +127,7 @@ def read_answers(path: Path, prompts: Sequence[Prompt]) -> list[Line]:
             mark = None
         if number >= len(prompts) or mark != prompts[number].mark:
             raise Mismatch(_FOREIGN.format(path=path, number=number + 1))
-        if not is_checked(line):
+        if read_line(line) is None:
             raise Mismatch(_CHANGED.format(path=path, number=number + 1))
         found.append((line + b"\n", row))
     if torn:
@@ -276,7 +285,7 @@ class Spent:
     ) -> None:
         self.path = output.with_name(f".{output.name}.spent")
         self._stats = Stats(prices, most_tokens or {})
-        content = self.path.read_bytes() if self.path.is_file() else b""
+        content = read_regular(self.path) if self.path.exists() else b""
         self.paid: set[str] = set()
         self.total = 0.0
         self._open: dict[str, list[float]] = {}

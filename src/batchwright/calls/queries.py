@@ -17,7 +17,8 @@ from batchwright.calls.endpoints import parse_model
 from batchwright.calls.outcome import Done, Outcome
 from batchwright.calls.pool import Pool
 from batchwright.calls.request import Request, chat, embed
-from batchwright.errors import ConfigError, Mismatch, MissingFile
+from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile
+from batchwright.files import existing, read_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -211,9 +212,9 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _with_image(query: str, path: Path) -> list[dict[str, Any]]:
     try:
-        data = base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise MissingFile(f"cannot read the image {path}: {error.strerror}") from error
+        data = base64.b64encode(read_regular(existing(path, "image"))).decode()
+    except BadFile as error:
+        raise MissingFile(f"cannot read the image: {error}") from error
     kind = "jpeg" if path.suffix.lower() in (".jpg", ".jpeg") else "png"
     url = {"url": f"data:image/{kind};base64,{data}"}
     parts = [{"type": "text", "text": query}, {"type": "image_url", "image_url": url}]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import BadFile, CannotWrite, MissingFile
+from batchwright.errors import BadFile, CannotRead, CannotWrite, MissingFile
 from batchwright.models import registry as models
 from batchwright.sealed import read_sealed_json, write_sealed_json
 
@@ -19,7 +19,9 @@ def limits_path() -> Path:
 
 def load_limit(address: str) -> dict[str, Any] | None:
     """What an earlier run learned about an endpoint; None if nothing readable is there."""
-    state = _known().get(address)
+    state = None
+    with contextlib.suppress(CannotRead):
+        state = _known().get(address)
     return state if isinstance(state, dict) else None
 
 
@@ -28,7 +30,7 @@ def save_limits(states: Mapping[str, dict[str, Any]]) -> None:
 
     It only saves the next run a ramp, so a disk that refuses is not an error.
     """
-    with contextlib.suppress(CannotWrite):
+    with contextlib.suppress(CannotRead, CannotWrite):
         write_sealed_json(limits_path(), {**_known(), **states})
 
 

@@ -11,7 +11,7 @@ from batchwright.calls.cache.process_id import boot_id
 from batchwright.calls.cache.sqlite import Database
 from batchwright.errors import BadFile
 from batchwright.files import parse_json
-from batchwright.lines import checked_line, is_checked, without_check
+from batchwright.lines import checked_line, read_line
 
 __all__ = ["RateFile"]
 
@@ -52,9 +52,10 @@ class RateFile:
             ((number, line),) = rows
             if number == 1 and not line:
                 return {}
-            if number != 1 or not is_checked(line):
+            whole = read_line(line)
+            if number != 1 or whole is None:
                 raise ValueError("it does not match its checksum")
-            found = parse_json(without_check(line))
+            found = parse_json(whole[0])
             # The clock restarts with the machine, and so do the buckets.
             if found["boot"] != boot_id():
                 return {}

@@ -62,6 +62,8 @@ class Database:
         """Until then nobody waits: the file was locked for as long as they would."""
         if self.path.is_dir():
             raise ConfigError(f"{self.path} is a folder; give the path of a file for the {what}")
+        if self.path.exists() and not self.path.is_file():
+            raise BadFile(f"{self.path} is not a regular file; choose another path for the {what}")
         if read_only and not self.path.exists():
             raise MissingFile(f"no {what} at {self.path}; check the path")
         # SQLite takes a file of one byte for an empty one. To read it here would end the locks
@@ -245,8 +247,8 @@ class Database:
                     f"({error}); copy both files to a folder you can write"
                 )
             return CannotWrite(
-                f"cannot write {named}: it or its folder is read-only ({error}); "
-                f"change the permissions, choose another path, or open it read-only"
+                f"cannot open or write {named}: it or its folder is read-only, or too many files "
+                f"are open ({error}); change that, choose another path, or open it read-only"
             )
         if code == sqlite3.SQLITE_IOERR:
             return CannotWrite(

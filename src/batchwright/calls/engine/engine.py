@@ -121,8 +121,21 @@ class Engine:
         self._committing = False
         self._polled_at = self._renewed_at = 0.0
 
+    @property
+    def most_in_flight(self) -> int:
+        """Calls in flight that the limits of all endpoints allow now."""
+        return sum(one.limit.limit for one in self.upstreams)
+
     def submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None:
-        """Take requests; each is delivered to the sink once."""
+        """Take requests; each is delivered to the sink once, or the sink gets an error."""
+        try:
+            self._submit(sink, items)
+        except Exception as error:
+            # Broad on purpose: those that were not taken are known to nobody else.
+            sink.abort(error)
+            raise
+
+    def _submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None:
         to_look_up: list[Job] = []
         scope = self._scope
         unwritten = self._cache is None or not self._cache.writes

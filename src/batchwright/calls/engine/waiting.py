@@ -17,17 +17,17 @@ from collections.abc import (
 )
 from itertools import islice
 from math import inf
-from typing import Self
+from typing import Any, Protocol, Self
 
 from batchwright.calls.engine.budgets import WHOLE_BATCH
-from batchwright.calls.engine.engine import Engine
+from batchwright.calls.engine.dispatch import Sink
 from batchwright.calls.engine.stats import Stats
 from batchwright.calls.loop import Background
 from batchwright.calls.outcome import Done, Failed, Kind, Outcome
 from batchwright.calls.request import Request
 from batchwright.errors import BudgetExceeded, ConfigError
 
-__all__ = ["Batch", "Interrupted", "One", "Progress", "Stream", "check"]
+__all__ = ["AnyEngine", "Batch", "Interrupted", "One", "Progress", "Stream", "check"]
 
 Progress = Callable[[int, int], None]
 """Called now and then with the calls done and the calls known so far."""
@@ -38,7 +38,7 @@ FIRST_CHUNK, CHUNK = 32, 256
 """Requests submitted at a time; the first chunk is small, so that work starts at once."""
 PROGRESS_S = 0.1
 FLUSH_S = 20.0
-"""How long the first Ctrl-C waits for what has come back to be committed."""
+"""How long the first Ctrl-C, or an error, waits for what has come back to be committed."""
 _PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
 
 
@@ -71,12 +71,32 @@ def check(request: Request, priced: Stats | None) -> Request:
     return request
 
 
+class AnyEngine(Protocol):
+    """What a pool submits to: the engine of this process, or one elsewhere."""
+
+    closed: bool
+
+    @property
+    def most_in_flight(self) -> int:
+        """Calls in flight that its limits allow now."""
+
+    def submit(self, sink: Sink, items: Iterable[tuple[int, Request]]) -> None: ...
+
+    def cancel(self, sink: Sink | None, why: str) -> None: ...
+
+    def abort(self, error: Exception) -> None: ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    async def close(self, close_cache: bool) -> None: ...
+
+
 class Batch:
     """Requests submitted together. Fed by the caller's thread, delivered to by the loop."""
 
     def __init__(
         self,
-        running: tuple[Background, Engine],
+        running: tuple[Background, AnyEngine],
         priced: Stats | None,
         *,
         ordered: bool,
@@ -90,6 +110,8 @@ class Batch:
         self.submitted = self.done = self.taken = 0
         self.error: Exception | None = None
         self.stopped = False
+        self._give_up_at = inf
+        """After an error, what has not come back by then never will."""
         self._first: dict[bytes, int] = {}
         """Where in the results the response to a key is."""
         self._priced = priced
@@ -148,7 +170,7 @@ class Batch:
 
     @property
     def window(self) -> int:
-        return max(WINDOW, 2 * sum(one.limit.limit for one in self.engine.upstreams))
+        return max(WINDOW, 2 * self.engine.most_in_flight)
 
     def feed(self, source: Iterator[Request]) -> bool:
         """Submit some requests; False when there are no more."""
@@ -197,10 +219,13 @@ class Batch:
             self.out.append((index, outcome))
         # Last, because the other thread takes it as the sign that all the rest is there.
         self.done += 1
-        if self._until is not None and self._until():
+        # Looked up once: the other thread may take it back at any moment.
+        until = self._until
+        if until is not None and until():
             self.changed()
 
     def abort(self, error: Exception) -> None:
+        self._give_up_at = min(self._give_up_at, time.monotonic() + FLUSH_S)
         self.error, self.stopped = error, True
         self.changed()
 
@@ -225,7 +250,8 @@ class Batch:
                 return
             if progress is not None:
                 progress(self.done, max(total, self.submitted))
-            wake.wait(PROGRESS_S if progress is not None else None)
+            often = progress is not None or self.error is not None
+            wake.wait(PROGRESS_S if often else None)
 
     async def wait_async(
         self,
@@ -239,17 +265,23 @@ class Batch:
             wake.clear()
             if self._ready(until):
                 return
-            if progress is None:
+            if progress is not None:
+                progress(self.done, max(total, self.submitted))
+            elif self.error is None:
                 await wake.wait()
                 continue
-            progress(self.done, max(total, self.submitted))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(wake.wait(), PROGRESS_S)
 
     def _ready(self, until: Callable[[], bool]) -> bool:
-        """Whether it holds; if not, the next delivery that makes it hold calls `changed`."""
+        """Whether it holds; if not, the next delivery that makes it hold calls `changed`.
+
+        After an error it is enough that everything is back, or that it was waited for: an error
+        of this package may have lost the rest, and nobody is to wait for that for ever.
+        """
         self._until = until
-        if until() or (self.error is not None and self._all_done()):
+        over = self.error is not None and (self._all_done() or time.monotonic() > self._give_up_at)
+        if until() or over:
             self._until = None
             return True
         return False
@@ -282,7 +314,7 @@ class Stream:
 
     def __init__(
         self,
-        started: Callable[[bool], tuple[Background, Engine]],
+        started: Callable[[bool], tuple[Background, AnyEngine]],
         requests: Iterable[Request],
         priced: Stats | None,
     ) -> None:
@@ -390,6 +422,7 @@ class One:
 
     def abort(self, error: Exception) -> None:
         self.error = error
+        self.deliver(0, _PENDING)
 
     def _set(self, outcome: Outcome) -> None:
         if self.future.done():

@@ -112,7 +112,7 @@ class AutoLimit:
         self._moved_at = 0.0
         """When the limit went to where it is."""
         self._short = 0.0
-        """Bursts that the caller had too few calls for, one after the other."""
+        """Bursts and rounds that the caller had too few calls for, one after the other."""
         self._ended_again = False
         self._ended_at = 0.0
         """Where the last ramp ended; 0 if that is settled, or something has changed."""
@@ -191,6 +191,7 @@ class AutoLimit:
                 self._begin(now if in_flight > 1 else None)
             elif window.full:
                 # Waves that are shorter than a round would never be counted.
+                self._short += window.skip > 0
                 window.pause(0 if self._short >= SHORT else limit)
             return False
         if not window.full:
@@ -335,11 +336,13 @@ class AutoLimit:
             self._end_ramp(now, ramp, gain)
         elif verdict != "open":
             ramp.advance(gain)
-            self._raise(now, ramp, GROWTH if verdict == "paid" else GROWTH_IN_PART)
+            growth = GROWTH if verdict == "paid" else GROWTH_IN_PART
+            # The caller may have had fewer calls than were allowed: no more than those have paid.
+            self._raise(now, ramp, growth, ramp.level + ramp.new)
 
-    def _raise(self, now: float, ramp: Ramp, growth: float) -> None:
+    def _raise(self, now: float, ramp: Ramp, growth: float, reached: int | None = None) -> None:
         """The next step of a ramp, or its end at the most that is allowed."""
-        before = self._limit
+        before = self._limit if reached is None else reached
         self._base = float(before)
         limit = round(self._within(max(before + 1, before * growth)))
         if limit <= before:
@@ -384,7 +387,7 @@ class AutoLimit:
             need = 8 if falls else max(DOUBT_CALLS, DOUBT_SHARE * limit)
         ended = window.ended
         if phase == "probe" and self._curve.rounds >= YOUNG:
-            if ended % 8:
+            if ended % max(1, min(8, limit // 4)):
                 return
             verdict = probe_verdict(window, now, limit, self._base, self._curve)
             if verdict == "goodput rose":

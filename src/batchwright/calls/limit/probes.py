@@ -65,8 +65,9 @@ class Probes:
         No probe goes below `least`, nor above `height`, the ceiling.
         """
         self.calm = 0
-        below = curve.evidence(0.55 * best, 0.93 * best)
-        above = curve.evidence(1.07 * best, 1.8 * best)
+        # Of a few calls the next number is further away than any of these shares.
+        below = curve.evidence(max(0.5, min(0.55 * best, round(best) - 1.1)), 0.93 * best)
+        above = curve.evidence(1.07 * best, max(1.8 * best, round(best) + 1.1))
         lost = not self.sure and best * best > LOPSIDED * knee.low * knee.high
         if height is not None and round(best) >= height:
             up = False

@@ -14,7 +14,7 @@ __all__ = ["Step", "Window", "far_from_expected", "probe_verdict", "scatter"]
 
 CLEAR, CLEAR_UP = 2.0, 4.0
 """Log likelihood ratios at which a probe is over: as expected, and as if the knee had moved."""
-TEST_SHARE, TEST_CALLS = 0.35, 16
+TEST_SHARE, TEST_CALLS = 0.35, 6
 """A probe is not judged before this share of the limit has ended, and so many calls."""
 PAID = 0.9
 """The slope that a moved knee is expected to show in a probe."""

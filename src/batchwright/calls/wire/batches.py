@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_body
 from batchwright.calls.request import Request
-from batchwright.calls.wire.http import KEY_CHARACTERS, Exchange, HttpTransport, Unanswered
+from batchwright.calls.wire.http import Exchange, HttpTransport, Unanswered
+from batchwright.calls.wire.masking import Mask
 from batchwright.calls.wire.openai import PATHS, from_body, refused, retry_after_s, scrub
 from batchwright.errors import ConfigError, NoServer
 
@@ -96,7 +97,7 @@ class BatchServer:
                 f"https://api.openai.com/v1, or leave out --batch-api"
             )
         self._name = endpoint.name
-        self._key = endpoint.api_key()
+        self._mask = Mask.of(endpoint)
         self._http = HttpTransport(endpoint)
 
     async def close(self) -> None:
@@ -142,15 +143,14 @@ class BatchServer:
         """The lines of an output or error file."""
         path = f"/files/{file}/content"
         response = await self._again("GET", path, timeout_s=TRANSFER_S, most_bytes=MOST_FILE_BYTES)
-        secret = self._key.encode() if self._key and len(self._key) >= KEY_CHARACTERS else None
         found = []
         for row in response.body.splitlines():
             try:
-                line = parse_json(row) if row.strip() else None
+                line = parse_body(row) if row.strip() else None
             except ValueError:
                 raise NoServer(f"{self._name}: the file {file} is not JSON lines") from None
             if isinstance(line, dict):
-                if secret is not None and secret in row:
+                if self._mask.is_in(row):
                     line |= {"response": None, "error": {"code": REPEATS_KEY}}
                 found.append(line)
         return found
@@ -240,7 +240,7 @@ class BatchServer:
 
     def _parsed(self, response: Exchange, field: str = "id") -> dict[str, Any]:
         try:
-            found = parse_json(response.body)
+            found = parse_body(response.body)
         except ValueError:
             found = None
         if not isinstance(found, dict) or found.get(field) in (None, ""):

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchwright.calls.endpoints import Endpoint
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_json
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_body
 from batchwright.errors import NoServer
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ async def _asked(
     data = json.dumps({"model": model}).encode() if model else None
     try:
         response = await transport.exchange(method, path, data, timeout_s=ASK_S, root=root)
-        found = parse_json(response.body) if response.status == 200 else None
+        found = parse_body(response.body) if response.status == 200 else None
     except (Unanswered, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -20,9 +20,10 @@ from yarl import URL
 
 from batchwright.calls.endpoints import Endpoint
 from batchwright.calls.loop import in_thread, unforked
-from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_body
 from batchwright.calls.request import Request
 from batchwright.calls.wire import ollama, openai
+from batchwright.calls.wire.masking import Mask
 from batchwright.errors import ConfigError, NoServer
 
 __all__ = ["Exchange", "FunctionTransport", "HttpTransport", "Transport", "Unanswered", "connect"]
@@ -41,8 +42,6 @@ MOST_ERROR_BYTES, MOST_ERROR_S = 16 * 2**10, 2.0
 """So much is read of a response that is an error, and for so long: its status says the rest."""
 PIECE_BYTES = 2**20
 """Decompressed at a time, so that neither the memory nor the loop belongs to a server."""
-KEY_CHARACTERS = 16
-"""A shorter API key may be an ordinary word (EMPTY), which a response is free to use."""
 
 
 class Exchange(NamedTuple):
@@ -92,7 +91,8 @@ class HttpTransport:
         self._name = endpoint.name
         self._model = endpoint.model
         self._key = endpoint.api_key()
-        self._base = endpoint.base
+        self._mask = Mask.of(endpoint)
+        self._base = endpoint.url
         self._urls: dict[str, URL] = {}
         headers = {"Content-Type": "application/json", "Accept-Encoding": "gzip, deflate"}
         connector: aiohttp.BaseConnector
@@ -163,24 +163,22 @@ class HttpTransport:
                 return Failed(Kind.UNREACHABLE, text, unsent=True)
             kind, text = _fault(error, responding, self._name)
             unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ClientHttpProxyError)
-            return Failed(kind, openai.scrub(text, request, self._key), unsent=unsent)
+            return Failed(kind, openai.scrub(self._mask.hide(text), request), unsent=unsent)
         headers: Mapping[str, str] = response.headers
-        if self._key:
-            # Before it is cut to a line, which could leave half of the key.
-            if response.status != 200:
-                body_bytes = body_bytes.replace(self._key.encode(), b"...")
-                headers = CIMultiDict((n, v.replace(self._key, "...")) for n, v in headers.items())
-            elif len(self._key) >= KEY_CHARACTERS and self._key.encode() in body_bytes:
-                why = "the response repeats the API key, which would be stored with it"
-                return Failed(Kind.BAD_BODY, why, 200)
+        if response.status != 200:
+            # Before it is cut to a line, which could leave half of a key.
+            body_bytes = self._mask.hide_in(body_bytes)
+            headers = CIMultiDict((n, self._mask.hide(v)) for n, v in headers.items())
+        elif self._mask.is_in(body_bytes):
+            why = "the response repeats the API key, which would be stored with it"
+            return Failed(Kind.BAD_BODY, why, 200)
         outcome = self._decode(request, response.status, headers, body_bytes)
-        if self._key and isinstance(outcome, Failed) and self._key in outcome.error:
-            return Failed(
-                outcome.kind,
-                openai.scrub(outcome.error, request, self._key),
-                outcome.status,
-                retry_after_s=outcome.retry_after_s,
-            )
+        if (
+            isinstance(outcome, Failed)
+            and (shown := self._mask.hide(outcome.error)) != outcome.error
+        ):
+            after = outcome.retry_after_s
+            return Failed(outcome.kind, shown, outcome.status, retry_after_s=after)
         return outcome
 
     async def close(self) -> None:
@@ -225,8 +223,8 @@ class HttpTransport:
                     body = await _whole(response, most_bytes)
                 else:
                     body = await _beginning(response)
-                if self._key and response.status >= 300:
-                    body = body.replace(self._key.encode(), b"...")
+                if response.status >= 300:
+                    body = self._mask.hide_in(body)
                 return Exchange(response.status, response.headers, body)
         except _BadBody as error:
             raise ValueError(f"{self._name}: {error}") from None
@@ -234,27 +232,34 @@ class HttpTransport:
             raise Unanswered(f"no response of {self._name} within {timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             _, text = _fault(error, responding, self._name)
-            raise Unanswered(text) from None
+            raise Unanswered(self._mask.hide(text)) from None
 
     async def models(self) -> list[str] | None:
         """The names of the server's models; None if it does not list them.
 
         Raises:
-            NoServer: it cannot be reached.
+            NoServer: it cannot be reached, or is taken for an Ollama and is none.
         """
-        path = "/api/tags" if self._decode is ollama.decode else "/models"
+        is_ollama = self._decode is ollama.decode
+        path = "/api/tags" if is_ollama else "/models"
         try:
             response = await self.exchange("GET", path, timeout_s=LIST_S)
-            body = parse_json(response.body) if response.status == 200 else None
+            body = parse_body(response.body) if response.status == 200 else None
         except ValueError:
             return None
         except Unanswered as error:
             raise NoServer(f"{error}; start the server, or check its address") from None
+        if is_ollama and response.status == 404:
+            # Every Ollama has it; here each call would fail the same way.
+            raise NoServer(
+                f"the server at {self._name} is no Ollama: it has no {path}; one that speaks "
+                f"OpenAI's protocol, as llama.cpp and vLLM do, is written http://HOST:PORT/v1"
+            )
         rows = body.get("data", body.get("models")) if isinstance(body, dict) else None
         if not isinstance(rows, list):
             return None
         names = (row.get("id") or row.get("name") for row in rows if isinstance(row, dict))
-        return [str(name)[:LONGEST_NAME] for name in names if name]
+        return [self._mask.hide(str(name))[:LONGEST_NAME] for name in names if name]
 
 
 class FunctionTransport:
@@ -340,7 +345,9 @@ class _Unpacker:
 
     def __init__(self, encoding: str) -> None:
         if encoding not in ("gzip", "x-gzip", "deflate"):
-            raise _BadBody(f"the response is encoded as {encoding[:40]!r}, which was not asked for")
+            # Nothing else is repeated: a header may hold anything, a key too.
+            what = encoding if encoding in ("br", "zstd", "compress") else "nobody knows"
+            raise _BadBody(f"the response is encoded as {what}, which was not asked for")
         self.encoding = encoding
         self.whole = False
         self._stream: zlib._Decompress | None = None

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Failed, Kind, Outcome, parse_json
+from batchwright.calls.outcome import Failed, Kind, Outcome, parse_body
 from batchwright.calls.request import Request
 from batchwright.calls.wire.openai import fields_of, from_body, refused
 from batchwright.errors import ConfigError
@@ -77,7 +77,7 @@ def decode(request: Request, status: int, headers: Mapping[str, str], body: byte
     if status != 200:
         return refused(request, status, headers, body)
     try:
-        parsed = parse_json(body)
+        parsed = parse_body(body)
     except ValueError:
         what = "HTML" if body[:512].lstrip()[:1] == b"<" else f"{len(body):,} bytes"
         return Failed(Kind.BAD_BODY, f"the server responded with {what}, not JSON", status)
@@ -167,7 +167,7 @@ def _parsed_call(call: Mapping[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = parse_json(arguments.encode())
+            arguments = parse_body(arguments.encode())
         except ValueError:
             raise ConfigError(
                 f"the arguments of the call of {function.get('name')!r} are not JSON, "

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_json, read_body
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_body, read_body
 from batchwright.calls.request import Request
 
 __all__ = ["decode", "encode", "fields_of", "from_body", "refused", "retry_after_s", "scrub"]
@@ -59,12 +59,12 @@ status=200, seconds=0.0, tries=1, endpoint='', retry_after_s=None, unsent=False)
         return refused(request, status, headers, body)
     raw: bytes | None = body
     try:
-        parsed = parse_json(body)
+        parsed = parse_body(body)
     except ValueError:
         # Not JSON, or JSON in another encoding or with a byte order mark, which costs more to find.
         raw = None
         try:
-            parsed = parse_json(body.decode(json.detect_encoding(body)).encode())
+            parsed = parse_body(body.decode(json.detect_encoding(body)).encode())
         except ValueError:
             return _not_json(status, body)
     return from_body(request, parsed, raw)
@@ -151,16 +151,14 @@ def retry_after_s(headers: Mapping[str, str], now: float | None = None) -> float
     return max(0.0, date - (time.time() if now is None else now))
 
 
-def scrub(text: str, request: Request, secret: str | None = None) -> str:
-    """A server's message on one short line, without the prompt and without the API key.
+def scrub(text: str, request: Request) -> str:
+    """A server's message on one short line, without the prompt.
 
     >>> from batchwright.calls import chat
     >>> scrub("cannot read 'tell me about otters' today", chat("m", "tell me about otters"))
     "cannot read '...' today"
     """
     text = " ".join(text.split())
-    if secret:
-        text = text.replace(secret, "...")
     text = text[: 4 * LONGEST_ERROR]
     hidden = bytearray(len(text))
     for part in _texts(request):
