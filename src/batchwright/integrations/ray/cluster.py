@@ -1,0 +1,69 @@
+"""The Ray cluster that commands and pools work on: joined or started."""
+
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from batchwright.errors import BatchwrightError, NoServer, need, one_line
+
+__all__ = ["join", "raised_there"]
+
+REACH_S = 10.0
+
+
+def join(address: str | None = None) -> str:
+    """Join the cluster at `address` or RAY_ADDRESS, or start one on this machine; say which.
+
+    A cluster that this process has joined already is the one that is used.
+
+    Raises:
+        NoServer: there is no cluster at the address, or it cannot be joined from here.
+    """
+    given = address or os.environ.get("RAY_ADDRESS")
+    if not given and "ray" not in sys.modules:
+        # Read by Ray when it is imported: a cluster that is started here is to be on loopback,
+        # where nobody else can reach it.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray = need("ray", extra="ray")
+    if ray.is_initialized():
+        return f"Ray: the cluster at {_where(ray)}, joined before"
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if given:
+            _check_reachable(given)
+            ray.init(address=given, **quiet)
+        else:
+            # "local": not the cluster that a note of an earlier one here may name.
+            ray.init(address="local", include_dashboard=False, **quiet)
+    # Ray raises RuntimeError for other versions of Ray or Python, ValueError for a bad address.
+    except (OSError, RuntimeError, ValueError) as error:
+        where = f"the Ray cluster at {given}" if given else "a Ray cluster on this machine"
+        raise NoServer(
+            f"cannot join {where}: {one_line(error)[:300]}; give HOST:PORT of a running "
+            f"cluster (`ray start --head`), or none, nor RAY_ADDRESS, to start one here"
+        ) from None
+    return f"Ray: {'the' if given else 'a'} cluster at {_where(ray)}" + (
+        "" if given else ", started here and for this command"
+    )
+
+
+def _check_reachable(address: str) -> None:
+    """Raise at once where nobody listens: Ray would try for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+
+
+def _where(ray: Any) -> str:
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    cores = ray.cluster_resources().get("CPU", 0)
+    shown = "1 node" if nodes == 1 else f"{nodes} nodes"
+    return f"{ray.get_runtime_context().gcs_address} ({shown}, {cores:g} cores)"
+
+
+def raised_there(error: Any) -> Exception:
+    """What a task or an actor raised, as it raised it."""
+    cause = error.cause
+    return cause if isinstance(cause, BatchwrightError) else error

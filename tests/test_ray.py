@@ -1,0 +1,317 @@
+"""One pool for a Ray cluster: several nodes, real actors, nodes that are lost."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before Ray is imported, which reads both then.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+# So that Ray means loopback by 127.0.0.1, and not the address of this machine.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from batchwright.calls import Done, Failed, Outcome, chat
+from batchwright.calls.simulator import Simulator
+from batchwright.integrations.ray import RayPool, join
+
+# A cluster of processes has sockets and files of its own, which Ray leaves to the system at exit.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Two nodes; tests add those that they take away."""
+    found = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False, **SMALL},
+    )
+    found.add_node(num_cpus=2, **SMALL)
+    join(found.address)
+    yield found
+    ray.shutdown()
+    found.shutdown()
+
+
+def on_node(node: Any) -> Any:
+    return NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+
+
+def answers_of(url: str, prompts: list[str], settings: dict[str, Any]) -> list[Outcome]:
+    with RayPool(url, **settings) as pool:
+        return pool.map(chat("sim", prompt, temperature=0) for prompt in prompts)
+
+
+answers = ray.remote(num_cpus=0)(answers_of)
+
+
+@ray.remote(num_cpus=0)
+def callers(url: str, asked: list[list[str]], settings: dict[str, Any]) -> list[list[Outcome]]:
+    with ThreadPoolExecutor(len(asked)) as threads:
+        return list(threads.map(lambda mine: answers_of(url, mine, settings), asked))
+
+
+def prompts(count: int) -> list[Any]:
+    return [chat("sim", f"question {number}", temperature=0) for number in range(count)]
+
+
+def test_64_callers_on_two_nodes_stay_within_one_limit_and_pay_an_equal_request_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    settings = {"limit": 6, "cache": str(tmp_path / "calls.db"), "hedge": False}
+    nodes = list(cluster.list_all_nodes())
+    with Simulator(latency_s=0.02).running() as url:
+        # Each caller has 8 questions, half of which the next one has too.
+        asked = [[f"question {4 * caller + n}" for n in range(8)] for caller in range(64)]
+        # Four processes of sixteen threads, each with a pool of its own.
+        waiting = [
+            callers.options(scheduling_strategy=on_node(nodes[part % len(nodes)])).remote(
+                url, asked[16 * part : 16 * part + 16], settings
+            )
+            for part in range(4)
+        ]
+        found = [outcomes for part in ray.get(waiting) for outcomes in part]
+        stats = url.stats(calls=True)
+    texts: dict[str, str] = {}
+    for mine, outcomes in zip(asked, found, strict=True):
+        for prompt, outcome in zip(mine, outcomes, strict=True):
+            assert isinstance(outcome, Done)
+            assert texts.setdefault(prompt, outcome.text) == outcome.text
+    assert stats["peak_in_flight"] <= 6
+    assert stats["finished"] == stats["distinct"] == len(texts) == 260
+    assert {one["finished"] for one in stats["calls"]} == {1}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
+    cluster: Cluster, tmp_path: Path, cached: bool
+) -> None:
+    settings = {
+        "limit": 8,
+        "hedge": False,
+        "cache": str(tmp_path / "calls.db") if cached else None,
+        "deadline_s": 60.0,
+    }
+    doomed = cluster.add_node(num_cpus=1, **SMALL)
+    # Slow enough that the actor, whose node is gone, is gone before the last call.
+    with Simulator(latency_s=0.25).running() as url:
+        # The actor starts where its first caller is.
+        first = answers.options(scheduling_strategy=on_node(doomed))
+        assert all(ray.get(first.remote(url, ["the first"], settings)))
+        pool = RayPool(url, **settings)
+        lost = False
+
+        def progress(done: int, total: int) -> None:
+            nonlocal lost
+            if not lost and done >= 64:
+                lost = True
+                cluster.remove_node(doomed, allow_graceful=False)
+
+        outcomes = pool.map(prompts(320), progress=progress)
+        assert lost
+        stats = url.stats()
+        counts = pool.stats()["caller"]
+        again = pool.map(prompts(320))
+        pool.shutdown()
+        if cached:
+            assert url.stats()["received"] == stats["received"]
+    assert all(outcomes), [one for one in outcomes if not one][:3]
+    assert [one.text for one in outcomes] == [one.text for one in again]
+    assert counts["lost_groups"] > 0
+    # Nobody knows what became of the calls in flight, nor of responses that were about to be
+    # committed; all others are on disk.
+    most = 2 * 8 if cached else 64 * counts["lost_groups"]
+    assert stats["received"] <= 321 + most
+
+
+def test_the_pool_of_a_cluster_streams_calls_singly_and_counts(cluster: Cluster) -> None:
+    import asyncio
+
+    with Simulator(latency_s=0.0).running() as url:
+        pool = RayPool(url, limit=4)
+
+        async def singly() -> list[Outcome]:
+            one = await pool.call(chat("sim", "one"))
+            return [one, *await pool.amap(prompts(70))]
+
+        alone = asyncio.run(singly())
+        streamed = dict(pool.stream(prompts(70)))
+        stats = pool.stats()
+        pool.shutdown()
+    assert all(alone)
+    assert [streamed[n].text for n in range(70)] == [one.text for one in alone[1:]]
+    assert stats["caller"]["asked"] == stats["asked"] == 141
+    assert [one["limit"] for one in stats["endpoints"]] == [4]
+
+
+def test_a_failure_in_the_actor_is_typed_where_the_caller_is(cluster: Cluster) -> None:
+    from batchwright.calls import ErrorBudget
+    from batchwright.errors import BudgetExceeded, ConfigError, NoServer
+
+    with Simulator(faults={"500": 1.0}, latency_s=0.0).running() as url:
+        with RayPool(url, limit=4, tries=1) as pool:
+            (failed,) = pool.map(prompts(1))
+            assert isinstance(failed, Failed)
+            assert failed.kind == "http_5xx"
+        with (
+            RayPool(url, limit=4, tries=1, budget=ErrorBudget(0.0)) as pool,
+            pytest.raises(BudgetExceeded, match="calls failed"),
+        ):
+            pool.map(prompts(20))
+    with RayPool("http://127.0.0.1:9", limit=4) as pool, pytest.raises(NoServer):
+        pool.check(prompts(1))
+    # The key is read where the actor is, and is missing there.
+    with (
+        RayPool("https://127.0.0.1:9/v1", key_env_of("NO_SUCH_KEY")) as pool,
+        pytest.raises(ConfigError, match="NO_SUCH_KEY"),
+    ):
+        pool.map(prompts(1))
+
+
+def key_env_of(name: str) -> Any:
+    from batchwright.calls import Endpoint
+
+    return Endpoint("https://127.0.0.1:10/v1", key_env=name)
+
+
+def test_an_idle_actor_ends_and_the_next_call_starts_another(cluster: Cluster) -> None:
+    with Simulator(latency_s=0.0).running() as url:
+        pool = RayPool(url, limit=2, idle_s=0.5)
+        before = pool.map(prompts(3))
+        while True:
+            try:
+                ray.get_actor(pool.name, namespace="batchwright")
+            except ValueError:
+                break
+            time.sleep(0.1)
+        after = pool.map(prompts(3))
+        pool.shutdown()
+    assert [one.text for one in before] == [one.text for one in after]
+
+
+def test_rewards_of_all_workers_go_through_one_pool_by_one_setting(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    with Simulator(latency_s=0.01).running() as url:
+        config = tmp_path / "rewards.toml"
+        config.write_text(
+            f'endpoints = ["{url}"]\non = "ray"\nbatch_size = 3\nmissing = "mask"\n'
+            f'cache = "{tmp_path}/judge.db"\n'
+            '[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
+        )
+
+        @ray.remote(num_cpus=0)
+        def scored(node: str) -> list[Any]:
+            from batchwright.rewards import compute_score
+
+            texts = [f"response {n}" for n in range(20)]
+            rows = compute_score(
+                data_sources=["d"] * 20,
+                solution_strs=texts,
+                ground_truths=[None] * 20,
+                config=str(config),
+            )
+            return [(row["valid"], row["why"]) for row in rows]
+
+        nodes = cluster.list_all_nodes()
+        workers = [
+            scored.options(scheduling_strategy=on_node(nodes[n % len(nodes)])).remote(str(n))
+            for n in range(3)
+        ]
+        found = ray.get(workers)
+        stats = url.stats()
+    assert all(one == found[0] for one in found)
+    assert stats["peak_in_flight"] <= 3
+    assert stats["distinct"] == 20
+    assert stats["repeated"] == 0
+
+
+def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
+    cluster: Cluster, tmp_path: Path, run: Any
+) -> None:
+    rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(150)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Simulator(latency_s=0.005).running() as url:
+        line = f"calls run -i prompts.jsonl -e {url} -m sim --temperature 0 --batch-size 4 -o"
+        here = run(f"{line} here.jsonl", tmp_path)
+        there = run(f"{line} there.jsonl --on ray --address {cluster.address}", tmp_path)
+        assert here.code == 0, here.err
+        assert there.code == 0, there.err
+        assert f"Ray: the cluster at {cluster.address} (2 nodes, 4 cores)" in there.err
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        for unfit in ("--run-dir r", "--batch-api"):
+            refused = run(f"{line} other.jsonl --on ray {unfit}", tmp_path)
+            assert refused.code == 1
+            assert "does not go with --on ray" in refused.err
+    texts = [
+        [json.loads(row)["text"] for row in (tmp_path / name).read_text().splitlines()]
+        for name in ("here.jsonl", "there.jsonl")
+    ]
+    assert texts[0] == texts[1]
+    lost = run(f"{line} other.jsonl --on ray --address 127.0.0.1:1", tmp_path)
+    assert lost.code == 1
+    assert "cannot join the Ray cluster at 127.0.0.1:1" in lost.err
+    assert "Traceback" not in lost.err
+
+
+def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.data import build_lengths
+    from batchwright.errors import BadRow
+    from batchwright.integrations.ray import RayWorkers, workers
+
+    monkeypatch.setattr(workers, "TASK_CHUNKS", 1)
+    data = tmp_path / "train.jsonl"
+    lines = [json.dumps({"id": f"r{n}", "text": "some words " * (n % 90)}) for n in range(20_000)]
+    lines[7], lines[15_000] = '{"id": "bad"', '{"nothing": 1}'
+    data.write_text("\n".join(lines) + "\n")
+    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "one"))
+    one = build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1, on_bad_row="skip")
+    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
+    doomed = cluster.add_node(num_cpus=4, **SMALL)
+    lost = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal lost
+        if not lost and done > 2000:
+            lost = True
+            cluster.remove_node(doomed, allow_graceful=False)
+
+    many = build_lengths(
+        data,
+        "bytes",
+        tmp_path / "many.jsonl",
+        workers=RayWorkers(),
+        on_bad_row="skip",
+        progress=progress,
+    )
+    assert lost
+    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
+    assert many.skipped == one.skipped
+    stores = [
+        {
+            path.name: path.read_bytes()
+            for path in report.store.path.rglob("*")
+            if path.is_file() and path.name != "manifest.json"
+        }
+        for report in (one, many)
+    ]
+    assert len(stores[0]) > 2
+    assert stores[0] == stores[1]
+    # What a row or the tokenizer raises there is raised here as it is.
+    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "refused"))
+    with pytest.raises(BadRow, match=r"train\.jsonl:1: its text is empty"):
+        build_lengths(data, "bytes", tmp_path / "refused.jsonl", workers=RayWorkers())
