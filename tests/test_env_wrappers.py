@@ -1,8 +1,12 @@
 """TorchRL and Gymnasium see the same episodes as the environment itself, by their own classes."""
 
 import itertools
+import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,8 @@ from batchwright.envs.gymnasium import GymnasiumVectorEnv
 from batchwright.envs.torchrl import TorchRLEnv
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic import Facts, Vocab, parse_rules
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "environments"
 
 torch.set_num_threads(1)
 # Their own, on import and in use; nothing that we could do otherwise.
@@ -521,3 +527,42 @@ def test_stable_baselines_learns_with_its_own_ppo_and_its_seed_decides() -> None
     assert not torch.equal(weights[0], weights[2])
     with pytest.raises(ConfigError, match="one object"):
         Sb3VecEnv(poles()).set_attr("max_steps", 3)
+
+
+@both
+@pytest.mark.parametrize("name", ["RecordEpisodeStatistics", "DictInfoToList", "NormalizeReward"])
+def test_gymnasiums_wrappers_go_around_it(make: Callable[..., Env], name: str) -> None:
+    from gymnasium.wrappers import vector
+
+    env = getattr(vector, name)(GymnasiumVectorEnv(make()))
+    shown, _ = env.reset(seed=3)
+    ends = 0
+    for t in range(30):
+        shown, _, terminated, truncated, infos = env.step(allowed(shown["mask"], t))
+        done = terminated | truncated
+        ends += int(done.sum())
+        if name == "DictInfoToList":
+            assert [bool(info["valid"]) for info in infos] == [True] * 5
+            assert [("final_obs" in info) for info in infos] == done.tolist()
+        elif name == "RecordEpisodeStatistics" and done.any():
+            assert np.array_equal(infos["_episode"], done)
+    assert ends > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "steps"), [("own_reward", 16_384), ("torchrl_ppo", 16_384), ("sb3_ppo", 8_192)]
+)
+def test_every_example_learns(script: str, steps: int) -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"own_reward", "torchrl_ppo", "sb3_ppo"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / f"{script}.py", str(steps)],
+        capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = [float(number) for number in re.findall(r"-?\d+\.\d+", done.stdout)]
+    if script == "sb3_ppo":
+        # A pole that nobody balances falls within about 20 steps.
+        assert found[0] > 60
+    else:
+        assert found[1] > found[0] + 0.1, done.stdout

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from batchwright.checkpoint import latest, save_checkpoint
+from batchwright.envs import CartPole
 from batchwright.errors import BadFile, BadLoss, ConfigError, Mismatch
 from batchwright.events import read_events
 from batchwright.logic.kge import (
@@ -23,9 +25,11 @@ from batchwright.logic.kge import (
 )
 from batchwright.logic.loaders import load_graph
 from batchwright.logic.rank.ranking import rank
+from batchwright.rl import PPO, PPOConfig, policy_for
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.kge.loop import KgeTrainer, fit_kge, train_kge
 from batchwright.train.run import Run
+from batchwright.train.sft.state import load_state
 
 
 @pytest.fixture
@@ -260,7 +264,7 @@ def test_a_damaged_embedding_is_named(folder: Path) -> None:
         with pytest.raises(BadFile, match=r"tables\.safetensors does not match its checksum"):
             load_kge(path)
     (path / "tables.safetensors").unlink()
-    with pytest.raises(BadFile, match=r"tables\.safetensors cannot be read"):
+    with pytest.raises(BadFile, match=r"tables\.safetensors is missing"):
         load_kge(path)
 
     kge.entities[0, 0] = math.nan
@@ -324,6 +328,64 @@ def test_a_run_is_not_resumed_on_triples_that_changed(folder: Path) -> None:
 
     with pytest.raises(Mismatch, match="other triples"):
         train_kge(config(folder), resume=True)
+
+
+@pytest.mark.parametrize("other", [{"lr": 0.2}, {"seed": 9}, {"model": "distmult", "rank": 8}])
+def test_checkpoints_of_another_run_are_not_resumed(folder: Path, other: dict[str, object]) -> None:
+    mine, foreign = config(folder, "mine"), config(folder, "foreign", **other)  # type: ignore[arg-type]
+    for settings in (mine, foreign):
+        train_kge(replace(settings, stop_after=2))
+    shutil.rmtree(mine.run_dir / "checkpoints")
+    shutil.copytree(foreign.run_dir / "checkpoints", mine.run_dir / "checkpoints")
+
+    with pytest.raises(Mismatch, match=r"of another run: it was written with --\w+ "):
+        train_kge(mine, resume=True)
+
+
+STATES: list[dict[str, object]] = [
+    {},
+    {"facts": 3},
+    {"position": {}, "model": {"w": np.zeros(3)}, "optimizer": {}},
+    {"config": 7, "policy": {"w": np.zeros(3)}, "runner": {}},
+    {"facts": "", "at": {"round": 1}, "learner": None, "policy": 1, "best": []},
+]
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_checkpoint_of_another_trainer_is_one_sentence(
+    folder: Path, state: dict[str, object]
+) -> None:
+    settings = config(folder)
+    train_kge(replace(settings, stop_after=2))
+    save_checkpoint(settings.run_dir / "checkpoints", 9, state)
+    with pytest.raises((BadFile, Mismatch), match=r"put back the checkpoints|other triples"):
+        train_kge(settings, resume=True)
+
+    found = latest(settings.run_dir / "checkpoints")
+    assert found is not None
+    model = torch.nn.Linear(3, 3)
+    with pytest.raises((BadFile, Mismatch)), found.restoring():
+        load_state(found, model, torch.optim.AdamW(model.parameters()))
+    env = CartPole(2, seed=0)
+    ppo = PPO(env, policy_for(env, seed=0), PPOConfig(num_steps=2, total_steps=4))
+    with pytest.raises((BadFile, Mismatch)):
+        ppo.restore(found)
+
+
+def test_a_changed_line_of_the_log_is_said_when_the_run_is_resumed(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = config(folder)
+    train_kge(replace(settings, stop_after=9))
+    log = settings.run_dir / "events.jsonl"
+    lines = log.read_bytes().split(b"\n")
+    lines[1] = lines[1].replace(b'"loss":', b'"lost":')
+    log.write_bytes(b"\n".join(lines))
+
+    train_kge(settings, resume=True)
+
+    (said,) = [r.getMessage() for r in caplog.records if "events.jsonl" in r.getMessage()]
+    assert f"{log}, line 2: not as it was written" in said
 
 
 def test_a_run_that_stopped_early_stays_finished_when_resumed(folder: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_narrow_beam_finds_less_counts_what_it_prunes_and_does_not_depend_on_i
     narrow = BeamScorer(asked, policy, 3, num_envs=60)
     found = narrow.mass(given, preds, "tail")
     # Products of matrices of another size round otherwise, in float32.
-    assert (found <= wide + 1e-5 * wide.max()).all()
+    assert (found <= wide + 1e-6).all()
     assert 0 < found.sum() < wide.sum()
     assert narrow.searched.pruned > 0
     assert narrow.searched.proofs <= 3 * 20

@@ -562,7 +562,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     assert found is not None
     assert found.path == paths[2]
     (paths[2] / "manifest.json").write_text("{}")
-    with pytest.raises(BadFile, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(BadFile, match=r"no checkpoint in .* can be used"):
         latest(tmp_path)
 
 

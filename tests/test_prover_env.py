@@ -385,7 +385,7 @@ def test_once_asks_every_query_exactly_once_in_order() -> None:
     asked: list[int] = []
     for _ in range(60):
         step = env.step(env.random_actions())
-        asked += step.info["episode"][step.done].tolist()
+        asked += step.info["episode_index"][step.done].tolist()
         assert not step.done[~step.valid].any()
     assert sorted(asked) == list(range(len(QUERIES)))
     assert not env.active.any()

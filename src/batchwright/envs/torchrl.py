@@ -35,6 +35,13 @@ from torchrl.envs import EnvBase  # noqa: E402
 
 __all__ = ["TorchRLEnv"]
 
+_NOT_DIRECT = ("return_contiguous", "out", "set_truncated", "auto_cast_to_device", "storing_device")
+"""Settings of a rollout that TorchRL's own loop and stack see to."""
+
+
+class _Remembers(Exception):
+    """A policy wrote what its next call is to read."""
+
 
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     """B environments as one locked batch.
@@ -50,6 +57,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         super().__init__(device="cpu", batch_size=torch.Size([env.num_envs]))
         self.env = env
         self._now: Obs | None = None
+        self._direct = False
+        self._whole: TensorDictBase | None = None
         self._fresh = np.zeros(env.num_envs, np.bool_)
         """Which environments have begun an episode for which reset was not called yet."""
         B = env.num_envs
@@ -118,7 +127,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return tensordict.set("action", _random(mask))
 
     def allocate(self, num_steps: int) -> TensorDictBase:
-        """An empty rollout [B, num_steps] with all keys of `rollout`, laid out time first.
+        """A rollout [B, num_steps] to be filled, with all keys of `rollout`, laid out time first.
 
         Time first is how it is written, a whole step at a time; [B, T] is how TorchRL reads.
         """
@@ -126,7 +135,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         names = {name: (spec.shape, spec.dtype) for name, spec in self._leaves().items()}
 
         def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(T, *shape, dtype=dtype).transpose(0, 1)
+            return torch.empty(T, *shape, dtype=dtype).transpose(0, 1)
 
         def half(reward: bool) -> TensorDictBase:
             kept = {n: empty(*kind) for n, kind in names.items() if reward or n != "reward"}
@@ -186,6 +195,59 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self._fresh[:] = False
         return out
 
+    def rollout(
+        self,
+        max_steps: int,
+        policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        callback: Callable[..., Any] | None = None,
+        **settings: Any,
+    ) -> TensorDictBase:
+        """TorchRL's rollout; one that ends at no episode's end is written where it is returned.
+
+        TorchRL copies every step four times. Its layout there is that of `allocate`: ask for
+        `return_contiguous=True` to have it laid out environments first.
+        """
+        self._direct = not any(settings.get(name) for name in _NOT_DIRECT)
+        try:
+            stacked = super().rollout(max_steps, policy, callback, **settings)
+            return stacked if self._whole is None else self._whole
+        finally:
+            self._direct, self._whole = False, None
+
+    def _rollout_nonstop(self, **settings: Any) -> list[TensorDictBase]:
+        if not self._direct or self._now is None or settings["callback"] is not None:
+            return super()._rollout_nonstop(**settings)  # type: ignore[no-any-return]
+        start, policy, now = settings["tensordict"], settings["policy"], self._now
+        flags = {name: start.get(name) for name in ("valid", "done", "terminated", "truncated")}
+        own = {*self.env.spec, *flags, "action"}
+        more: dict[Any, list[torch.Tensor]] = {}
+
+        def act(seen: dict[str, torch.Tensor]) -> torch.Tensor:
+            given = self._tensordict({**seen, **flags})
+            given.update(policy(given))
+            if given.get("next", None) is not None:
+                raise _Remembers(given)
+            for key in given.keys(True, True):
+                if key not in own:
+                    more.setdefault(key, []).append(given.get(key))
+            action: torch.Tensor = given.get("action")
+            return action
+
+        out = self.allocate(settings["max_steps"])
+        try:
+            self.rollout_into(out, act)
+        except _Remembers as policy_call:
+            # TorchRL's own loop carries from step to step what the policy remembers.
+            self._now, chosen = now, iter(policy_call.args)
+            settings["policy"] = lambda given: next(chosen, None) or policy(given)
+            return super()._rollout_nonstop(**settings)  # type: ignore[no-any-return]
+        for key, values in more.items():
+            out.set(key, torch.stack(values, 1))
+        # The environments have begun what TorchRL will ask to be reset.
+        self._fresh[:] = out.get(("next", "done"))[:, -1, 0].numpy()
+        self._whole = out
+        return [start]
+
     def _leaves(self) -> dict[str, TensorSpec]:
         done = {name: self.full_done_spec[name] for name in ("done", "terminated", "truncated")}
         shown = {name: self.observation_spec[name] for name in (*self.env.spec, "valid")}
@@ -216,7 +278,14 @@ def _seen(step: Step) -> Obs:
 
 
 def _random(mask: torch.Tensor) -> torch.Tensor:
-    return torch.rand(mask.shape).masked_fill_(~mask, -1.0).argmax(-1)
+    """One of the allowed in every row, each with the same probability; 0 where none is."""
+    rows = mask.reshape(-1, mask.shape[-1]).numpy()
+    allowed, counts = np.flatnonzero(rows), rows.sum(1)
+    first = counts.cumsum() - counts
+    drawn = torch.rand(len(rows), dtype=torch.float64).numpy()
+    # A row without any may point behind the last.
+    chosen = np.append(allowed, 0)[first + (drawn * counts).astype(np.int64)] % rows.shape[1]
+    return torch.from_numpy(np.where(counts, chosen, 0)).reshape(mask.shape[:-1])
 
 
 def _copied(obs: Obs) -> Obs:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.errors import BadProgram, MissingFile
-from batchwright.files import existing
+from batchwright.errors import BadFile, BadProgram, MissingFile
+from batchwright.files import existing, read_regular_text
 from batchwright.logic.facts import Facts
 from batchwright.logic.vocab import Vocab
 from batchwright.sealed import check_text
@@ -189,11 +189,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _numbered(path: Path) -> Iterator[tuple[int, str]]:
     try:
-        text = existing(path, "file").read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        if isinstance(error, MissingFile):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8: {error.reason}"
+        text = read_regular_text(existing(path, "file"), "utf-8-sig")
+    except (BadFile, UnicodeDecodeError) as error:
+        reason = f"not UTF-8: {error.reason}" if isinstance(error, UnicodeDecodeError) else error
         raise BadProgram(f"{path} cannot be read: {reason}; give a text file") from None
     check_text(text, path, "restore it, or delete its first and last line if the change was meant")
     yield from enumerate(text.split("\n"), 1)

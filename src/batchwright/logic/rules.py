@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.errors import BadProgram, Mismatch
+from batchwright.files import read_regular_text
 from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.loaders import read_lines
 from batchwright.logic.vocab import Vocab
@@ -213,7 +214,7 @@ def parse_rules(source: Path | str, vocab: Vocab) -> Rules:
     """
     if isinstance(source, Path):
         lines = [(f"{source}, line {number}", line) for number, line in read_lines(source)]
-        if not lines and not check_text(source.read_text("utf-8-sig"), source, ""):
+        if not lines and not check_text(read_regular_text(source, "utf-8-sig"), source, ""):
             # In one that was mined, and is sealed, there may be none.
             raise BadProgram(f"{source} has no rules; write at least one, {_FORMS}")
     else:

@@ -78,10 +78,13 @@ def advantages(
 
 
 @kernel
-def _best(logits: NDArray[np.float32], mask: NDArray[np.bool_]) -> tuple[int, float, float]:
+def _best(
+    logits: NDArray[np.float32], mask: NDArray[np.bool_], shares: NDArray[np.float64]
+) -> tuple[int, float, float]:
     """The first of the highest allowed logits, that logit, and the sum of exp(logit - highest).
 
-    -1 in place of the first if nothing is allowed, or if a logit is not a number.
+    -1 in place of the first if nothing is allowed, or if a logit is not a number. What is summed
+    is left in `shares`, 0 where not allowed.
     """
     top = -np.inf
     best = -1
@@ -91,8 +94,8 @@ def _best(logits: NDArray[np.float32], mask: NDArray[np.bool_]) -> tuple[int, fl
             best = k
     total = 0.0
     for k in range(len(logits)):
-        if mask[k]:
-            total += np.exp(logits[k] - top)
+        shares[k] = np.exp(logits[k] - top) if mask[k] else 0.0
+        total += shares[k]
     if not np.isfinite(top) or not np.isfinite(total):
         best = -1
     return best, top, total
@@ -113,8 +116,9 @@ def sample(
     that cannot be drawn from (nothing allowed, or a logit that is not a number), or -1.
     """
     B, K = logits.shape
+    shares = np.empty(K)
     for b in range(B):
-        best, top, total = _best(logits[b], mask[b])
+        best, top, total = _best(logits[b], mask[b], shares)
         if best < 0:
             return b
         # 53 bits of the hash, in [0, 1).
@@ -123,13 +127,11 @@ def sample(
         passed = 0.0
         chosen = -1
         for k in range(K):
-            if mask[b, k]:
-                share = np.exp(logits[b, k] - top)
-                if share > 0.0:
-                    passed += share
-                    chosen = k
-                    if passed > aim:
-                        break
+            if shares[k] > 0.0:
+                passed += shares[k]
+                chosen = k
+                if passed > aim:
+                    break
         actions[b] = chosen
         logp[b] = logits[b, chosen] - top - np.log(total)
     return -1
@@ -143,8 +145,9 @@ def greedy(
     logp: NDArray[np.float32],
 ) -> int:
     """The allowed action of the highest logit, the first of equal ones; returns as `sample`."""
+    shares = np.empty(logits.shape[1])
     for b in range(len(logits)):
-        best, _, total = _best(logits[b], mask[b])
+        best, _, total = _best(logits[b], mask[b], shares)
         if best < 0:
             return b
         actions[b] = best

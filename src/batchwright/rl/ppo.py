@@ -29,7 +29,7 @@ from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingFile
 from batchwright.permutation import permutation
 from batchwright.rl.gae import gae
 from batchwright.rl.policy import Policy
-from batchwright.rl.rollout import Collector, Rollout, Runner
+from batchwright.rl.rollout import Collector, Rollout, RolloutStopped, Runner
 
 __all__ = ["PPO", "PPOConfig"]
 
@@ -144,10 +144,16 @@ class PPO:
 
         With `save_to`, a checkpoint is written every `save_every` updates, at the end and on stop;
         the newest `keep` are kept. `on_update` gets the learner and the metrics of each update.
+        A runner that stops during a rollout ends it as well, before that update.
         """
         metrics: Metrics = {}
         while self.updates < self.total_updates:
-            metrics = self.step()
+            try:
+                metrics = self.step()
+            except RolloutStopped:
+                if save_to:
+                    self.save(save_to, keep=keep)
+                break
             if on_update:
                 on_update(self, metrics)
             stopping = stop()
@@ -302,6 +308,10 @@ class PPO:
 
     def restore(self, found: Checkpoint) -> None:
         """Continue from this checkpoint, of a run with the same config."""
+        with found.restoring():
+            self._restore(found)
+
+    def _restore(self, found: Checkpoint) -> None:
         path, state = found.path, found.state
         given = asdict(self.config)
         for name, value in state["config"].items():

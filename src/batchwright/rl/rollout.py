@@ -4,7 +4,7 @@ A step runs the actor only. Values are not needed to act, so they are computed f
 rollout at once, and so are those of the final observations of truncated episodes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from batchwright.envs.api import Env, Obs
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rl.policy import Policy, choose
 
-__all__ = ["Collector", "Rollout", "Runner"]
+__all__ = ["Collector", "Rollout", "RolloutStopped", "Runner"]
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -69,6 +69,10 @@ class Rollout:
         )
 
 
+class RolloutStopped(Exception):
+    """A rollout was stopped between two steps; its collector is as before it."""
+
+
 class Collector(Protocol):
     """Where PPO gets its rollouts from: `PPO(..., runner=Runner)` is the default.
 
@@ -76,7 +80,7 @@ class Collector(Protocol):
     """
 
     def collect(self, policy: Policy) -> Rollout:
-        """The next rollout, [num_steps, num_envs]."""
+        """The next rollout, [num_steps, num_envs]; or `RolloutStopped`."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,6 +105,8 @@ class Runner:
         self.seed = seed
         self.step = 0
         """Steps of each environment before the current rollout."""
+        self.stop: Callable[[], bool] | None = None
+        """Asked between steps whether to stop; then the rollout is as if it had not begun."""
         self._rollout = Rollout.allocate(env, num_steps)
         self._obs: Obs | None = None
         self._returns = np.zeros(env.num_envs, np.float64)
@@ -110,8 +116,14 @@ class Runner:
     def collect(self, policy: Policy) -> Rollout:
         """The next rollout; the first one resets the environments."""
         out = self._rollout
-        obs = self.env.reset() if self._obs is None else self._obs
-        obs, finals = self.fill(out, obs, policy)
+        before = None if self.stop is None else self.state_dict()
+        try:
+            obs = self.env.reset() if self._obs is None else self._obs
+            obs, finals = self.fill(out, obs, policy)
+        except RolloutStopped:
+            if before is not None:
+                self.load_state_dict(before)
+            raise
         # Copied: the environment may write its next observation into the same memory.
         self._obs = {name: obs[name].copy() for name in out.obs}
         self._count_episodes(out)
@@ -126,6 +138,8 @@ class Runner:
         """
         finals: Finals = []
         for t in range(len(out.actions)):
+            if self.stop is not None and self.stop():
+                raise RolloutStopped
             for name, array in out.obs.items():
                 array[t] = obs[name]
             seen = {n: torch.from_numpy(a[t]).to(policy.device) for n, a in out.obs.items()}

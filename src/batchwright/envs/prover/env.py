@@ -65,7 +65,7 @@ COUNTERS = ("begun", "invalid", "cut", "proven", "truncated", "finished")
 ENDED = {
     "proven": layout.E_PROVEN,
     "invalid": layout.E_INVALID,
-    "episode": layout.E_EPISODE,
+    "episode_index": layout.E_EPISODE,
     "query_index": layout.E_INDEX,
     "label": layout.E_LABEL,
     "answer": layout.E_ANSWER,

@@ -52,7 +52,7 @@ async def check_server(endpoint: Endpoint, model: str) -> None:
     try:
         await check_model(endpoint, model)
     except NoServer as error:
-        if endpoint.protocol != "ollama":
+        if endpoint.protocol != "ollama" or "is no Ollama" in str(error):
             raise
         way = (
             f"ollama pull {model} gets it"

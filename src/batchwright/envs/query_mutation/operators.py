@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.errors import BadFile
-from batchwright.files import existing, parse_toml
+from batchwright.files import existing, parse_toml, read_regular_text
 
 __all__ = ["NOOP", "OPERATORS", "STOP", "Operator", "load_operators"]
 
@@ -74,7 +74,9 @@ def load_operators(path: Path) -> tuple[Operator, ...]:
     `{question}` and optionally `{other}`, another question of the data set.
     """
     try:
-        found = parse_toml(existing(path, "operator file").read_text("utf-8"))
+        found = parse_toml(read_regular_text(existing(path, "operator file")))
+    except BadFile:
+        raise
     except ValueError as error:
         raise BadFile(f"{path} is not TOML: {error}") from None
     tables = found.get("operator")

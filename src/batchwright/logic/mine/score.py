@@ -165,9 +165,10 @@ def _scratch(n: int) -> _Scratch:
 def _roomier(old: _Scratch, needed: int) -> _Scratch:
     room = max(needed, 2 * len(old.hit_rule))
     rule, entity, share = np.empty(room, np.int64), np.empty(room, np.int32), np.empty(room)
-    rule[: len(old.hit_rule)] = old.hit_rule
-    entity[: len(old.hit_rule)] = old.hit_entity
-    share[: len(old.hit_rule)] = old.hit_share
+    for hit in range(len(old.hit_rule)):
+        rule[hit] = old.hit_rule[hit]
+        entity[hit] = old.hit_entity[hit]
+        share[hit] = old.hit_share[hit]
     return _Scratch(old.stamp, old.share, old.out, rule, entity, share)
 
 

@@ -144,7 +144,8 @@ def search(
                     seen[slot] = True
                 if proofs == lengths.size:
                     return proofs, False
-                steps[proofs, :limit] = path[:limit]
+                for place in range(limit):
+                    steps[proofs, place] = path[place]
                 lengths[proofs] = limit
                 answers[proofs] = found
                 proofs += 1
