@@ -6,6 +6,7 @@ Starting a process takes most of the time of a test; each run meets at a port of
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -83,6 +84,17 @@ class Reply:
     said: list[str] = field(default_factory=list)
 
 
+def free_port() -> int:
+    """A port that nobody listens on, and that no connection of others is given meanwhile."""
+    draw = random.SystemRandom()
+    while True:
+        # Below those that a system gives to whoever names none.
+        port = draw.randrange(12_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as tried:
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 class RankPool:
     """Processes by rank, started when first needed and again when they were killed."""
 
@@ -100,14 +112,12 @@ class RankPool:
         which: int | str = 0,
         target: int = 0,
         slow: float = 0.0,
-        limit: float = 60.0,
-        silent: float = 60.0,
+        limit: float = 600.0,
+        silent: float = 300.0,
     ) -> list[Reply]:
         """Train on `world` ranks; at a step, `which` signal is sent to the `target` rank."""
         self._start(world)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         file = self._folder / f"settings-{port}.toml"
         file.write_text(config.to_toml())
         ranks = self._processes[:world]

@@ -219,7 +219,7 @@ def start(folder: Path, environ: dict[str, str], line: str) -> "subprocess.Popen
 def until(process: "subprocess.Popen[str]", run: Path, steps: int) -> None:
     """Wait for a number of records of steps in the log."""
     log = run / "events.jsonl"
-    end = time.monotonic() + 600
+    end = time.monotonic() + 1200
     while not (log.exists() and log.read_bytes().count(b'"kind":"step"') >= steps):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
@@ -235,7 +235,7 @@ def test_ctrl_c_saves_and_kill_9_loses_little_and_the_end_is_the_same_to_the_bit
     process = start(folder, environ, f"{LINE} --run-dir run")
     until(process, run, 4)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=1200)
     assert process.returncode == 0, err
     assert "stopped and saved; resume with: batchwright train sft --resume run" in out
     stopped = len(losses(run))
@@ -246,7 +246,7 @@ def test_ctrl_c_saves_and_kill_9_loses_little_and_the_end_is_the_same_to_the_bit
     process = start(folder, environ, "train sft --resume run --quiet")
     until(process, run, stopped + 5)
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate(timeout=100)
+    process.communicate(timeout=1200)
     reached = len(losses(run))
     assert stopped + 5 <= reached < len(losses(whole))
     saved = max(int(p.name[5:]) for p in (run / "checkpoints").glob("step_*"))
@@ -398,6 +398,43 @@ def test_bad_input_is_one_sentence_and_starts_no_run(
     refused(call(f"train sft {arguments}", folder), *words)
 
     assert not (folder / "runs/sft-1/config.toml").exists()
+
+
+NEEDS_TORCH = ("unknown model", "no CUDA", "flash", "flex", "too long", "tracker")
+"""What only the model, the device or the tokens can tell."""
+
+
+def test_flags_and_data_are_refused_before_torch_is_imported(folder: Path) -> None:
+    (folder / "taken").mkdir()
+    (folder / "taken" / "config.toml").touch()
+    others = {
+        "taken": ("--model tiny --data train.jsonl --run-dir taken", ("already holds a run",)),
+        "one share": ("--model tiny --data train.jsonl=1 --data a.jsonl", ("1 of 2 --data",)),
+        "no share": ("--model tiny --data train.jsonl=nan", ("above 0, got 'nan'",)),
+        "twice": ("--model tiny --data train.jsonl=1 --data train.jsonl=2", ("name of its own",)),
+        "falling": ("--model tiny --data train.jsonl --bucket-edges 20,10", ("edges",)),
+        "row": ("--model tiny --data train.jsonl --pack --token-budget 9", ("--token-budget",)),
+    }
+    cases = {name: case for name, case in BAD.items() if name not in NEEDS_TORCH} | others
+    script = """if True:
+        import contextlib, io, json, sys
+        sys.modules["torch"] = sys.modules["transformers"] = None
+        from batchwright.cli.app import main
+        said = {}
+        for name, words in json.load(sys.stdin).items():
+            sys.argv = ["batchwright", "train", "sft", *words.split()]
+            with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.suppress(SystemExit):
+                main()
+            said[name] = err.getvalue()
+        print(json.dumps(said))
+    """
+    lines = json.dumps({name: line for name, (line, _) in cases.items()})
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=folder)
+    said = json.loads(done.stdout)
+
+    wrong = {n: said[n] for n, (_, words) in cases.items() if any(w not in said[n] for w in words)}
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("trainer", ["sft", "kge", "prover", "query-mutator"])

@@ -298,8 +298,9 @@ class RanksLife(RunLife):
             resume=resume,
             at=at,
             which="raise" if killed and not self.hard else int(which or 0),
-            # A signal may reach any rank; the first one writes, so it is the one to kill.
-            target=0 if killed else self.world - 1,
+            # A signal may reach any rank; the first one writes, so it is the one to kill, and
+            # after the last step it is the only one that is sure to be still there.
+            target=0 if killed or at >= self.total(config) else self.world - 1,
         )
         first = replies[0]
         if killed and at >= 0 and (first.error == "Killed" or first == Reply()):
@@ -578,7 +579,7 @@ def test_an_embedding_with_fewer_epochs_on_resume_is_that_of_as_many_epochs(
 
 
 def until(process: "subprocess.Popen[str]", log: Path, records: int, kind: str = "step") -> None:
-    end = time.monotonic() + 600
+    end = time.monotonic() + 1200
     while not (log.exists() and log.read_bytes().count(f'"kind":"{kind}"'.encode()) >= records):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
@@ -609,7 +610,7 @@ def test_sigterm_and_sigusr1_save_and_exit_with_143_and_the_end_is_the_same(
             process.send_signal(which)
             time.sleep(0.001)
             process.send_signal(which)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=1200)
         assert process.returncode == 143, err
         assert out.endswith("stopped and saved; resume with: batchwright train kge --resume run\n")
         assert err == ""
@@ -649,7 +650,7 @@ def test_the_script_of_the_guide_is_requeued_until_its_run_is_finished(
             if number == 0:
                 until(job, run / "events.jsonl", 2)
                 job.send_signal(signal.SIGUSR1)
-            job.communicate(timeout=200)
+            job.communicate(timeout=1200)
             codes.append(job.returncode)
 
     assert codes == [143, 0]

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -407,16 +408,21 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_the_same(config: S
     assert same_weights(part.run_dir, config.run_dir)
 
 
-def test_checkpoints_of_other_plans_and_models_are_refused(config: SftConfig) -> None:
+def test_checkpoints_of_other_settings_plans_and_models_are_refused(config: SftConfig) -> None:
     part = dataclasses.replace(config, stop_after=1)
     train_sft(part)
-    other = elsewhere(config, "other", stop_after=1, seed=7)
-    train_sft(other)
-    (config.run_dir / "checkpoints").rename(config.run_dir / "own")
-    (other.run_dir / "checkpoints").rename(config.run_dir / "checkpoints")
+    seed = elsewhere(config, "seed", stop_after=1, seed=7)
+    train_sft(seed)
+    with Path(config.data[0]).open("a") as rows:
+        rows.write('{"prompt": "more", "completion": " rows"}\n')
+    plan = elsewhere(config, "plan", stop_after=1)
+    train_sft(plan)
 
-    with pytest.raises(Mismatch, match="belongs to plan"):
-        train_sft(part, resume=True)
+    for other, why in ((seed, "is of another run"), (plan, "belongs to plan")):
+        shutil.rmtree(config.run_dir / "checkpoints")
+        shutil.copytree(other.run_dir / "checkpoints", config.run_dir / "checkpoints")
+        with pytest.raises(Mismatch, match=why):
+            train_sft(part, resume=True)
     with pytest.raises(BatchwrightError):
         train_sft(elsewhere(config, "nothing"), resume=True)
 

@@ -256,3 +256,17 @@ def test_smollm2_becomes_trainable_once_and_answers(monkeypatch: pytest.MonkeyPa
     # The trainable copy stands by itself now.
     models.find("smollm2").place.unlink()
     assert weights_hash(load_model("smollm2").model) == weights_hash(model)
+
+
+def test_a_model_on_meta_has_every_size_and_reads_no_weights(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model")
+    whole = load_model(folder).info
+    (folder / "model.safetensors").write_bytes(b"not weights")
+
+    model, _, info = load_model(folder, device="meta")
+
+    assert info == whole
+    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    assert load_model("tiny", device="meta").info == load_model("tiny").info
+    with pytest.raises(BadFile):
+        load_model(folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchwright.errors import BadFile, ConfigError, Mismatch, MissingFile, need, one_line
-from batchwright.files import atomic_folder, parse_json
+from batchwright.files import atomic_folder, parse_json, read_regular
 from batchwright.models.folder import ADAPTER, check_model, no_progress_bars, seal_model
 from batchwright.models.transformers import has_tokenizer, load_model, write_tokenizer
 
@@ -51,9 +51,9 @@ def find_adapter(name: str | Path) -> Adapter | None:
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
         return None
     try:
-        found = parse_json((folder / ADAPTER).read_bytes())
+        found = parse_json(read_regular(folder / ADAPTER))
         base, rank, alpha = found[BASE_NAME], int(found["r"]), float(found["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadFile(f"{folder / ADAPTER} is not of a LoRA adapter: {one_line(error)}") from None
     way = f"write where it is as {BASE_NAME} into {folder / ADAPTER}"
     if not base:
@@ -128,10 +128,10 @@ def merge(name: Path, output: Path) -> Adapter:
 def check_base(model: Any, adapter: Adapter) -> None:
     """Refuse another base than the one of the training; an adapter made elsewhere names none."""
     try:
-        wanted = parse_json((adapter.folder / BASE).read_bytes())["weights"]
+        wanted = parse_json(read_regular(adapter.folder / BASE))["weights"]
     except FileNotFoundError:
         return
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadFile(f"{adapter.folder / BASE} cannot be read: {one_line(error)}") from None
     if (found := base_weights(model)) != wanted:
         raise Mismatch(

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, ConfigError, need, one_line
-from batchwright.files import parse_json
+from batchwright.files import parse_json, read_regular
 from batchwright.sealed import MANIFEST, SealedFolder
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "refuse_adapter",
     "seal_model",
     "tokenizer_in",
+    "weightless",
 ]
 
 TOKENIZER_NAME = "tokenizer_name.txt"
@@ -69,7 +70,7 @@ def missing_weights(folder: Path) -> str | None:
         index = folder / f"{file}.index.json"
         if index.is_file():
             try:
-                named = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+                named = sorted(set(parse_json(read_regular(index))["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise BadFile(f"{index} is not an index of weights; copy it again") from None
             return next((shard for shard in named if not (folder / shard).is_file()), None)
@@ -102,6 +103,22 @@ def pretrained(folder: Path, kind: str = "AutoModelForCausalLM", **settings: Any
             f"get the model again"
         )
     return model
+
+
+def weightless(folder: Path, kind: str = "AutoModelForCausalLM") -> Any:
+    """The model in `folder` as `pretrained` gives it, with no weight read or made (`meta`)."""
+    transformers = need("transformers", extra="train")
+    torch = need("torch", extra="train")
+    check_model(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        with torch.device("meta"):
+            return getattr(transformers, kind).from_config(config)
+    except Exception as error:  # the library raises nothing narrower for files it cannot read
+        raise BadFile(
+            f"{folder} cannot be loaded: {one_line(error)[:300]}; get the model again, or name "
+            f"another folder"
+        ) from error
 
 
 def tokenizer_in(folder: Path, name: str | Path) -> Tokenizer:

@@ -12,7 +12,7 @@ import numpy as np
 from batchwright import rng
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, need, one_line
-from batchwright.files import parse_json
+from batchwright.files import parse_json, read_regular
 from batchwright.models import registry as models
 from batchwright.models.folder import pretrained, refuse_adapter, tokenizer_in
 from batchwright.models.request import ModelRequest
@@ -376,6 +376,6 @@ def _embedding(request: ModelRequest, rows: Sequence[tuple[list[float], int]]) -
 
 def _json(path: Path) -> Any:
     try:
-        return parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return parse_json(read_regular(path))
+    except (FileNotFoundError, ValueError) as error:
         raise BadFile(f"{path} cannot be read: {one_line(error)}; get the model again") from None

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingExtra, MissingFile
-from batchwright.files import home, write_atomic, writing
+from batchwright.files import home, open_regular, read_regular_text, write_atomic, writing
 
 __all__ = ["EMBEDDERS", "REGISTRY", "Model", "find", "get", "home", "known", "locked"]
 
@@ -201,13 +201,13 @@ def _stamp(model: Model) -> Path:
 
 def _stamped(model: Model) -> bool:
     try:
-        return model.path is not None and _stamp(model).read_text().startswith(model.sha256)
-    except (OSError, ValueError):
+        return model.path is not None and read_regular_text(_stamp(model)).startswith(model.sha256)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

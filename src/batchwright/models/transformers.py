@@ -14,7 +14,7 @@ import torch
 
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.errors import ConfigError, Mismatch, MissingFile, need, one_line
-from batchwright.files import atomic_folder, parse_json
+from batchwright.files import atomic_folder, parse_json, read_regular
 from batchwright.models import registry as models
 from batchwright.models.folder import (
     TOKENIZER_NAME,
@@ -23,6 +23,7 @@ from batchwright.models.folder import (
     pretrained,
     refuse_adapter,
     tokenizer_in,
+    weightless,
 )
 from batchwright.models.tiny import tiny
 
@@ -91,7 +92,8 @@ def load_model(
     `tiny` is a random Llama of a million parameters over bytes, the same in every process.
     `smollm2` is converted from its GGUF file on first use, which takes half a minute, and loaded
     from that copy afterwards. Anything else is a folder as `save_pretrained` writes it, or
-    a hub id: looked up in the local cache, then on the hub.
+    a hub id: looked up in the local cache, then on the hub. On the device `meta` a model has its
+    shapes and no weights, and none are read.
 
     >>> model, tokenizer, info = load_model("tiny")
     >>> info.parameters, info.context, info.vocabulary, tokenizer.name
@@ -106,8 +108,9 @@ def load_model(
         folder = _folder(name)
         # The tokenizer first: it is quick, and without it the weights are of no use.
         tokenizer = tokenizer_in(folder, name)
-        model = pretrained(folder, dtype=dtype)
-    model = model.to(place)
+        model = weightless(folder) if place.type == "meta" else pretrained(folder, dtype=dtype)
+    if place.type != "meta":
+        model = model.to(place)
     info = _info(str(name), model)
     if tokenizer.vocab_size > info.vocabulary:
         raise Mismatch(
@@ -258,8 +261,8 @@ def _converted(known: models.Model) -> Path:
 
 def _made(folder: Path) -> object:
     try:
-        return parse_json((folder / MARKER).read_bytes())
-    except (OSError, ValueError):
+        return parse_json(read_regular(folder / MARKER))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
 
 

@@ -235,13 +235,15 @@ def _boxed(text: str) -> str | None:
 def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
     """The last part, with those before it if only `and`, `or`, commas stand between them."""
     start, _, last = parts[-1]
-    found = [last]
+    found, size = [last], len(last)
     for begin, end, inside in reversed(parts[:-1]):
-        if end > start or not _BETWEEN.fullmatch(text[end:start]):
+        # What is longer is no answer, and there may be a million of them.
+        if size > _LONGEST or end > start or not _BETWEEN.fullmatch(text, end, start):
             break
-        found.insert(0, inside)
+        found.append(inside)
+        size += len(inside) + 2
         start = begin
-    return ", ".join(found)
+    return ", ".join(reversed(found))
 
 
 def _brace_end(text: str, start: int) -> int | None:

@@ -90,7 +90,8 @@ def scorer_for(config: str | None = None) -> Scorer:
         return _of_file(path)
     names = ("TRAIN_WITH_MONITOR", "MONITOR_CACHE", "MONITOR_CACHE_FILE", "MONITOR_MODEL_NAME")
     more = ("MONITOR_CORRECT_REWARD", "MONITOR_WRONG_REWARD", "K", "OPENAI_BASE_URL")
-    given = tuple((name, os.environ[name]) for name in names + more if name in os.environ)
+    all_names = (*names, *more, "BATCHWRIGHT_ON")
+    given = tuple((name, os.environ[name]) for name in all_names if name in os.environ)
     # The endpoint reads the key itself; here only its presence counts.
     return _of_environment(given, bool(os.environ.get("OPENAI_API_KEY")))
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchwright.errors import BadFile, ConfigError
-from batchwright.files import existing, parse_toml
+from batchwright.files import existing, parse_toml, read_regular_text
 from batchwright.rewards.expressions import Math
 from batchwright.rewards.model_rules import Judge, Monitor, Similarity
 from batchwright.rewards.rules import (
@@ -59,6 +59,9 @@ class RewardsConfig(BaseModel):
     """The environment variable with the API key."""
     batch_size: int | Literal["auto"] = "auto"
     """Calls in flight."""
+    on: Literal["here", "ray"] = "here"
+    """Where the calls are made: in each process by itself, or by one pool of the Ray cluster, so
+    that all its workers stay within one limit and share one cache."""
     cache: Path | None = None
     """File that caches responses."""
     deadline_s: float = Field(default=600.0, gt=0)
@@ -72,7 +75,9 @@ class RewardsConfig(BaseModel):
         """Read a TOML file; an error names the place of the mistake."""
         place = existing(Path(path), "reward configuration")
         try:
-            found = parse_toml(place.read_text("utf-8"))
+            found = parse_toml(read_regular_text(place))
+        except BadFile:
+            raise
         except ValueError as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
         return cls.of(found, str(path))
@@ -137,6 +142,7 @@ class RewardsConfig(BaseModel):
             # Your own server may need no key.
             key = "OPENAI_API_KEY" if environ.get("OPENAI_API_KEY") else ""
             settings |= {"endpoints": (url,), "key_env": key}
+            settings["on"] = environ.get("BATCHWRIGHT_ON", "here")
             if _truth(environ, "MONITOR_CACHE", "true"):
                 settings["cache"] = environ.get("MONITOR_CACHE_FILE", "monitor_cache.db")
         return cls.of(settings, "the environment")

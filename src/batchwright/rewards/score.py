@@ -4,17 +4,16 @@ import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
-from batchwright.calls import Cache, Endpoint, ErrorBudget, Outcome, Pool, Request
-from batchwright.calls.endpoints import scope_of
+from batchwright.calls import Endpoint, ErrorBudget, Outcome, Pool, Request
 from batchwright.calls.loop import unforked
-from batchwright.calls.wire.discovery import check_any, check_first
+from batchwright.calls.wire.discovery import check_first
 from batchwright.errors import (
     BadReward,
     BadRow,
     BatchwrightError,
     ConfigError,
-    NoServer,
     one_line,
 )
 from batchwright.rewards.config import Missing, RewardsConfig
@@ -82,7 +81,8 @@ def plan_work(responses: Iterable[Response], parts: Sequence[Rule]) -> Work:
             known = sorted({name for part in parts for name in part.datasets})
             raise ConfigError(
                 f"response {number} is from data set {response.dataset!r}, and no part applies to "
-                f"it; there are parts for {', '.join(known) or 'nothing'}"
+                f"it; there are parts for {', '.join(known) or 'nothing'}: add one for it to the "
+                f"TOML file that --config, `config` or BATCHWRIGHT_REWARDS names"
             )
         spans.append(span)
     return Work(given, requests, spans, failed)
@@ -165,7 +165,7 @@ class Scorer:
             if self._pool is None or self._pid != os.getpid():
                 config = self.config
                 self._pid = os.getpid()
-                self._pool = Pool(
+                self._pool = _pool_class(config)(
                     *(Endpoint(url, key_env=config.key_env) for url in config.endpoints),
                     limit=config.batch_size,
                     cache=config.cache,
@@ -191,7 +191,7 @@ class Scorer:
             return work.rewards([])
         pool = _required(self.pool, work.requests)
         if not self._answered:
-            await asyncio.to_thread(self._check_server, pool, work.requests)
+            await asyncio.to_thread(pool.check, work.requests)
         return work.rewards(self._checked(await pool.amap(work.requests)))
 
     def call(
@@ -204,7 +204,7 @@ class Scorer:
             return []
         pool = _required(self.pool, requests)
         if not self._answered:
-            self._check_server(pool, requests)
+            pool.check(requests)
         return self._checked(pool.map(requests, progress=progress))
 
     def columns(
@@ -235,20 +235,6 @@ class Scorer:
             self._pool.close()
         self._pool = None
 
-    def _check_server(self, pool: Pool, requests: Sequence[Request]) -> None:
-        try:
-            pool.run(check_any(pool.endpoints))
-        except NoServer:
-            # Cached responses need no server.
-            if self.config.cache is None or not self.config.cache.exists():
-                raise
-            scope = scope_of(pool.endpoints)
-            keys = [request.scoped(scope).key for request in requests]
-            with Cache(self.config.cache) as cache:
-                cached = cache.get_many(keys)
-            if any(key not in cached for key in keys):
-                raise
-
     def _checked(self, outcomes: list[Outcome]) -> list[Outcome]:
         if not self._answered:
             self._answered = check_first(outcomes)
@@ -275,6 +261,15 @@ class Scorer:
                     row[column] = found if isinstance(found, str) else float(found)
                 row.setdefault(column, nan)
         return row
+
+
+def _pool_class(config: RewardsConfig) -> type[Pool]:
+    """The class of pools that a configuration chooses."""
+    if config.on == "here":
+        return Pool
+    # By name: what stands on other frameworks is above this package, and is not imported by it.
+    found: type[Pool] = import_module("batchwright.integrations.ray").RayPool
+    return found
 
 
 def _required(pool: Pool | None, requests: Sequence[Request]) -> Pool:

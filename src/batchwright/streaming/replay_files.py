@@ -33,7 +33,16 @@ from batchwright.errors import (
     Mismatch,
     MissingFile,
 )
-from batchwright.files import existing, fsync_folder, parse_json, write_atomic, writing
+from batchwright.files import (
+    cannot_read,
+    existing,
+    fsync_folder,
+    open_regular,
+    parse_json,
+    read_regular,
+    write_atomic,
+    writing,
+)
 from batchwright.fingerprint import digest, digest_array
 from batchwright.streaming.rows import (
     ROW,
@@ -176,9 +185,11 @@ def _seal(body: bytes) -> bytes:
 
 def _load_json(path: Path) -> "ReplayBuffer":
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
         data = parse_json(raw)
-    except (OSError, ValueError) as error:
+    except BadFile:
+        raise
+    except ValueError as error:
         raise _damaged(path, f"it is not whole JSON: {error}") from None
     if isinstance(data, dict) and "sha256" in data:
         body = raw[: raw.rfind(b'\n  "sha256": "')]
@@ -393,12 +404,16 @@ def _write_part(path: Path, arrays: Arrays, head: dict[str, Any]) -> None:
 
 
 def _read_head(path: Path) -> dict[str, Any]:
+    # The library says of a file that cannot be opened that it is not there.
+    open_regular(path).close()
     try:
         with safe_open(path, "numpy") as file:
             head: dict[str, Any] = parse_json((file.metadata() or {})["replay"])
     except FileNotFoundError:
         raise
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (SafetensorError, KeyError, ValueError) as error:
         raise _damaged(path, f"it cannot be read: {error}") from None
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise _damaged(path, f"it is not a file of the format {FORMAT}")
@@ -417,7 +432,9 @@ def _read_part(path: Path, kind: str = "", number: int = 0) -> tuple[Arrays, dic
         seen = _sum(arrays, head)
     except FileNotFoundError:
         raise
-    except (SafetensorError, OSError, TypeError, ValueError) as error:
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (SafetensorError, TypeError, ValueError) as error:
         raise _damaged(path, f"it cannot be read: {error}") from None
     if seen != head.get("sha256"):
         raise _damaged(path, "it does not match its checksum")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from batchwright.errors import BatchwrightError, ConfigError, one_line
-from batchwright.files import parse_json
+from batchwright.files import parse_json, read_regular
 from batchwright.world import World
 
 __all__ = [
@@ -176,7 +176,7 @@ class FirstRank:
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            told: dict[str, Any] = parse_json(self._path.read_bytes())
+            told: dict[str, Any] = parse_json(read_regular(self._path))
         except (OSError, ValueError):
             return None
         return told if told.get("launch") == self._launch else None

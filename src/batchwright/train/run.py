@@ -6,6 +6,7 @@ Light to import, as the settings of each trainer are made from it, and commands'
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import signal
@@ -16,21 +17,41 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from glob import escape as glob_escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 from typing import get_type_hints as type_hints
 
-from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
-from batchwright.events import EventLog
-from batchwright.files import existing, parse_json, parse_toml, write_atomic
+from batchwright.addresses import refuse_secret
+from batchwright.errors import BadFile, CannotWrite, ConfigError, Mismatch, MissingFile
+from batchwright.events import EventLog, changed_lines
+from batchwright.files import (
+    existing,
+    parse_json,
+    parse_toml,
+    read_regular,
+    read_regular_text,
+    write_atomic,
+)
 from batchwright.world import World
 
 if TYPE_CHECKING:
     from batchwright.checkpoint import Checkpoint, State
 
-__all__ = ["FORMAT", "STOPS", "TERMINATED", "Run", "RunConfig", "changes", "threads", "write_stamp"]
+__all__ = [
+    "FORMAT",
+    "STOPS",
+    "TERMINATED",
+    "Run",
+    "RunConfig",
+    "changes",
+    "refuse_taken",
+    "threads",
+    "write_stamp",
+]
 
 FORMAT = 3
 """Of the run folder; 3: every file that is read back has a checksum, and every line of the log."""
+
+log = logging.getLogger(__name__)
 
 NUMBER = "{n}"
 """Stands in the name of a run folder for the next number that is free."""
@@ -78,6 +99,11 @@ class RunConfig:
         for name, hint in type_hints(type(self)).items():
             if hint in (Path, Path | None) and isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        # All of them are written into the run directory.
+        for name, value in vars(self).items():
+            texts = value if isinstance(value, tuple) else (value,)
+            for word in " ".join(text for text in texts if isinstance(text, str)).split():
+                refuse_secret(self.flag(name), word)
 
     @property
     def folder(self) -> Path:
@@ -106,6 +132,20 @@ class RunConfig:
                     f"no {self.flag(name)}; give one, or resume a run with --resume RUN"
                 )
         return self
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The numbers and choices that make a run this one, and that no resumed run changes.
+
+        Names of files and models are not among them: what they hold is compared, not its path.
+        """
+        hints = type_hints(type(self))
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in (self.FOLDER, *self.CHANGEABLE)
+            and (isinstance(value, bool | int | float) or get_origin(hints[name]) is Literal)
+        }
 
     def at_least(self, least: int, *names: str) -> None:
         """Refuse fields that are below `least` or not finite."""
@@ -148,11 +188,9 @@ class RunConfig:
     @staticmethod
     def _text(path: Path) -> str:
         try:
-            text = existing(path, "run configuration").read_text("utf-8")
+            text = read_regular_text(existing(path, "run configuration"))
         except UnicodeDecodeError as error:
             raise BadFile(f"{path} is not TOML: {error}") from None
-        except OSError as error:
-            raise BadFile(f"{path} cannot be read: {error.strerror}") from None
         return text
 
     @classmethod
@@ -196,12 +234,14 @@ class RunConfig:
 
         way, file = "restore it, or start a new run in another folder", run / "stamp.json"
         try:
-            told = parse_json(existing(file, "stamp of a run").read_bytes())
+            told = parse_json(read_regular(existing(file, "stamp of a run")))
             version, format = told["batchwright"], told.get("format", 1)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if isinstance(error, MissingFile):
-                # Settings that no run of this trainer has say more about the folder.
-                cls.load(run / "config.toml")
+        except MissingFile:
+            # Settings that no run of this trainer has say more about the folder.
+            cls.load(run / "config.toml")
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, BadFile):
                 raise
             raise BadFile(f"{file} cannot be read: {error}; {way}") from None
         if format != FORMAT:
@@ -323,13 +363,8 @@ class Run:
             here: dict[str, Any] = {config.FOLDER: self.folder}
             self.config = replace(config, **here)
             return
-        elif held := _held(self.folder):
-            what = "run" if held == "config.toml" else held
-            way = f"resume it with --resume {self.folder} or " if what == "run" else ""
-            raise ConfigError(
-                f"{self.folder} already holds a {what}; {way}choose another "
-                f"{config.flag(config.FOLDER)}, such as {self.folder}-{NUMBER} for numbered runs"
-            )
+        else:
+            refuse_taken(config)
         if self.writes:
             self._lock = _locked(self.folder)
             if self._lock is None:
@@ -413,7 +448,14 @@ class Run:
     def log(self) -> EventLog:
         """`events.jsonl`, opened when it is first needed."""
         if self._log is None:
-            self._log = EventLog(self.folder / "events.jsonl")
+            path = self.folder / "events.jsonl"
+            if self.resumed and (changed := changed_lines(path)):
+                log.warning(
+                    "%s, line %d: not as it was written, or one before it is missing (lines so in "
+                    "all: %d); the run resumes, and its report leaves them out",
+                    *(path, changed[0], len(changed)),
+                )
+            self._log = EventLog(path)
         return self._log
 
     def latest(self) -> "Checkpoint | None":
@@ -427,7 +469,20 @@ class Run:
         from batchwright.checkpoint import latest
 
         found = latest(self.checkpoints)
-        self._passed_over = found.passed_over if found else ()
+        if found is None:
+            return None
+        self._passed_over = found.passed_over
+        for one in found.passed_over if self.writes else ():
+            log.warning("passed over: %s", one)
+        given = found.state.get("run")
+        own: dict[str, Any] = given if isinstance(given, dict) else {}
+        for name, value in self.config.fixed.items():
+            if own.get(name, value) != value:
+                raise Mismatch(
+                    f"{found.path} is of another run: it was written with "
+                    f"{self.config.flag(name)} {_shown(own[name])}, and this run has "
+                    f"{_shown(value)}; put back the checkpoints of this run"
+                )
         return found
 
     def start(self, **fields: Any) -> None:
@@ -479,6 +534,7 @@ class Run:
             if self.writes:
                 from batchwright.checkpoint import save_checkpoint
 
+                found = {**found, "run": self.config.fixed}
                 save_checkpoint(self.checkpoints, step, found, keep=keep)
 
     def is_left(self, begun: int, step: int, result: str) -> bool:
@@ -513,6 +569,18 @@ class Run:
                 f"{self.config.flag(name)} must be at least {begun}, the {what} that were begun "
                 f"in {self.folder}, got {value}; leave it out, or start a new run"
             )
+
+
+def refuse_taken(config: RunConfig) -> None:
+    """Refuse a folder for a new run that holds one already."""
+    folder = config.named().folder
+    if held := _held(folder):
+        what = "run" if held == "config.toml" else held
+        way = f"resume it with --resume {folder} or " if what == "run" else ""
+        raise ConfigError(
+            f"{folder} already holds a {what}; {way}choose another "
+            f"{config.flag(config.FOLDER)}, such as {folder}-{NUMBER} for numbered runs"
+        )
 
 
 def _held(folder: Path) -> str | None:

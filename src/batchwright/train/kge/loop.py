@@ -190,7 +190,8 @@ def _train(
     facts = digest("kge", vocab_digest(graph), digest_array(graph.train))
     at, best = _At(), _copied(trainer.kge)
     if found := run.latest():
-        at, best = _restored(found, trainer, facts)
+        with found.restoring():
+            at, best = _restored(found, trainer, facts)
         run.no_less("epochs", config.epochs, at.epoch + (at.step > 0))
     valid = evenly_spread(graph.valid, config.eval_triples)
     per_epoch = trainer.steps_per_epoch

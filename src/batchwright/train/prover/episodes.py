@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from batchwright.envs.api import Step
 from batchwright.envs.prover.env import END, NEXT
 from batchwright.files import write_atomic
+from batchwright.lines import checked_lines
 from batchwright.logic.prove.proofs import OPEN, Node, Proof
 from batchwright.logic.rules import Rules
 from batchwright.logic.vocab import Vocab
@@ -116,6 +117,6 @@ class Episodes:
     def write(self, path: Path) -> None:
         """Write the episodes, one a line, in the order of their queries."""
         rows = sorted(self._rows, key=lambda row: row["episode"])
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        lines = (json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") for row in rows)
         path.parent.mkdir(exist_ok=True)
-        write_atomic(path, lines.encode("utf-8", "replace"))
+        write_atomic(path, checked_lines(lines))

@@ -202,15 +202,16 @@ def _train(
     facts = digest("prover", vocab_digest(graph), digest_array(wider.train), rules.fingerprint)
     at, best, saved = _At(), _copied(policy), None
     if found := run.latest():
-        before = found.state
-        if before["facts"] != facts:
-            raise Mismatch(
-                f"{found.path} was trained on other facts or rules than {config.data} and "
-                f"{run.folder / 'rules.txt'} hold; restore those of the run"
-            )
-        at, saved = _At(**before["at"]), before["learner"]
-        _load(policy, before["policy"], found.path)
-        best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
+        with found.restoring():
+            before = found.state
+            if before["facts"] != facts:
+                raise Mismatch(
+                    f"{found.path} was trained on other facts or rules than {config.data} and "
+                    f"{run.folder / 'rules.txt'} hold; restore those of the run"
+                )
+            at, saved = _At(**before["at"]), before["learner"]
+            _load(policy, before["policy"], found.path)
+            best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
     begun_at, used = at.round, len(asked.rules) // 2
     run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
     episodes = Episodes(asked, rules, wider.vocab) if run.writes else None

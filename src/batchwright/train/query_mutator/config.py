@@ -121,14 +121,6 @@ class QueryMutatorConfig(RunConfig):
                 f"{self.num_env_steps}; lower one of those two for a shorter run"
             )
         width_of(self)
-        named = {n: getattr(self, n) for n in ("target_model", "mutator_model", "judge_model")}
-        named |= {"embedder": self.embedder, "endpoint": " ".join(self.endpoint)}
-        if any("://" in text for text in named.values()):
-            from batchwright.calls.endpoints import refuse_secret
-
-            for name, text in named.items():
-                for one in text.split(" "):
-                    refuse_secret(f"--{name.replace('_', '-')}", one)
 
 
 def width_of(config: QueryMutatorConfig) -> int | Literal["auto"]:

@@ -23,7 +23,9 @@ from batchwright.envs.questions import load_questions
 from batchwright.errors import BudgetExceeded
 from batchwright.events import finite
 from batchwright.files import write_atomic
+from batchwright.lines import checked_lines
 from batchwright.rl import PPO, PPOConfig, Runner, policy_for
+from batchwright.sealed import write_sealed_json
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.models import Models, open_models
 from batchwright.train.query_mutator.rollout import OverlappingRunner
@@ -72,7 +74,8 @@ def train_query_mutator(
 
     `trackers` are made of the run's folder, which is numbered. `progress` gets the steps done, all
     steps, and how many calls were answered and what the last update gained; the first time before
-    any call. Ctrl-C, SIGTERM and SIGUSR1 end the update and save; a second Ctrl-C stops at once.
+    any call. Ctrl-C, SIGTERM and SIGUSR1 end the update, or leave a rollout between two steps, and
+    save; a second Ctrl-C stops at once.
     """
     began = time.perf_counter()
     with ExitStack() as open_things:
@@ -108,6 +111,14 @@ def train_query_mutator(
         begun_at = ppo.updates
         shown()
 
+        def stopping() -> bool:
+            return run.stop(ppo.updates - begun_at) is not None
+
+        # A rollout takes as long as its calls. Those it has made are cached, so that the same
+        # rollout costs nothing when the run resumes.
+        assert isinstance(ppo.runner, Runner)
+        ppo.runner.stop = stopping
+
         def after(learner: PPO, metrics: dict[str, float]) -> None:
             gain = metrics.get("charts/episodic_return")
             if gain is not None:
@@ -126,15 +137,15 @@ def train_query_mutator(
                 on_update=after,
                 save_to=run.checkpoints,
                 save_every=config.save_interval,
-                stop=lambda: run.stop(ppo.updates - begun_at) is not None,
+                stop=stopping,
             )
         except BudgetExceeded as error:
             run.event("stop", update=ppo.updates, why="error budget", error=str(error))
             raise
         finished = ppo.updates >= ppo.total_updates
         if finished and not run.is_left(begun_at, ppo.updates, "operators.json"):
-            names = json.dumps([operator.name for operator in env.operators])
-            write_atomic(run.folder / "operators.json", names.encode())
+            names = [operator.name for operator in env.operators]
+            write_sealed_json(run.folder / "operators.json", {"operators": names})
             run.finish(ppo.updates)
         last = gains[-max(1, len(gains) // 10) :]
         result = MutatorResult(
@@ -230,6 +241,6 @@ class _Transcript:
     def write(self, update: int) -> None:
         rows = sorted(self._turns, key=lambda t: (t.env, t.episode, t.step))
         lines = (json.dumps(finite(asdict(turn)), ensure_ascii=False) for turn in rows)
-        path = self._folder / f"{update:06d}.jsonl"
-        write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "replace"))
+        raw = checked_lines(line.encode("utf-8", "replace") for line in lines)
+        write_atomic(self._folder / f"{update:06d}.jsonl", raw)
         self._turns.clear()

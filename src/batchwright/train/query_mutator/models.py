@@ -40,6 +40,7 @@ from batchwright.envs.query_mutation.models import (
 from batchwright.envs.questions import Question
 from batchwright.errors import CannotWrite, Mismatch, MissingFile, NoServer
 from batchwright.events import EventLog
+from batchwright.files import read_regular
 from batchwright.lines import LineFile, read_lines
 from batchwright.rewards import Contains, Exact, Judge, Numeric, Rule, Similarity
 from batchwright.train.query_mutator.config import QueryMutatorConfig, width_of
@@ -57,7 +58,7 @@ class FailureLog:
         self._path, self._replay = path, replay
         self._known: dict[str, str] = {}
         self._file: LineFile | None = None
-        raw = path.read_bytes() if path.exists() else b""
+        raw = read_regular(path) if path.exists() else b""
         for place, why in read_lines(path, raw, "list of failures", _failure):
             self._known[place] = why
 

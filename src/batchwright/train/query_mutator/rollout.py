@@ -15,7 +15,7 @@ from batchwright.envs.api import Obs
 from batchwright.envs.query_mutation.env import MutationPipelines
 from batchwright.errors import BatchwrightError
 from batchwright.rl.policy import Policy, choose
-from batchwright.rl.rollout import Finals, Rollout, Runner
+from batchwright.rl.rollout import Finals, Rollout, RolloutStopped, Runner
 
 __all__ = ["OverlappingRunner"]
 
@@ -34,17 +34,25 @@ class OverlappingRunner(Runner):
 
     async def _step_all(self, out: Rollout, policy: Policy) -> None:
         actor = _Actor(out, policy, self.action_key)
-        await asyncio.gather(*(self._step_one(b, out, actor) for b in range(self.env.num_envs)))
+        steps = (self._step_one(b, out, actor) for b in range(self.env.num_envs))
+        if not all(await asyncio.gather(*steps)):
+            raise RolloutStopped
 
-    async def _step_one(self, b: int, out: Rollout, actor: "_Actor") -> None:
-        """All steps of one environment, as fast as its own calls allow."""
+    async def _step_one(self, b: int, out: Rollout, actor: "_Actor") -> bool:
+        """All steps of one environment, as fast as its own calls allow; False if it was stopped.
+
+        Steps that have begun end first: their calls are paid for, and so they are cached.
+        """
         for t in range(len(out.actions)):
+            if self.stop is not None and self.stop():
+                return False
             for name, row in self.env.observation(b).items():
                 out.obs[name][t, b] = row[0]
             await actor.act(t, b)
             turn, ended, _ = await self.env.act(b, int(out.actions[t, b]))
             out.rewards[t, b] = turn.gain if turn.valid else 0.0
             out.valid[t, b], out.terminated[t, b] = turn.valid, ended
+        return True
 
 
 class _Actor:

@@ -30,8 +30,7 @@ from batchwright.batching import BatchPlan
 from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
-from batchwright.data.rows.source import open_source
-from batchwright.data.tokenizers import Tokenizer, load_tokenizer
+from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadLoss, ConfigError, MissingFile, need, one_line
 from batchwright.files import atomic_folder
 from batchwright.models.adapter import (
@@ -59,10 +58,9 @@ from batchwright.train.sft.online import OnlineSteps
 from batchwright.train.sft.planned import PlannedSteps, batches_of
 from batchwright.train.sft.prepare import (
     Prepared,
-    batching_config,
-    mixture_of,
     open_prepared,
     prepare,
+    refuse_early,
     tokenizer_of,
 )
 from batchwright.train.sft.state import load_state, training_state
@@ -123,17 +121,8 @@ def train_sft(
     names. `trackers` may be made of the run directory, which is numbered. One that cannot start
     is an error before anything is trained; one that fails later is counted and logged once.
     """
-    if not resume:
-        config.refuse_ignored()
     world = World.detect()
-    if config.online and world.size > 1:
-        raise ConfigError(
-            f"--online trains on one rank, got {world.size}; start it without torchrun"
-        )
-    if config.fsdp and world.size == 1:
-        raise ConfigError(
-            "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
-        )
+    refuse_early(config, world, resume)
     main = world.rank == 0
     adapter = find_adapter(config.model)
     if adapter is not None:
@@ -148,15 +137,14 @@ def train_sft(
         run = Run(config, resume=resume, writes=main, agree=agree)
         open_things.enter_context(run)
         config = replace(config, run_dir=run.folder)
-        if not resume:
-            _refuse_early(config, world)
         launch = agree(secrets.randbits(52) if main else 0) if world.size > 1 else 0
         first = ranks.FirstRank(run.folder, world, launch)
         if not resume:
             open_things.enter_context(first)
         trackers = trackers(config.run_dir) if callable(trackers) else trackers
         if found := run.latest():
-            _refuse_shorter(run, config, found)
+            with found.restoring():
+                _refuse_shorter(run, config, found)
         base = adapter.base if adapter else config.model
         model, own, _ = load_model(base, device=device, dtype=torch.float32)
         if adapter:
@@ -215,7 +203,8 @@ def train_sft(
 
         step = begun_at = 0
         if found:
-            source.load(found, load_state(found, bare, optimizer))
+            with found.restoring():
+                source.load(found, load_state(found, bare, optimizer))
             step = begun_at = found.step
             # Weights and moments once more, which would stay in memory until the end.
             found = None
@@ -501,23 +490,6 @@ def _flags(stop: str | None) -> list[float]:
 def _strongest(counts: Sequence[float]) -> str | None:
     """The most pressing cause that any rank has."""
     return next((name for name, count in zip(STOPS, counts, strict=True) if count), None)
-
-
-def _refuse_early(config: SftConfig, world: World) -> None:
-    """Refuse what can be seen to be wrong before a model is loaded and rows are tokenised."""
-    data_sets, _ = mixture_of(config.data)
-    for data in (*data_sets, config.eval_data):
-        if data and not data.startswith("hf:") and not Path(data).exists():
-            # With the sentence of the rows.
-            open_source(data)
-    if config.tokenizer is not None:
-        load_tokenizer(config.tokenizer)
-    if config.lora_rank:
-        need("peft", extra="train")
-    if config.batchplan:
-        BatchPlan.load(config.batchplan).shard(0, world.size)
-    else:
-        batching_config(config, world.size)
 
 
 def _refuse_shorter(run: Run, config: SftConfig, found: Checkpoint) -> None:

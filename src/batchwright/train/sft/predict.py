@@ -47,7 +47,7 @@ def predict(config: SftConfig) -> Prediction:
     if adapter:
         config = config.of_adapter(adapter.rank, adapter.alpha)
     base = adapter.base if adapter else config.model
-    model, own, info = load_model(base, device="cpu", dtype=torch.float32)
+    model, own, info = load_model(base, device="meta", dtype=torch.float32)
     tokenizer = tokenizer_of(config, own, model)
     with tempfile.TemporaryDirectory() as folder:
         prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)

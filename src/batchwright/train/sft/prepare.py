@@ -23,9 +23,11 @@ from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.data.tokens import TokenStore, make_store
-from batchwright.errors import BadRow, ConfigError, Mismatch
+from batchwright.errors import BadRow, ConfigError, Mismatch, need
 from batchwright.sealed import MANIFEST
+from batchwright.train.run import refuse_taken
 from batchwright.train.sft.config import SftConfig
+from batchwright.world import World
 
 __all__ = [
     "Prepared",
@@ -34,6 +36,7 @@ __all__ = [
     "mixture_of",
     "open_prepared",
     "prepare",
+    "refuse_early",
     "tokenizer_of",
 ]
 
@@ -46,6 +49,37 @@ class Prepared:
     read: SampleReader
     skipped: int
     """Bad rows that were left out."""
+
+
+def refuse_early(config: SftConfig, world: World, resume: bool) -> None:
+    """Refuse what can be seen to be wrong before anything is loaded, torch included."""
+    if config.online and world.size > 1:
+        raise ConfigError(
+            f"--online trains on one rank, got {world.size}; start it without torchrun"
+        )
+    if config.fsdp and world.size == 1:
+        raise ConfigError(
+            "--fsdp needs at least 2 ranks, got 1; start with torchrun, or leave it out"
+        )
+    if resume:
+        return
+    config.refuse_ignored()
+    refuse_taken(config)
+    if config.lora_rank:
+        need("peft", extra="train")
+    planned = None if config.batchplan is None else BatchPlan.load(config.batchplan)
+    if planned is None:
+        batching_config(config, world.size)
+    else:
+        planned.shard(0, world.size)
+    data, _ = _data(config, planned)
+    columns = _columns(config)
+    for paths in (*data.values(), *([(config.eval_data,)] if config.eval_data else [])):
+        if columns or not all(path.startswith("hf:") or Path(path).exists() for path in paths):
+            # One that is not there is refused with the sentence of the rows.
+            _refuse_missing(columns, _opened(paths))
+    if config.tokenizer is not None:
+        load_tokenizer(config.tokenizer)
 
 
 def prepare(
@@ -68,7 +102,8 @@ def prepare(
         _check_hash("tokenizer", planned.tokenizer_hash, tokenizer.fingerprint)
         planned.shard(0, world_size)
     # An online run makes its samples as it goes; only what it is evaluated on stands before.
-    sources, shares = ({}, {}) if config.online else _sources(config, planned)
+    data, shares = ({}, {}) if config.online else _data(config, planned)
+    sources = {name: _opened(paths) for name, paths in data.items()}
     eval_source = open_source(config.eval_data) if config.eval_data else None
     columns = _columns(config)
     for rows in (*sources.values(), *([] if eval_source is None else [eval_source])):
@@ -152,11 +187,12 @@ def _share(spec: str, text: str) -> float:
     return share
 
 
-def _sources(
+def _data(
     config: SftConfig, planned: BatchPlan | None
-) -> tuple[dict[str, Source], dict[str, float]]:
-    """The data by name, one of no name unless it is a mixture, and the share of each."""
+) -> tuple[dict[str, tuple[str, ...]], dict[str, float]]:
+    """Where the data is by name, one of no name unless it is a mixture, and the share of each."""
     paths, shares = mixture_of(config.data)
+    alone: list[tuple[str, ...]] = [(path,) for path in paths]
     if planned is not None:
         if shares:
             raise ConfigError(
@@ -170,15 +206,14 @@ def _sources(
                     f"the plan mixes {len(names)} sources ({', '.join(names)}), {len(paths)} "
                     f"--data are given; give one for each, in this order"
                 )
-            opened = [open_source(path) for path in paths]
-            return dict(zip(names, opened, strict=True)), {}
+            return dict(zip(names, alone, strict=True)), {}
     if len(shares) > 1 and config.group_by is not None:
         raise ConfigError(
             "--group-by cannot keep groups together in a mixture, which shows samples one by one; "
             "leave out --group-by, or the shares of --data"
         )
     if len(shares) < 2:
-        return {"": open_source(paths[0] if len(paths) == 1 else paths)}, {}
+        return {"": paths}, {}
     plain = [Path(path.removeprefix("hf:")) for path in paths]
     names = [path.name.partition(".")[0] for path in plain]
     if len(set(names)) < len(names):
@@ -189,8 +224,11 @@ def _sources(
             f"every source of a mixture needs a name of its own, got {', '.join(names)}; "
             f"rename a file"
         )
-    opened = [open_source(path) for path in paths]
-    return dict(zip(names, opened, strict=True)), dict(zip(names, shares, strict=True))
+    return dict(zip(names, alone, strict=True)), dict(zip(names, shares, strict=True))
+
+
+def _opened(paths: tuple[str, ...]) -> Source:
+    return open_source(paths[0] if len(paths) == 1 else paths)
 
 
 def _columns(config: SftConfig) -> dict[str, str]:
