@@ -60,6 +60,12 @@ def _types(hint: object) -> set[object]:
     return set().union(*map(_types, inner)) if inner else {hint}
 
 
+REFUSALS = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.EACCES, errno.EPERM),
+    *(errno.EROFS, errno.EDQUOT, errno.ESTALE, errno.EAGAIN),
+}
+"""What the system says when a command can do nothing for it."""
+
 app = App(
     name="batchwright",
     config=_whole_numbers,
@@ -148,6 +154,14 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _mute()
             return _failed("cannot write the output: no space is left there", debug)
+        if isinstance(error, OSError) and error.errno in REFUSALS:
+            where = f" ({error.filename})" if error.filename else ""
+            # What was made half, such as an event loop, would complain when it is collected.
+            sys.unraisablehook = lambda _: None
+            return _failed(
+                f"the system refuses: {error.strerror}{where}; remove the cause and run again",
+                debug,
+            )
         return _failed(
             f"internal error, {type(error).__name__}: {error}; "
             f"run again with --debug and report the traceback",

@@ -33,6 +33,7 @@ def doctor(*, format: Format = "text") -> None:
 
     parts = [_part(*part) for part in _PARTS]
     machine = _machine()
+    kernels = _kernels()
     engine = _engine()
     missing = sorted({p["extra"] for p in parts if not p["version"] and p["extra"]})
     broken = [str(p["name"]) for p in parts if not p["version"] and not p["extra"]]
@@ -46,6 +47,7 @@ def doctor(*, format: Format = "text") -> None:
         "",
         f"temporary folder writable: {'yes' if machine['can_write'] else 'NO'}; "
         f"clock: {machine['clock']}",
+        f"kernels: {kernels['state']}",
         f"packed {engine['samples']:,} lengths in {seconds(engine['seconds'])} "
         f"({engine['efficiency']:.2%} useful)",
         f"accelerator: {machine['accelerator']}",
@@ -56,7 +58,13 @@ def doctor(*, format: Format = "text") -> None:
         "",
         "all checks passed" if healthy else f"failed: {', '.join(broken) or 'cannot write'}",
     ]
-    result = {"healthy": healthy, "machine": machine, "parts": parts, "engine": engine}
+    result = {
+        "healthy": healthy,
+        "machine": machine,
+        "parts": parts,
+        "kernels": kernels,
+        "engine": engine,
+    }
     show(result, "\n".join(lines), format)
     if not healthy:
         sys.exit(1)
@@ -110,6 +118,35 @@ def _accelerator() -> str:
 
     count = torch.cuda.device_count()
     return f"{count} x {torch.cuda.get_device_name(0)}" if count else "none, CPU only"
+
+
+def _kernels() -> dict[str, object]:
+    """Whether kernels are compiled already, and where; if not, why, and where they will be."""
+    from pathlib import Path
+
+    from batchwright.ahead import COMPILED, listed, why_not
+    from batchwright.batching.packing.kernels import best_fit_decreasing
+    from batchwright.jit import cache_folder
+
+    reason = why_not()
+    cache = cache_folder(best_fit_decreasing)
+    ready = len(list(Path(cache).glob("kernels.best_fit_decreasing*.nbi"))) if cache else 0
+    count = sum(map(len, listed().values()))
+    if not reason:
+        state = f"warm, {count} compiled ahead in {COMPILED}"
+    elif not cache:
+        state = f"cold, each process compiles ({reason}; no folder for them can be written)"
+    elif ready:
+        state = f"warm, compiled on first use in {cache} ({reason})"
+    else:
+        state = f"cold, the first use compiles into {cache} ({reason})"
+    return {
+        "state": state,
+        "warm": not reason or bool(ready),
+        "ahead": not reason,
+        "why_not_ahead": reason,
+        "cache": str(cache) if cache else None,
+    }
 
 
 def _engine() -> dict[str, float]:

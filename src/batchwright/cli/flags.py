@@ -3,7 +3,7 @@
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from batchwright.data.lengths import Lengths
 
 __all__ = [
+    "Address",
     "CachePath",
     "DryRun",
+    "On",
     "OutFolder",
     "PlanPath",
     "Rank",
@@ -24,6 +26,7 @@ __all__ = [
     "at_least",
     "edges_of",
     "hint",
+    "joined",
     "load_lengths",
     "load_sources",
     "sharded",
@@ -35,6 +38,25 @@ OutFolder = Annotated[Path, Parameter(name=["--output", "-o"], help="Folder to w
 DryRun = Annotated[bool, Parameter(negative="", help="Show the result, write nothing.")]
 Rank = Annotated[int | None, Parameter(name=["--rank", "-r"], help="Show this rank only.")]
 WorldSize = Annotated[int | None, Parameter(name=["--world-size", "-w"], help="Number of ranks.")]
+
+On = Annotated[Literal["here", "ray"], Parameter(help="Work in this process, or on a Ray cluster.")]
+Address = Annotated[
+    str | None,
+    Parameter(help="Ray cluster; default: RAY_ADDRESS, else one is started on this machine."),
+]
+
+
+def joined(on: str, address: str | None) -> bool:
+    """Whether the work goes to a Ray cluster, which is joined then, and named on stderr."""
+    if on != "ray":
+        if address is not None:
+            raise ConfigError("--address goes with --on ray")
+        return False
+    from batchwright.cli.output import say
+    from batchwright.integrations.ray import join
+
+    say(join(address), err=True)
+    return True
 
 
 def load_lengths(path: Path) -> "Lengths":

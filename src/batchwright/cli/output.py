@@ -23,6 +23,7 @@ __all__ = [
     "Progress",
     "Quiet",
     "check_picture",
+    "count_of",
     "escape_messages",
     "progress_bar",
     "say",
@@ -78,6 +79,15 @@ def say(text: str, *, err: bool = False) -> None:
         # Sample ids may have characters that the encoding of this terminal lacks.
         file.reconfigure(errors="backslashreplace")
     print(printable(text), file=file, flush=True)
+
+
+def count_of(count: int, one: str, many: str | None = None) -> str:
+    """A number of things, in the singular if it is one.
+
+    >>> count_of(1, "sample"), count_of(1200, "sample"), count_of(0, "batch", "batches")
+    ('1 sample', '1,200 samples', '0 batches')
+    """
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 def escape_messages() -> None:

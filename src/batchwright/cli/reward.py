@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
+from batchwright.cli.flags import Address, On, joined
 from batchwright.cli.output import (
     Force,
     Format,
@@ -54,6 +55,8 @@ def score(
     allow_missing: Annotated[
         bool, Parameter(negative="", help="Exit 0 although some rewards are missing.")
     ] = False,
+    on: On = "here",
+    address: Address = None,
     force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
@@ -69,6 +72,8 @@ def score(
         if place is not None:
             check_apart(place, [input, config, output], "cache")
     ids, responses = read_responses(input)
+    if joined(on if on == "ray" else settings.on, address):
+        settings = settings.model_copy(update={"on": "ray"})
     with (
         terminated_like_ctrl_c(),
         _open(settings, cache, output) as scorer,

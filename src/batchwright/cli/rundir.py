@@ -32,17 +32,17 @@ def recorded(
         return
     import json
 
-    from batchwright.calls.endpoints import without_secrets
+    from batchwright.addresses import without_secrets
     from batchwright.events import EventLog
-    from batchwright.files import parse_toml, write_atomic
+    from batchwright.files import parse_toml, read_regular_text, write_atomic
     from batchwright.sealed import sealed_text
     from batchwright.train.run import write_stamp
 
     config, again = folder / "config.toml", (folder / "events.jsonl").exists()
     if again or config.exists():
         try:
-            found = parse_toml(config.read_text("utf-8")).get("run")
-        except (OSError, ValueError):
+            found = parse_toml(read_regular_text(config)).get("run")
+        except (FileNotFoundError, ValueError):
             found = None
         if found != kind:
             raise ConfigError(f"--run-dir {folder} holds another run; choose another folder")

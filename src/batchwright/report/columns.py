@@ -82,8 +82,9 @@ class Columns:
 
     def add(self, fields: Mapping[str, Any]) -> None:
         """Append a record, which must not change any more; numbers and lists of them are kept."""
-        self._new.append(fields)
-        if len(self._new) >= TOGETHER:
+        new = self._new
+        new.append(fields)
+        if len(new) >= TOGETHER:
             self._keep()
 
     def _keep(self) -> None:

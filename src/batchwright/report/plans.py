@@ -97,11 +97,8 @@ def _pieces(plan: BatchPlan) -> Ints:
         lengths = np.repeat(order.distinct.astype(np.int64), np.diff(order.distinct_offsets))
         items, starts = order.items, order.starts if order.starts.size else order.items
     else:
-        batches = [order.rows(0, k) for k in range(plan.num_microbatches(0))]
-        lengths = np.concatenate([batch.lengths for batch in batches]).astype(np.int64)
-        items = np.concatenate([batch.items for batch in batches])
-        starts = np.concatenate([batch.starts for batch in batches])
-        starts = starts if starts.size else items
+        listed = order.listing(0, 0, plan.num_microbatches(0))
+        lengths, items, starts = listed.lengths.astype(np.int64), listed.items, listed.starts
     found: Ints = lengths[np.lexsort((starts, items))]
     return found
 
@@ -169,16 +166,11 @@ def _buckets(plan: BatchPlan) -> list[dict[str, Any]]:
         useful = np.where(first, tokens[owner], 0)
         rows = zip(ids, order.batch_size, useful, padded, strict=True)
     else:
-        found_rows = [order.rows(0, k) for k in range(plan.num_microbatches(0))]
-        rows = (
-            (
-                one.bucket_id,
-                len(one.items),
-                int(one.lengths.sum()),
-                one.max_len * (len(one.row_offsets) - 1),
-            )
-            for one in found_rows
-        )
+        listed = order.listing(0, 0, plan.num_microbatches(0))
+        bounds = listed.row_offsets[listed.batch_rows]
+        tokens = np.add.reduceat(listed.lengths.astype(np.int64), bounds[:-1])
+        matrix = np.diff(listed.batch_rows) * listed.batch_width
+        rows = zip(listed.batch_bucket, np.diff(bounds), tokens, matrix, strict=True)
     found: dict[int, dict[str, Any]] = {}
     for bucket_id, samples, tokens, matrix in rows:
         low, high = config.bucket_spec.get_bucket_range(int(bucket_id))

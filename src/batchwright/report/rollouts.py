@@ -2,17 +2,19 @@
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from batchwright.files import parse_json
+from batchwright.errors import BadFile, one_line
+from batchwright.files import parse_json, read_regular
+from batchwright.lines import has_check, read_lines
 from batchwright.report.columns import is_number, tame
 from batchwright.report.links import refusal
 
-__all__ = ["Rollouts"]
+__all__ = ["Rollouts", "turns_of"]
 
 LAST = 60
 INVALID = 40
@@ -39,6 +41,8 @@ class Rollouts:
         self._invalid: deque[dict[str, Any]] = deque(maxlen=INVALID)
         self._envs: dict[int, dict[str, Any]] = {}
         self.reasons: Counter[str] = Counter()
+        self.damaged: list[str] = []
+        """What is wrong with files that are not as they were written; the rest is left out."""
         self.turns = self.episodes = self.invalid = self.bad = 0
 
     def update(self, most: int = 64) -> bool:
@@ -60,18 +64,16 @@ class Rollouts:
         return bool(new)
 
     def _read_file(self, path: Path) -> None:
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError:
-            self.bad += 1
-            return
         episodes: dict[tuple[Any, Any], list[dict[str, Any]]] = {}
-        for line in filter(None, lines):
-            try:
-                turn = parse_json(line)
-                episodes.setdefault((turn["env"], turn["episode"]), []).append(turn)
-            except (ValueError, KeyError, TypeError):
-                self.bad += 1
+        try:
+            for turn in turns_of(path, read_regular(path)):
+                if turn is None:
+                    self.bad += 1
+                else:
+                    episodes.setdefault((turn["env"], turn["episode"]), []).append(turn)
+        except (BadFile, OSError) as error:
+            # What stands behind a changed line is not known to be whole either.
+            self.damaged.append(one_line(error))
         for turns in episodes.values():
             self._add(path.stem, turns)
 
@@ -131,6 +133,23 @@ class Rollouts:
             "envs": [self._envs[k] for k in sorted(self._envs)],
             "shown": list(shown.values()),
         }
+
+
+def turns_of(path: Path, raw: bytes) -> Iterator[dict[str, Any] | None]:
+    """Turns of a file, each line checked, unless none has a check: then others wrote it."""
+    if any(map(has_check, raw.split(b"\n"))):
+        yield from read_lines(path, raw, "transcript", _turn)
+        return
+    for line in filter(None, raw.split(b"\n")):
+        try:
+            yield _turn(parse_json(line))
+        except (ValueError, KeyError, TypeError):
+            yield None
+
+
+def _turn(row: dict[str, Any]) -> dict[str, Any]:
+    hash((row["env"], row["episode"]))
+    return row
 
 
 def _reward(turn: Mapping[str, Any]) -> float | None:

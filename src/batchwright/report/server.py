@@ -73,7 +73,7 @@ class _Watch:
         self.watchers = 0
         self.version = 0
         self.looks = 0
-        """How often the run was looked at."""
+        """How often the run was read to its end."""
         self._state: Any = None
         self.changed = asyncio.Condition()
         self.whole = self.rest = "{}"
@@ -96,12 +96,8 @@ class _Watch:
     async def _follow(self) -> None:
         """Read until nobody watches any more."""
         while self.watchers:
-            began, new = time.monotonic(), False
             try:
-                while await asyncio.to_thread(self.reader.update):
-                    new = True
-                    if time.monotonic() - began > PARTIAL_S:
-                        break
+                new, ended = await asyncio.to_thread(self._read)
                 found = await asyncio.to_thread(self._summary, new)
                 if found is not None:
                     self._state = found["state"]
@@ -117,11 +113,22 @@ class _Watch:
                 # Whatever a file holds, its page says so, and those of other runs go on.
                 await self._tell(error=f"This run cannot be shown: {type(error).__name__}: {error}")
                 return
+            if not ended:
+                continue
             async with self.changed:
                 self.looks += 1
                 self.changed.notify_all()
             if not new:
                 await asyncio.sleep(POLL_S)
+
+    def _read(self) -> tuple[bool, bool]:
+        """Whether there was anything new, and whether all of it was read in a moment."""
+        began, new = time.monotonic(), False
+        while self.reader.update():
+            new = True
+            if time.monotonic() - began > PARTIAL_S:
+                return new, False
+        return new, True
 
     @property
     def live(self) -> bool:

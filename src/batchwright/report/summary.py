@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.errors import BadFile, BatchwrightError, MissingFile
+from batchwright.errors import BadFile, BatchwrightError, Mismatch, MissingFile
 from batchwright.events import Event, EventTail
-from batchwright.files import parse_json, parse_toml
+from batchwright.files import parse_json, parse_toml, read_regular, read_regular_text
 from batchwright.report.advice import advise
 from batchwright.report.columns import MOST, Columns, is_number, tame
 from batchwright.report.links import refusal
@@ -31,6 +31,9 @@ SCHEMA = 1
 FORMAT = 3
 """Of run folders, as `stamp.json` has it; others are shown as far as they can be read."""
 EVENTS = "events.jsonl"
+FINISHED = "finished.json"
+LEFT = (FINISHED, "model", "checkpoints")
+"""What a run that has recorded something leaves beside its log."""
 STEPS = ("step", "update", "round", "epoch", "episode")
 """Kinds of records that are one step of a trainer each, and the names of their numbers."""
 QUIET_S = 60.0
@@ -137,6 +140,8 @@ class RunReader:
         self._resumed = self._repeated = self._odd = 0
         self._failed_before = 0.0
         """Failed calls that do not stand: those of a process whose run was resumed since."""
+        self._unlogged = 0.0
+        """What the calls of a killed process cost that it had no time to log."""
         self._before = self._now = 0.0
         self._trackers = 0
         self._missing = False
@@ -152,10 +157,13 @@ class RunReader:
         except MissingFile:
             self._missing = True
             return new
-        except BatchwrightError:
+        except Mismatch:
             # Another run took the place of this one.
             self._start()
             return True
+        except BatchwrightError as error:
+            self._refused[EVENTS] = f"cannot be read: {error}"
+            return new
         self._missing = False
         for event in events:
             self._take(event)
@@ -171,34 +179,35 @@ class RunReader:
         return bool(why)
 
     def _take(self, event: Event) -> None:
-        fields = event.fields
-        if not -MOST < event.t < MOST:
+        t, kind, fields = event
+        if not -MOST < t < MOST:
             self._odd += 1
             return
-        if event.kind == "resume" or event.t < self._now - self._before - 1e-3:
+        if kind == "resume" or t < self._now - self._before - 1e-3:
             # The clock of a log starts anew with each process that writes to it.
             self._before = self._now
-        self._now = max(self._now, self._before + event.t)
-        if event.kind in STEPS:
-            self._step(event.kind, fields)
-        elif event.kind == "calls":
+        if (now := self._before + t) > self._now:
+            self._now = now
+        if kind in STEPS:
+            self._step(kind, fields)
+        elif kind == "calls":
             self._call(fields)
-        elif event.kind == "limit":
+        elif kind == "limit":
             self._reasons[str(tame(fields.get("why"), WORDS, 1))] += 1
             self._limits.append({"t": round(self._now, 3), **tame(fields, WORDS)})
-        elif event.kind == "eval":
+        elif kind == "eval":
             at = next((fields[unit] for unit in STEPS if unit in fields), self._steps.rows)
             self._evals.add({"at": at, "t": self._now, **fields})
-        elif event.kind in ("start", "resume"):
-            self._begin(event.kind, fields)
-        elif event.kind == "stop":
+        elif kind in ("start", "resume"):
+            self._begin(kind, fields)
+        elif kind == "stop":
             self._stop = tame(fields, WORDS)
-        elif event.kind == "window":
+        elif kind == "window":
             self._windows.append({"t": round(self._now, 3), **tame(fields, WORDS)})
-        elif event.kind == "tracker":
+        elif kind == "tracker":
             self._trackers += 1
         else:
-            self._unknown[event.kind] += 1
+            self._unknown[kind] += 1
 
     def _begin(self, kind: str, fields: Mapping[str, Any]) -> None:
         self._begun, self._stop = tame(fields, WORDS), None
@@ -209,24 +218,25 @@ class RunReader:
         if is_number(stand := fields.get("failed")):
             # Calls that failed are made again, but for so many.
             self._failed_before = max(0.0, self._calls.total("failed") - stand)
+        if is_number(spent := fields.get("spent")):
+            self._unlogged = max(0.0, spent - self._calls.total("spent"))
         at = fields.get(self._unit)
         if isinstance(at, int) and is_number(at) and self._steps.rows:
             kept = int((self._steps.column("at") <= at).sum())
             self._repeated += self._steps.rows - kept
             self._steps.cut(kept)
 
-    def _step(self, kind: str, fields: Mapping[str, Any]) -> None:
-        at = fields.get(kind, self._steps.rows + 1)
+    def _step(self, kind: str, row: dict[str, Any]) -> None:
+        at = row.pop(kind, self._steps.rows + 1)
         if not is_number(at):
             self._odd += 1
             return
         self._unit = kind
-        part = fields.get("part")
-        row = {"at": at, **fields, "t": self._now}
-        row.pop(kind, None)
+        # The record itself becomes the row: logs have millions of them.
+        row["at"], row["t"] = at, self._now
         row.pop("first", None)
         self._steps.add(row)
-        if isinstance(part, str):
+        if isinstance(part := row.get("part"), str):
             span = self._parts.setdefault(part, [at, at])
             span[1] = at
 
@@ -316,6 +326,16 @@ class RunReader:
         notes = [f"{name} {why}." for name, why in sorted(refused.items())]
         if self._missing:
             notes.append(f"{EVENTS} is missing: nothing was recorded, or it was removed.")
+        left = next((name for name in LEFT if (self.run / name).exists()), None)
+        if left and not tail.size and not self._missing:
+            notes.append(
+                f"{EVENTS} is empty, though the run has left {left}: its records are gone."
+            )
+        elif left == FINISHED and self._stop is None and self._state()["name"] == "crashed":
+            notes.append(
+                f"{EVENTS} has no record of how the run ended, though {FINISHED} says that it "
+                f"finished: its end was cut off, or the run was killed in its last moment."
+            )
         if tail.torn:
             notes.append(
                 f"{EVENTS} has a line cut off in the middle, as a killed process leaves it; "
@@ -352,6 +372,7 @@ class RunReader:
             notes.append(f"Damaged checkpoints were passed over: {', '.join(map(str, passed))}.")
         if self._stop is not None and (error := self._stop.get("error")):
             notes.append(f"The run stopped with an error: {error}")
+        notes += [f"{why}." for why in self._rollouts.damaged]
         if self._rollouts.bad:
             notes.append(f"{self._rollouts.bad:,} lines of rollouts cannot be read.")
         if self._trackers:
@@ -475,7 +496,7 @@ class RunReader:
             "reasons": dict(self._reasons.most_common()),
             "failed_by": failed_by,
             "errors": dict(self._errors.most_common(20)),
-            "cost": calls.total("spent") if "spent" in calls.names else None,
+            "cost": calls.total("spent") + self._unlogged if "spent" in calls.names else None,
         }
 
     def _plan_is_new(self) -> bool:
@@ -632,7 +653,9 @@ def _redacted(value: Any, name: str = "") -> Any:
 
 def _toml(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        text = path.read_text("utf-8")
+        text = read_regular_text(path)
+        if not text.strip():
+            return {}, f"{path.name} is empty: the settings of the run are not known."
         check_text(text, Path(path.name), "it is left out")
         return tame(_redacted(parse_toml(text)), WORDS), ""
     except BadFile as error:
@@ -645,7 +668,7 @@ def _toml(path: Path) -> tuple[dict[str, Any], str]:
 
 def _json(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        found = parse_json(path.read_bytes())
+        found = parse_json(read_regular(path))
         if isinstance(found, dict) and found.get("format") == FORMAT:
             found = read_sealed_json(path, "stamp of a run", "it is left out")
     except BadFile as error:

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from batchwright.cli.calls.batches import check_flags, check_no_batches, discounted, run_batches
 from batchwright.cli.calls.flags import EndpointFlag, KeyEnv, ModelFlag, endpoint_at
-from batchwright.cli.flags import at_least
+from batchwright.cli.flags import Address, On, at_least, joined
 from batchwright.cli.output import (
     Force,
     Format,
@@ -111,6 +111,8 @@ def run(
     dry_run: Annotated[
         bool, Parameter(negative="", help="Show what would be called and what it may cost.")
     ] = False,
+    on: On = "here",
+    address: Address = None,
     force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
@@ -133,6 +135,8 @@ def run(
     own = output.with_name(f".{output.name}.partial.db")
     if model_max_tokens is not None:
         at_least(1, model_max_tokens=model_max_tokens)
+    if on == "ray":
+        _check_ray({"--batch-api": batch_api, "--run-dir": run_dir, "--price-in": prices})
     if batch_api:
         unused = {"batch-size": batch_size != "auto", "rpm": rpm, "tpm": tpm}
         check_flags(endpoints, {flag: bool(given) for flag, given in unused.items()})
@@ -174,6 +178,7 @@ def run(
             spent.settle(_cached(own, endpoints), prompts)
         if max_cost is not None:
             left = _left(max_cost, spent, prompts)
+    cluster = joined(on, address)
     settings: dict[str, Any] = {"input": str(input), "output": str(output), "model": model}
     settings |= {"endpoint": [one.name for one in endpoints], "batch_size": batch_size}
     with (
@@ -185,6 +190,8 @@ def run(
             settings,
             prompts=len(prompts),
             failed=0 if retry_failed else sum("error" in row for _, row in known),
+            # A run that was killed had no time to log what its last calls cost.
+            spent=None if spent is None else spent.earlier,
         ) as events,
     ):
         pool = _open(
@@ -204,6 +211,7 @@ def run(
                 "budget": _budget(error_budget),
                 "events": events,
             },
+            cluster,
         )
         with Answers(output, prompts, retry_failed=retry_failed, force=force) as answers:
             try:
@@ -215,6 +223,9 @@ def run(
             except KeyboardInterrupt:
                 raise KeyboardInterrupt(_stopped(prompts, answers, spent, cache or own)) from None
     whole = answers.written == len(prompts)
+    if cluster and cache is None:
+        # It serves this output alone, and has its cache open.
+        pool.shutdown()  # type: ignore[attr-defined]
     if whole and cache is None:
         for suffix in ("", "-wal", "-shm"):
             Path(f"{own}{suffix}").unlink(missing_ok=True)
@@ -280,15 +291,31 @@ def _known(output: Path, prompts: "list[Prompt]", force: bool) -> "list[Line]":
         return []
 
 
-def _open(endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any]) -> "Pool":
+def _open(
+    endpoints: "list[Endpoint]", batch_size: str, settings: dict[str, Any], cluster: bool
+) -> "Pool":
     from batchwright.calls import Pool
 
-    if batch_size == "auto":
-        return Pool(*endpoints, limit="auto", **settings)
-    if not batch_size.isdecimal():
-        raise ConfigError(f"--batch-size must be a number or auto, got {batch_size}")
-    at_least(1, batch_size=int(batch_size))
-    return Pool(*endpoints, limit=int(batch_size), **settings)
+    limit: Any = batch_size
+    if batch_size != "auto":
+        if not batch_size.isdecimal():
+            raise ConfigError(f"--batch-size must be a number or auto, got {batch_size}")
+        at_least(1, batch_size=int(batch_size))
+        limit = int(batch_size)
+    if not cluster:
+        return Pool(*endpoints, limit=limit, **settings)
+    from batchwright.integrations.ray import RayPool
+
+    for name in ("ledger", "events"):
+        settings.pop(name)
+    return RayPool(*endpoints, limit=limit, **settings)
+
+
+def _check_ray(given: dict[str, Any]) -> None:
+    """Refuse what a pool in another process cannot write down before each call is sent."""
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(f"{flag} does not go with --on ray; leave out one of them")
 
 
 def _budget(share: float | None) -> Any:
@@ -361,12 +388,16 @@ def _facts(
     pool: "Pool", prompts: "list[Prompt]", answers: "Answers", spent: "Spent | None"
 ) -> dict[str, Any]:
     stats = pool.stats()
-    stopped = stats.pop("failed_by_kind").pop("cancelled", 0)
+    kinds = stats.pop("failed_by_kind")
+    if "caller" in stats:
+        # The pool of a cluster counts the calls of others too.
+        kinds = stats["caller"]["failed_by_kind"]
+    stopped = kinds.pop("cancelled", 0)
     return {
         "prompts": len(prompts),
         "written": answers.written,
         "earlier": answers.known,
-        "failed": stats["failed"] - stopped,
+        "failed": sum(kinds.values()),
         "stopped": f"{stopped:,} calls were stopped" if stopped else None,
         "cost": None if spent is None else spent.total,
         "cost_earlier": None if spent is None else spent.earlier,

@@ -6,7 +6,7 @@ from cyclopts import App, Parameter
 
 from batchwright.cli.data.lengths import Dataset, IdsFlag, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import OutFolder, PlanPath
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show
 
 __all__ = ["batch"]
 
@@ -66,7 +66,8 @@ def generate(
         "padded_tokens": tokens,
         "output": str(output),
     }
-    text = f"{count:,} batches of {opened.num_epochs} epochs, {tokens:,} padded tokens"
+    text = f"{count_of(count, 'batch', 'batches')} of {count_of(opened.num_epochs, 'epoch')}"
+    text += f", {tokens:,} padded tokens"
     if dry_run:
         # Four int32 matrices a batch; the rest is small.
         show(result, f"{text}, about {bytes_(tokens * 16)}\nnothing written (--dry-run)", format)

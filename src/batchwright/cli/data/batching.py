@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import CachePath, at_least, edges_of, hint, load_lengths
-from batchwright.cli.output import Force, Format, check_picture, show
+from batchwright.cli.output import Force, Format, check_picture, count_of, show
 
 __all__ = ["batching"]
 
@@ -42,7 +42,7 @@ def histogram(
     lines = [
         pictures.histogram([b.count for b in found.bins], labels, width),
         "",
-        f"{found.total_samples:,} samples, {found.total_tokens:,} tokens, "
+        f"{count_of(found.total_samples, 'sample')}, {count_of(found.total_tokens, 'token')}, "
         f"mean {found.mean_length:,.1f}, median {found.median_length:,.0f}, "
         f"p90 {found.p90:,.0f}, p99 {found.p99:,.0f}, longest {found.max_length:,}",
     ]
@@ -125,7 +125,7 @@ def suggest(
     lines = [table(["bucket", "samples"], rows), ""]
     lines.append(f"useful {percent(found.efficiency)}, goal {found.goal}")
     if found.over_long:
-        lines.append(f"left out: {found.over_long:,} samples longer than {max_length:,}")
+        lines.append(f"left out: {count_of(found.over_long, 'sample')} longer than {max_length:,}")
     if found.regret is not None:
         given = edges_of(current) if current else ()
         added = f" and a last bucket up to {found.edges[-1]:,}" * (given[-1] < found.edges[-1])

@@ -18,7 +18,7 @@ from batchwright.cli.flags import (
     load_sources,
     sharded,
 )
-from batchwright.cli.output import Force, Format, check_picture, say, show
+from batchwright.cli.output import Force, Format, check_picture, count_of, say, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -438,7 +438,8 @@ def export(
 
     opened = BatchPlan.load(plan, check=True)
     count = sum(opened.num_microbatches(epoch) for epoch in range(opened.num_epochs))
-    text = f"{count:,} microbatches of {opened.num_epochs} epochs"
+    text = count_of(count, "microbatch", "microbatches")
+    text += f" of {count_of(opened.num_epochs, 'epoch')}"
     if not dry_run:
         opened.export(output)
     text += "\nnothing written (--dry-run)" if dry_run else f" -> {output}"
@@ -534,20 +535,23 @@ def _counted(plan: "BatchPlan") -> list[str]:
     counts = plan.counts
     lines = []
     if counts.skipped_long:
-        lines.append(f"skipped {counts.skipped_long:,} samples over {plan.config.limit:,} tokens")
+        long = count_of(counts.skipped_long, "sample")
+        lines.append(f"skipped {long} over {plan.config.limit:,} tokens")
     if counts.skipped_short:
-        lines.append(
-            f"skipped {counts.skipped_short:,} samples under {plan.config.min_length:,} tokens"
-        )
+        short = count_of(counts.skipped_short, "sample")
+        lines.append(f"skipped {short} under {plan.config.min_length:,} tokens")
     if counts.skipped_no_loss:
-        what = "pieces" if counts.split else "samples"
-        lines.append(f"skipped {counts.skipped_no_loss:,} {what} without a token that carries loss")
+        skipped = count_of(counts.skipped_no_loss, "piece" if counts.split else "sample")
+        lines.append(f"skipped {skipped} without a token that carries loss")
     if counts.skipped_group:
-        lines.append(f"skipped {counts.skipped_group:,} more samples so that groups stay whole")
+        more = count_of(counts.skipped_group, "more sample")
+        lines.append(f"skipped {more} so that groups stay whole")
     if counts.truncated:
-        lines.append(f"truncated {counts.truncated:,} samples to {plan.config.limit:,} tokens")
+        truncated = count_of(counts.truncated, "sample")
+        lines.append(f"truncated {truncated} to {plan.config.limit:,} tokens")
     if counts.split:
-        lines.append(f"split {counts.split:,} samples into pieces of {plan.config.limit:,} tokens")
+        split = count_of(counts.split, "sample")
+        lines.append(f"split {split} into pieces of {plan.config.limit:,} tokens")
     if counts.tokens_left_out:
         lines.append(f"left out {counts.tokens_left_out:,} of {counts.tokens:,} tokens")
     if plan.note:
@@ -575,11 +579,9 @@ def _dropped_line(plan: "BatchPlan") -> list[str]:
     dropped = _dropped(plan)
     if dropped is None:
         return ["--drop-last leaves out partial batches; not counted apart from the weights"]
-    what = "pieces" if plan.counts.split else "samples"
-    return [
-        f"--drop-last leaves out {dropped['pieces']:,} {what} with {dropped['tokens']:,} tokens "
-        f"of epoch 0"
-    ]
+    out = count_of(dropped["pieces"], "piece" if plan.counts.split else "sample")
+    tokens = count_of(dropped["tokens"], "token")
+    return [f"--drop-last leaves out {out} with {tokens} of epoch 0"]
 
 
 def _facts(plan: "BatchPlan") -> dict[str, Any]:

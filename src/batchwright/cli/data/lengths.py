@@ -1,12 +1,16 @@
 """`batchwright data lengths`: measure the length of every sample once."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from batchwright.cli.flags import CachePath, hint, load_lengths
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.flags import Address, CachePath, On, hint, joined, load_lengths
+from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show
+from batchwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from batchwright.data.build.workers import Workers
 
 __all__ = ["lengths"]
 
@@ -82,6 +86,8 @@ def build(
     workers: Annotated[
         int | None, Parameter(help="Worker processes; default: all cores where it is worth it.")
     ] = None,
+    on: On = "here",
+    address: Address = None,
     dry_run: Annotated[
         bool, Parameter(negative="", help="Check data and tokenizer, measure and write nothing.")
     ] = False,
@@ -99,15 +105,22 @@ def build(
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if dry_run:
         result = {"rows": len(source), "tokenizer": loaded.name, "output": str(output)}
-        text = f"{len(source):,} rows would be measured with {loaded.name} into {output}"
+        text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into {output}"
         show(result, f"{text}\nnothing written (--dry-run)", format)
         return
+    using: int | Workers | None = workers
+    if on == "ray" and workers is not None:
+        raise ConfigError("--workers does not go with --on ray, which uses all its cores")
+    if joined(on, address):
+        from batchwright.integrations.ray import RayWorkers
+
+        using = RayWorkers()
     with progress_bar("measuring", quiet) as progress:
         report = build_lengths(
             source,
             loaded,
             output,
-            workers=workers,
+            workers=using,
             on_bad_row=on_bad_row,
             repeated_ids=repeated_ids,
             progress=progress,
@@ -131,13 +144,21 @@ def build(
         "dataset_hash": report.cache.lengths.dataset_hash,
     }
     lines = [
-        f"{report.entries:,} samples, {report.tokens:,} tokens -> {output}",
+        f"{count_of(report.entries, 'sample')}, {count_of(report.tokens, 'token')} -> {output}",
         f"measured {report.measured:,}, reused {report.reused:,}, "
         f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
         *(f"  skipped {reason}" for reason in report.skipped.reasons),
-        *([f"left out {report.repeated.count:,} repeated ids"] if report.repeated.count else []),
+        *(
+            [f"left out {count_of(again, 'repeated id')}"]
+            if (again := report.repeated.count)
+            else []
+        ),
         *(f"  left out {reason}" for reason in report.repeated.reasons),
-        *([f"{without_loss:,} samples have no token with loss"] if without_loss else []),
+        *(
+            [f"{count_of(without_loss, 'sample')} without a token with loss"]
+            if without_loss
+            else []
+        ),
         hint("data", "batching", "suggest", "-c", output),
     ]
     show(result, "\n".join(lines), format)

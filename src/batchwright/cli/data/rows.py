@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 
 from batchwright.cli.data.lengths import IdsFlag, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import at_least
-from batchwright.cli.output import Format
+from batchwright.cli.output import Format, count_of
 from batchwright.cli.output import show as print_result
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 def show(
     dataset: Annotated[str, Parameter(help="Data as for `data lengths build`.")],
     *,
-    tokenizer: TokenizerName,
+    tokenizer: TokenizerName = "bytes",
     rows: Annotated[int, Parameter(name=["--rows", "-n"], help="Number of rows.")] = 3,
     first: Annotated[int, Parameter(help="Number of the first row, counted from 1.")] = 1,
     loss_on: LossOnFlag = "all-turns",
@@ -35,7 +35,10 @@ def show(
     ids: IdsFlag = "auto",
     format: Format = "text",
 ) -> None:
-    """Show rows as they will be trained: which columns are used, what is read, what is learned."""
+    """Show rows as they will be trained: columns used, template, what is read, what is learned.
+
+    Give the tokenizer of the model with --tokenizer: it decides the tokens and the chat template.
+    """
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -46,9 +49,10 @@ def show(
     numbers = range(first - 1, min(first - 1 + rows, len(source)))
     shown = [_described(source, number, loaded) for number in numbers]
     left = f"rows {first:,} to {numbers.stop:,} of {len(source):,}" if numbers else "no such rows"
+    how = f"tokenizer {loaded.name}, loss on {loss_on}"
     print_result(
         {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown},
-        "\n\n".join([*map(_text, shown), f"{left}; tokenizer {loaded.name}, loss on {loss_on}"]),
+        "\n\n".join([*map(_text, shown), f"{left}; {how}"]),
         format,
     )
 
@@ -56,16 +60,22 @@ def show(
 def _described(source: "Source", number: int, tokenizer: "Tokenizer") -> dict[str, Any]:
     """One row: its columns and its tokens, or why it cannot be trained."""
     from batchwright.data.rows.sample import encode_row
-    from batchwright.data.rows.shapes import read_shape
+    from batchwright.data.rows.shapes import Chat, Pair, read_shape
+    from batchwright.data.rows.source import ID_COLUMNS
     from batchwright.errors import BadRow
 
     where: dict[str, Any] = {"row": source.where(number)}
     try:
         row: Row = source[number]
-        used = list(dict.fromkeys(read_shape(row, tokenizer)[1]))
+        shape, read = read_shape(row, tokenizer)
+        used = list(dict.fromkeys(read))
         sample = encode_row(row, tokenizer, str(number))
     except BadRow as error:
         return where | {"error": str(error).removeprefix(f"{where['row']}: ")}
+    ids = [name for name in ID_COLUMNS if str(row.get(name)) == sample.sample_id]
+    template = "chat" if isinstance(shape, Chat) else None
+    if isinstance(shape, Pair) and "instruction" in used:
+        template = "Alpaca"
     pieces = []
     for learned, run in groupby(range(len(sample)), key=lambda at: bool(sample.loss_mask[at])):
         text = tokenizer.decode(sample.input_ids[list(run)].tolist(), special=True)
@@ -73,7 +83,8 @@ def _described(source: "Source", number: int, tokenizer: "Tokenizer") -> dict[st
     return where | {
         "id": sample.sample_id,
         "columns": used,
-        "not_used": [name for name in row if name not in used],
+        "not_used": [name for name in row if name not in (*used, *ids)],
+        "template": template,
         "tokens": len(sample),
         "loss_tokens": int(sample.loss_mask.sum()),
         "pieces": pieces,
@@ -84,9 +95,10 @@ def _text(shown: dict[str, Any]) -> str:
     if "error" in shown:
         return f"{shown['row']}: cannot be trained: {shown['error']}"
     other = f"; not used: {', '.join(shown['not_used'])}" if shown["not_used"] else ""
+    template = f" in the {shown['template']} template" if shown["template"] else ""
     lines = [
-        f"{shown['row']}: {' + '.join(shown['columns'])}, {shown['tokens']:,} tokens, "
-        f"{shown['loss_tokens']:,} with loss{other}"
+        f"{shown['row']}: {' + '.join(shown['columns'])}{template}, "
+        f"{count_of(shown['tokens'], 'token')}, {shown['loss_tokens']:,} with loss{other}"
     ]
     colour = sys.stdout.isatty()
     for piece in shown["pieces"]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import DryRun, amount
-from batchwright.cli.output import Format, show
+from batchwright.cli.output import Format, count_of, show
 
 __all__ = ["tokens"]
 
@@ -36,7 +36,7 @@ def ls(*, format: Format = "text") -> None:
     ]
     headers = ["key", "data", "tokenizer", "samples", "tokens", "size", "used (UTC)", "state"]
     total = sum(store.size_bytes for store in stores)
-    text = f"{len(stores):,} token stores, {bytes_(total)}, in {stores_folder()}"
+    text = f"{count_of(len(stores), 'token store')}, {bytes_(total)}, in {stores_folder()}"
     if stores:
         text = table(headers, rows) + "\n" + text
     data = {
@@ -79,7 +79,8 @@ def prune(
     )
     freed = sum(store.freed_bytes for store in removed)
     shared = sum(store.size_bytes for store in removed) - freed
-    text = f"removed {len(removed):,} token stores, freed {bytes_(freed)}"
+    done = ("would remove", "free") if dry_run else ("removed", "freed")
+    text = f"{done[0]} {count_of(len(removed), 'token store')}, {done[1]} {bytes_(freed)}"
     if shared:
         text += f"; {bytes_(shared)} stay with the runs that share them"
     text += "\nnothing removed (--dry-run)" if dry_run else ""

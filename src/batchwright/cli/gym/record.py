@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchwright.files import write_atomic
+from batchwright.lines import checked_lines
 
 if TYPE_CHECKING:
     from batchwright.data.tokenizers import Tokenizer
@@ -55,8 +56,8 @@ class EpisodeRecord:
             for sample in episode
         ]
         self._files += 1
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_atomic(self._folder / f"{self._files:06d}.jsonl", text.encode("utf-8", "replace"))
+        lines = (json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") for row in rows)
+        write_atomic(self._folder / f"{self._files:06d}.jsonl", checked_lines(lines))
         samples = [sample for episode in self._ended for sample in episode]
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         self._log.write(

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from batchwright.cli.flags import at_least
 from batchwright.cli.gym.record import EpisodeRecord
-from batchwright.cli.output import Format, Quiet, progress_bar, say, show
+from batchwright.cli.output import Format, Quiet, count_of, progress_bar, say, show
 from batchwright.cli.rundir import RunDir, recorded
 from batchwright.errors import BatchwrightError, CannotWrite, ConfigError
 
@@ -362,9 +362,11 @@ def _save(
     }
     reward = "-" if metrics.mean_reward is None else f"{metrics.mean_reward:.3f}"
     lines = [
-        f"{counts['episodes']:,} episodes: {counts['success']:,} solved, {counts['failure']:,} "
-        f"failed, {counts['timeout']:,} timed out, {counts['error']:,} errors",
-        f"{metrics.samples_produced:,} samples, {metrics.total_tokens:,} tokens "
+        f"{count_of(counts['episodes'], 'episode')}: {counts['success']:,} solved, "
+        f"{counts['failure']:,} failed, {counts['timeout']:,} timed out, "
+        f"{count_of(counts['error'], 'error')}",
+        f"{count_of(metrics.samples_produced, 'sample')}, "
+        f"{count_of(metrics.total_tokens, 'token')} "
         f"({metrics.loss_tokens:,} with loss), mean reward {reward}",
     ]
     if data["unscored"]:
@@ -382,5 +384,6 @@ def _save(
         ]
         lines.append(table(["difficulty", "episodes", "solved"], rows))
     where = "not saved (no --output)" if output is None else f"saved to {output}"
-    lines.append(f"buffer: {len(buffer):,} samples, {buffer.total_evicted:,} evicted, {where}")
+    held = count_of(len(buffer), "sample")
+    lines.append(f"buffer: {held}, {buffer.total_evicted:,} evicted, {where}")
     show(data, "\n".join(lines), format)

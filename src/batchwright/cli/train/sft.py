@@ -41,6 +41,11 @@ def sft(
         config.refuse_ignored(vars(given))
     if vars(given).get("pack") is False and config.layout == "packed":
         raise ConfigError("--no-pack contradicts --layout packed; give one of them")
+    from batchwright.train.sft.prepare import refuse_early
+    from batchwright.world import World
+
+    # Before torch is imported, which takes seconds.
+    refuse_early(config, World.detect(), resume is not None)
     if dry_run:
         _predict(config, format)
         return
@@ -55,8 +60,6 @@ def sft(
             progress=progress,
             preparing=preparing,
         )
-    from batchwright.world import World
-
     if World.detect().rank == 0:
         show(_facts(result), _table(result), format)
     leave(result.stopped_by)
