@@ -74,7 +74,8 @@ PROCESSES = {"run", "workshop", "copy", "server", "shell"}
 """Fixtures that start the command or a server; `make quick` leaves out the tests that use them."""
 
 LONG = """
-test_accept test_attention test_call_cache test_checkpoint test_cli test_cli_bad_input
+test_accept test_ahead test_attention test_benchmarks test_call_cache test_checkpoint test_cli
+test_cli_bad_input
 test_cli_calls test_cli_gym test_cli_overwrite test_cli_query_mutator test_gae test_ground test_gym
 test_lengths test_limit test_local_models test_mine test_models test_optimal test_planfiles
 test_pool test_pool_faults test_ppo test_prover_env test_public_surface test_query_mutation
@@ -93,6 +94,9 @@ test_train_models test_train_prover test_wn18rr_pipeline
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 
+MACHINES = "test_ray test_remote"
+"""Modules that start Ray clusters or an S3 server: `make machines`, which installs both."""
+
 GUIDES = ("test_docs", "test_install")
 """Modules that `make guides` names."""
 
@@ -106,6 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     # Not only deselected: importing torch, transformers and TRL takes longer than many tests.
     left_out = TRAINING.split() if "not training" in config.getoption("markexpr") else []
+    left_out += MACHINES.split() if "not machines" in config.getoption("markexpr") else []
     left_out += LONG.split() if config.getoption("--quick") else []
     return True if collection_path.stem in left_out else None
 
@@ -114,6 +119,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.stem in TRAINING.split():
             item.add_marker(pytest.mark.training)
+        if item.path.stem in MACHINES.split():
+            item.add_marker(pytest.mark.machines)
         if item.get_closest_marker("guides") and item.path.stem not in GUIDES:
             raise pytest.UsageError(f"`make guides` does not run {item.nodeid}; name its module")
     if config.getoption("--quick"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from batchwright.events import EventLog
 from batchwright.sealed import write_sealed_json
 
 HOSTILE = "<img src=x onerror=alert(1)><script>document.title='owned'</script>\u2028'\"&amp;"
+if "BATCHWRIGHT_SCREENSHOTS" in os.environ:
+    HOSTILE = "please try again"  # Pictures of the documentation show ordinary words.
 
 
 def stored_run(folder: Path, *, steps: int = 40, ranks: int = 4, layout: Any = "packed") -> Path:

@@ -195,6 +195,24 @@ def test_a_spending_cap_holds_over_all_runs_of_one_output(call, tmp_path):
     assert 0 < paid[0] == paid[1] < paid[2] < paid[3]
 
 
+def test_a_report_has_the_cost_that_a_killed_run_did_not_log(call, tmp_path):
+    write_prompts(tmp_path, 9)
+    said = "--price-in 1 --price-out 2 --max-tokens 3 --run-dir run"
+    with RawServer(slower) as server:
+        assert call(line(server.url, said), tmp_path).code == 0
+        # Killed after its last answer: what the log says of the calls has not been written.
+        log = tmp_path / "run" / "events.jsonl"
+        kept = [row for row in log.read_text().splitlines(True) if '"kind":"start"' in row]
+        log.write_text("".join(kept))
+        write_prompts(tmp_path, 14)
+        again = call(line(server.url, f"{said} --format json"), tmp_path).data
+        assert len(server.seen) == 14
+
+    assert again["cost"] > again["cost_earlier"] > 0
+    shown = call("report run --format json", tmp_path).data
+    assert shown["calls"]["cost"] == pytest.approx(again["cost"])
+
+
 def test_a_spending_cap_holds_over_kills(tmp_path):
     """What the server bills stays below the cap, whenever and however a run is stopped."""
     write_prompts(tmp_path, 120)

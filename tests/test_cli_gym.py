@@ -236,7 +236,8 @@ def test_ctrl_c_saves_what_was_earned(
     code, out, err = asyncio.run(interrupted(server, tmp_path, words, *numbers))
 
     assert code == ended, err
-    assert err.strip() == "stopped"
+    # On a slow machine how far it has come is said first.
+    assert err.strip().splitlines()[-1] == "stopped"
     buffer = ReplayBuffer.load(tmp_path / "buffer.safetensors")
     assert len(buffer) == json.loads(out)["buffer"]["size"] > 0
     assert {sample.episode_status for sample in buffer} == {EpisodeStatus.SUCCESS}

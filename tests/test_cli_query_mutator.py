@@ -1,10 +1,14 @@
 """`train query-mutator` and `evaluate query-mutator` through the installed command."""
 
+import http.server
 import json
+import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -54,14 +58,27 @@ def turns(run: Path) -> list[Any]:
 
 
 DOCUMENT = [
+    "",
+    "--num-processes 16",
     "--num-processes 16 --use-batching",
     "--num-processes 16 --no-batching",
     "--num-processes 16 --num-steps 32 --ppo-epoch 4 --num-mini-batch 4 --use-batching",
+    "--num-processes 16 --num-env-steps 1000 --no-batching",
+    "--num-processes 16 --num-env-steps 1000 --use-batching",
     "--batch-size 16",
+    "--batch-size 4",
+    "--batch-size 2",
     "--num-processes 16 --batch-size 8 --num-env-steps 10000 --use-batching",
+    "--num-processes 8 --batch-size 4",
+    "--num-processes 16 --batch-size 8",
+    "--num-processes 32 --batch-size 16",
+    "--no-batching",
     "--num-processes 8 --batch-size 4 --num-env-steps 500",
+    "--num-processes 8 --batch-size 8 --num-env-steps 500",
+    "--num-processes 8 --batch-size 16 --num-env-steps 500",
     "--mutator-model qwen2.5:3b",
 ]
+"""What the documents write after `python train_query_mutator.py`, in their order."""
 
 
 @pytest.mark.parametrize("line", DOCUMENT)
@@ -181,6 +198,47 @@ def test_a_run_killed_anywhere_resumes_to_the_same_numbers(
 
 
 @pytest.mark.training
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_heard_between_the_steps_of_a_rollout_and_costs_no_number(
+    which: signal.Signals, overlap: bool, tmp_path: Path, trained: Path
+) -> None:
+    from batchwright.train.query_mutator.config import QueryMutatorConfig
+    from batchwright.train.query_mutator.loop import train_query_mutator
+
+    config = QueryMutatorConfig(
+        target_model="sim",
+        num_processes=8,
+        num_steps=4,
+        num_env_steps=96,
+        overlap=overlap,
+        save_dir=tmp_path / "run",
+    )
+    steps: list[int] = []
+
+    def at(step: int) -> Callable[[int, int, str], None]:
+        def progress(done: int, total: int, text: str) -> None:
+            steps.append(done)
+            if done == step:
+                os.kill(os.getpid(), which)
+
+        return progress
+
+    # In the first rollout of the run, in a later one, and in the first one of a resumed run.
+    for n, (step, updates) in enumerate([(9, 0), (41, 1), (70, 2)]):
+        result = train_query_mutator(config, resume=n > 0, progress=at(step))
+        name = "Ctrl-C" if which == signal.SIGINT else which.name
+        assert (result.updates, result.finished, result.stopped_by) == (updates, False, name)
+        assert max(steps) < 32 * (updates + 1), "the rollout was not waited for"
+    result = train_query_mutator(config, resume=True)
+    assert result.finished
+    last = {row["update"]: row for row in numbers(tmp_path / "run")}
+    assert [last[n] for n in sorted(last)] == numbers(trained)
+    assert turns(tmp_path / "run") == turns(trained)
+    assert result.invalid_steps == sum(t["gain"] is None for t in turns(trained))
+
+
+@pytest.mark.training
 def test_waiting_for_the_slowest_environment_changes_no_number(
     tmp_path: Path, call: Callable[..., Any], trained: Path
 ) -> None:
@@ -262,6 +320,30 @@ def test_a_name_of_ollama_means_the_server_of_ollama(
     assert gone.err.count("\n") == 1
     assert "cannot connect to ollama://" in gone.err
     assert "ollama serve starts it, and OLLAMA_HOST holds another address" in gone.err
+
+
+def test_a_server_that_is_no_ollama_is_told_apart_before_a_step_is_made(
+    tmp_path: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OLLAMA_HOST", f"127.0.0.1:{other.server_port}")
+        outcome = call("train query-mutator --mutator-model qwen2.5:3b --quiet", tmp_path)
+        other.shutdown()
+    assert outcome.code == 1
+    assert outcome.err.count("\n") == 1
+    assert "is no Ollama: it has no /api/tags" in outcome.err
+    assert "http://HOST:PORT/v1" in outcome.err
+    assert not list(tmp_path.glob("runs/*/config.toml")), "it has not begun"
 
 
 def test_an_error_about_a_model_name_lists_the_models_there_are(

@@ -43,7 +43,7 @@ PAGES = [
 ]
 NEEDS_MORE_THAN_A_FOLDER = (
     *("hf:", "--install-completion", "calls simulate", "serve", "--gym-port", "reasoning-gym"),
-    "batchwright view",
+    *("batchwright view", "--on ray", "s3://"),
 )
 # test_cli.py runs the whole demo; the guides need only the lengths it leaves, see `workshop`.
 TESTED_ELSEWHERE = ("batchwright demo",)

@@ -172,6 +172,13 @@ def test_rules_read_hostile_responses_in_linear_time():
             tagged_list(text, "m")
 
 
+@pytest.mark.parametrize("word", ["$", "$1$ ", r"\(1\) ", r"\[1\],", "$x$", "$$1$$ and "])
+def test_a_megabyte_of_formulas_is_read_in_linear_time(word):
+    with processor_seconds(30):
+        part = Numeric().part_of(Response(word * (2**20 // len(word)), "1"), ())
+    assert part.value == 0.0 or not part.valid
+
+
 def test_a_formula_that_is_never_closed_does_not_hide_the_next():
     part = Numeric().part_of(Response(r"We try \[ x + 1, no: \[ 12 \] is it.", "12"), ())
     assert part.value == 1.0

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, MissingFile, NoServer
 from batchwright.events import EventLog, EventTail, read_events
-from batchwright.lines import check_of, checked_line, without_check
+from batchwright.lines import checked_line, checked_lines
 from batchwright.report import advice
 from batchwright.report.advice import advise
 from batchwright.report.columns import Columns
@@ -189,6 +189,10 @@ LINES = st.one_of(
 )
 
 
+def check_in(line: bytes) -> int:
+    return int(line[-11:-3], 16)
+
+
 @settings(max_examples=200, deadline=None)
 @given(lines=st.lists(LINES, max_size=8))
 def test_lines_parsed_together_are_the_records_that_each_line_is(
@@ -198,9 +202,9 @@ def test_lines_parsed_together_are_the_records_that_each_line_is(
     raw, check, expected = b"", 0, []
     for line in lines:
         checked = checked_line(line.encode(), check)
-        raw, check = raw + checked, check_of(checked)
+        raw, check = raw + checked, check_in(checked)
         try:
-            record = json.loads(without_check(checked))
+            record = json.loads(line[:-1] + "}")
             expected.append((float(record.pop("t")), record.pop("kind"), record))
         except (ValueError, KeyError, TypeError, AttributeError):
             continue
@@ -372,7 +376,7 @@ def test_an_odd_record_is_counted_and_the_rest_is_shown(together: bool, tmp_path
         with (run / "events.jsonl").open("wb") as file:
             for line in lines:
                 file.write(checked := checked_line(line.encode(), check))
-                check = check_of(checked)
+                check = check_in(checked)
         (run / "config.toml").write_text("when = 2020-01-01\nrate = inf\n")
         found = summarise(run)
 
@@ -672,6 +676,51 @@ def test_report_writes_text_json_html_and_pictures(
     refused = call(f"report {run_dir} --html {own}", tmp_path)
     assert refused.code == 1
     assert own.read_text() == "mine"
+
+
+def test_records_and_settings_that_are_gone_are_said(tmp_path: Path) -> None:
+    """An end cut off between two lines can be known by what a finished run leaves."""
+    run = tmp_path / "run"
+    with EventLog(run / "events.jsonl") as log:
+        log.write("start", step=0, steps=2)
+        log.write("step", step=1, loss=1.0)
+        log.write("stop", step=2, why="done")
+    (run / "config.toml").write_text("lr = 0.1\n")
+    (run / "checkpoints").mkdir()
+    write_sealed_json(run / "finished.json", {"step": 2})
+    (run / ".lock").touch()
+    before = (run / "events.jsonl").read_bytes()
+
+    def notes() -> str:
+        return " ".join(summarise(run)["notes"])
+
+    assert "events.jsonl" not in notes()
+    (run / "config.toml").write_text("")
+    assert "config.toml is empty" in notes()
+    (run / "events.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:-1]))
+    assert "events.jsonl has no record of how the run ended, though finished.json" in notes()
+    (run / "events.jsonl").write_bytes(b"")
+    assert "events.jsonl is empty, though the run has left finished.json" in notes()
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").mkdir()
+    (run / "stamp.json").write_text("{}")
+    assert "events.jsonl cannot be read" in notes()
+
+
+def test_a_changed_transcript_is_named_and_not_read_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    EventLog(run / "events.jsonl").close()
+    (run / "rollouts").mkdir()
+    rows = [{"env": n, "episode": 0, "step": 1, "reward": 1.0} for n in range(5)]
+    whole = checked_lines(json.dumps(row).encode() for row in rows)
+    file = run / "rollouts" / "000001.jsonl"
+    file.write_bytes(whole)
+    assert summarise(run)["rollouts"]["mean_reward"] == 1.0
+    at = whole.index(b"1.0", whole.index(b'"env": 3'))
+    file.write_bytes(whole[:at] + b"9" + whole[at + 1 :])
+    found = summarise(run)
+    assert found["rollouts"]["turns"] == 3
+    assert "000001.jsonl, line 4: this line of the transcript is not as" in " ".join(found["notes"])
 
 
 def test_every_error_of_reading_a_run_is_ours(tmp_path: Path) -> None:

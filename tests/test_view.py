@@ -166,14 +166,15 @@ def test_every_panel_shows_the_numbers_of_the_files(browser: Any, runs: Path, ur
     assert f"{whole(column(calls, 'failed'))} failed" in texts["calls"]
     assert "12 episodes, 24 turns, 4 of them invalid (timeout 4)" in texts["rollouts"]
     assert "16.7% of the turns are invalid" in texts["advice"]
+    photographed(page, "view")
     # The table of a chart has every point of it.
     page.locator("#steps details summary").first.click()
     cells = page.locator("#steps details").first.locator("tbody tr")
+    cells.nth(39).wait_for(state="attached")
     assert cells.count() == 40
     assert float(cells.nth(4).locator("td").nth(1).inner_text()) == pytest.approx(
         steps[4]["loss"], rel=1e-3
     )
-    photographed(page, "view")
     assert seen.errors == []
     assert all(request.startswith(url) for request in seen.requests)
     page.context.close()

@@ -14,6 +14,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from batchwright.calls.simulator import Simulator
 from batchwright.checkpoint import latest
 from batchwright.events import read_events
 from raw_server import RawServer, Seen
 
 HERE = Path(__file__).parent
+NOBODY = 65534
 BASE = "data batchplan build -l lengths.jsonl -b 512 --layout packed --pack-max-len 256"
 
 
@@ -138,14 +141,17 @@ TRAINING = {
     "train prover": Case(
         "train prover --data graph --mine --n-envs 8 --clone-updates 2 --ppo-steps 0 --passes 1 "
         "--eval-triples 4 --save-every 1 --quiet --run-dir run",
+        # A checkpoint inside, so that what is unfinished is there too.
         "run/model",
+        whole=False,
         volatile=LOGGED,
         resume="train prover --resume run --quiet",
     ),
     "train query-mutator": Case(
-        "train query-mutator --target-model sim --num-processes 4 --num-steps 2 "
+        "train query-mutator --target-model URL#sim --num-processes 4 --num-steps 2 "
         "--num-env-steps 24 --save-interval 1 --quiet --save-dir run",
-        "run/model",
+        "run/checkpoints",
+        whole=False,
         volatile=LOGGED,
         resume="train query-mutator --resume run --quiet",
     ),
@@ -213,6 +219,8 @@ class Killed:
     start: Path
     folder: Path
     names: list[str]
+    seconds: float
+    """That it takes when nobody kills it."""
     end: dict[str, bytes | None]
 
     @classmethod
@@ -227,7 +235,7 @@ class Killed:
         assert found["code"] == 0, zygote.said
         end = listing(whole, case.volatile)
         # All in one place: some files name the folder they are in.
-        return cls(zygote, case, start, folder / "here", found["names"], end)
+        return cls(zygote, case, start, folder / "here", found["names"], found["seconds"], end)
 
     def check(self, **moment: Any) -> bool:
         """Kill it at one moment, look at what is there, and have it resumed."""
@@ -271,26 +279,38 @@ def test_a_command_killed_at_any_step_is_resumed(
     assert all(killed.check(kill_at=number) for number in chosen)
 
 
+def campaign(killed: Killed, steps: int, times: int) -> None:
+    """Kill a case at so many of its steps and at so many random moments of its time."""
+    draw = random.Random(killed.case.line)
+    points: list[dict[str, Any]] = [{"kill_at": n} for n in moments(killed.names, steps)]
+    points += [{"kill_after": draw.uniform(0.0, killed.seconds)} for _ in range(times)]
+
+    hit = sum(killed.check(**point) for point in points)
+
+    said = killed.case.line.partition(" -")[0]
+    print(f"{said}: {len(points)} moments, {hit} kills, {len(killed.names)} steps on the disk")
+    assert hit >= len(points) - times
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_command_killed_at_every_step_and_at_random_moments_is_resumed(
     name: str, zygote: Zygote, ground: Path, tmp_path: Path
 ) -> None:
     killed = Killed.of(zygote, CASES[name], ground, tmp_path)
-    draw = random.Random(name)
-    points: list[dict[str, Any]] = [{"kill_at": n + 1} for n in range(len(killed.names))]
-    points += [{"kill_after": draw.uniform(0.0, 0.3)} for _ in range(max(20, 100 - len(points)))]
-
-    for point in points:
-        killed.check(**point)
+    campaign(killed, len(killed.names), max(20, 85 - len(killed.names)))
 
 
 @pytest.fixture(scope="module")
-def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """As `zygote`, with what training needs."""
-    process = Zygote(
-        tmp_path_factory.mktemp("trainers"), "torch", "transformers", "numba", "batchwright.cli.app"
-    )
+def trainers(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """As `zygote`, with what training needs; the models of a run are served by one process."""
+    folder = tmp_path_factory.mktemp("trainers")
+    process = Zygote(folder, "torch", "transformers", "numba", "batchwright.cli.app")
+    shutil.copytree(ground, folder / "ground")
+    own = {"BATCHWRIGHT_TOKENS": str(folder / "tokens")}
+    lines = [case.line for name, case in TRAINING.items() if "query" not in name]
+    warm = [{"argv": f"{line}-{number}".split()} for number, line in enumerate(lines)]
+    process.ask({"warm": warm, "folder": str(folder / "ground"), "env": own})
     yield process
     process.close()
 
@@ -300,13 +320,10 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def test_training_killed_at_steps_and_at_random_moments_is_resumed(
     name: str, trainers: Zygote, ground: Path, tmp_path: Path
 ) -> None:
-    killed = Killed.of(trainers, TRAINING[name], ground, tmp_path)
-    draw = random.Random(name)
-    points: list[dict[str, Any]] = [{"kill_at": n} for n in moments(killed.names, 12)]
-    points += [{"kill_after": draw.uniform(0.0, 3.0)} for _ in range(4)]
-
-    for point in points:
-        killed.check(**point)
+    with Simulator(latency_s=0.001, knee=64).running() as url:
+        line = TRAINING[name].line.replace("URL", str(url))
+        case = dataclasses.replace(TRAINING[name], line=line)
+        campaign(Killed.of(trainers, case, ground, tmp_path), 30, 12)
 
 
 @pytest.mark.slow
@@ -406,6 +423,20 @@ def test_leftovers_of_many_kills_do_not_add_up(
     assert set(listing(here)) == before
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Callable[[str], object]]:
+    """A file system of two megabytes, and how to make it read-only and back."""
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not allowed here")
+    again = ["mount", "-o", "remount,{}", str(folder)]
+    try:
+        yield lambda how: subprocess.run([word.format(how) for word in again], check=True)
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.fixture
 def limited(zygote: Zygote, ground: Path, tmp_path: Path) -> Callable[..., str]:
     """Run a command under a limit of the system; what it said when it was refused."""
@@ -422,16 +453,47 @@ def limited(zygote: Zygote, ground: Path, tmp_path: Path) -> Callable[..., str]:
     return run
 
 
-def test_a_folder_that_cannot_be_written_is_one_sentence(
-    limited: Callable[..., str], tmp_path: Path
+def test_no_rights_are_one_sentence_and_the_command_runs_when_they_are_given(
+    zygote: Zygote, ground: Path
 ) -> None:
-    if os.geteuid() == 0:
-        pytest.skip("root may write anywhere")
-    locked = tmp_path / "here" / "locked"
-    locked.mkdir(mode=0o555)
-    said = limited(f"{BASE} -e 1 -o locked/plan")
-    assert "cannot write" in said
-    assert list(locked.iterdir()) == []
+    # Not below the folder of pytest, which nobody else may enter; root is made somebody else.
+    with tempfile.TemporaryDirectory() as name:
+        here = Path(name)
+        shutil.copytree(ground, here, dirs_exist_ok=True)
+        for case in (CASES[name] for name in ("lengths", "plan", "shards", "rules")):
+            here.chmod(0o555)
+            before = listing(here)
+            found = zygote(here, case.line, user=NOBODY)
+            assert found["code"] == 1, (case.line, zygote.said)
+            assert zygote.said.count("\n") == 1, zygote.said
+            assert "Permission denied; " in zygote.said
+            assert listing(here) == before
+            here.chmod(0o755)
+            assert zygote(here, case.line)["code"] == 0, (case.line, zygote.said)
+        (here / "lengths.jsonl").chmod(0)
+        found = zygote(here, f"{BASE} -e 1 -o other", user=NOBODY)
+        assert found["code"] == 1
+        assert "cannot read lengths.jsonl: Permission denied; the file itself may" in zygote.said
+
+
+@pytest.mark.slow
+def test_a_disk_that_can_only_be_read_is_one_sentence(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "small"
+    with small_disk(here) as disk:
+        shutil.copytree(ground, here, dirs_exist_ok=True)
+        for case in CASES.values():
+            if ":" in case.line:
+                continue
+            disk("ro")
+            before = listing(here)
+            assert zygote(here, case.line)["code"] == 1, (case.line, zygote.said)
+            assert zygote.said.count("\n") == 1, zygote.said
+            assert "internal" not in zygote.said, zygote.said
+            assert listing(here) == before
+            disk("rw")
+            assert zygote(here, case.line)["code"] == 0, (case.line, zygote.said)
 
 
 @pytest.mark.slow
@@ -443,6 +505,24 @@ def test_a_command_does_with_few_file_descriptors(
         if ":" not in case.line:
             found = zygote(tmp_path / "here", case.line, limits={"RLIMIT_NOFILE": 64})
             assert found["code"] == 0, zygote.said
+
+
+@pytest.mark.slow
+def test_too_few_file_descriptors_are_one_sentence_that_calls_no_file_damaged(
+    zygote: Zygote, ground: Path, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    shutil.copytree(ground, here)
+    lines = [case.line for case in CASES.values() if ":" not in case.line]
+    for line in [*lines, "data batchplan info -p base", "data lengths stats -c lengths.jsonl"]:
+        codes = []
+        for most in (*range(6, 24, 2), 30, 64):
+            codes.append(zygote(here, line, limits={"RLIMIT_NOFILE": most})["code"])
+            assert codes[-1] in (0, 1), zygote.said
+            assert "Traceback" not in zygote.said
+            for word in ("internal", "damaged", "delete it", "cannot be used", "checksum"):
+                assert word not in zygote.said, (line, most, zygote.said)
+        assert codes[-1] == 0
 
 
 def test_a_limit_on_the_size_of_files_is_one_sentence(limited: Callable[..., str]) -> None:
@@ -482,11 +562,7 @@ def test_a_full_disk_is_one_sentence_and_the_command_resumes_when_there_is_room(
 ) -> None:
     """On a file system of its own, which is really full: not every write is one of Python's."""
     here = tmp_path / "small"
-    here.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(here)]
-    if subprocess.run(words, capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not allowed here")
-    try:
+    with small_disk(here):
         shutil.copytree(ground, here, dirs_exist_ok=True)
         for case in CASES.values():
             if ":" in case.line or case.output == "position.json":
@@ -507,5 +583,3 @@ def test_a_full_disk_is_one_sentence_and_the_command_resumes_when_there_is_room(
             assert zygote(here, case.line)["code"] == 0, (case.line, zygote.said)
             hidden = [path for path in here.iterdir() if path.name.endswith(".unfinished")]
             assert hidden == []
-    finally:
-        subprocess.run(["umount", str(here)], check=True)

@@ -98,8 +98,11 @@ def child(job: dict[str, Any], report: str) -> None:
     output = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    for name, limit in job.get("limits", {}).items():
-        resource.setrlimit(getattr(resource, name), (limit, limit))
+    limits = job.get("limits", {})
+    soft = {name: resource.getrlimit(getattr(resource, name))[0] for name in limits}
+    hard = {name: resource.getrlimit(getattr(resource, name))[1] for name in limits}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, name), (limit, hard[name]))
     if "memory" in job:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + job["memory"]
@@ -108,6 +111,7 @@ def child(job: dict[str, Any], report: str) -> None:
     moments = Moments(folder, job.get("kill_at", 0), job.get("fail_at", 0))
     moments.watch()
     code: Any = 0
+    os.seteuid(job.get("user", os.geteuid()) if os.geteuid() == 0 else os.geteuid())
     try:
         run(job)
     except SystemExit as end:
@@ -115,6 +119,9 @@ def child(job: dict[str, Any], report: str) -> None:
     except BaseException:
         traceback.print_exc()
         code = 99
+    os.seteuid(os.getuid())
+    for name in limits:
+        resource.setrlimit(getattr(resource, name), (soft[name], hard[name]))
     sys.stdout.flush()
     sys.stderr.flush()
     moments.write_report(Path(report))
@@ -152,7 +159,14 @@ def do(job: dict[str, Any]) -> dict[str, Any]:
         time.sleep(0 if ended else 0.001)
     found = json.loads(report.read_text()) if report.exists() else {"names": []}
     code = os.waitstatus_to_exitcode(status)
-    return {**found, "code": code, "hung": hung, "killed": code == -signal.SIGKILL}
+    seconds = time.monotonic() - began
+    return {
+        **found,
+        "seconds": seconds,
+        "code": code,
+        "hung": hung,
+        "killed": code == -signal.SIGKILL,
+    }
 
 
 def main() -> None:

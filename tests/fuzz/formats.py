@@ -21,6 +21,7 @@ from batchwright.batching import (
     CheckpointPosition,
 )
 from batchwright.batching.plan.proofs import BatchFingerprint
+from batchwright.calls.batch_api import Journal, Part
 from batchwright.calls.cache.limits import load_limit, save_limits
 from batchwright.calls.cache.rates import RateFile
 from batchwright.calls.cache.store import Cache
@@ -33,11 +34,15 @@ from batchwright.data.lengths import LengthCache
 from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import load_tokenizer
 from batchwright.data.tokens import TokenStore, make_store
+from batchwright.errors import BadFile
 from batchwright.events import EventLog, read_events
+from batchwright.files import read_regular
+from batchwright.lines import checked_lines
 from batchwright.logic.mine.mining import write_rules
 from batchwright.logic.rules import parse_rules
 from batchwright.logic.vocab import Vocab
 from batchwright.models.folder import check_model, seal_model
+from batchwright.report.rollouts import turns_of
 from batchwright.streaming import ReplayBuffer, ReplayBufferConfig, StreamSample
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.prover.config import ProverConfig
@@ -182,7 +187,8 @@ def _checkpoint(folder: Path) -> None:
 def _state(found: Any) -> Value:
     if found is None:
         return None
-    weights = {name: array.tolist() for name, array in found.state["weights"].items()}
+    # What was crafted may have anything there: a trainer says so, see `Checkpoint.restoring`.
+    weights = {name: np.asarray(one).tolist() for name, one in found.state["weights"].items()}
     rest = {name: value for name, value in found.state.items() if name != "weights"}
     return repr((found.step, sorted(weights.items()), sorted(rest.items())))
 
@@ -371,6 +377,33 @@ def _read_model(folder: Path) -> Value:
     return {path.name: path.read_bytes() for path in files if path.name != "manifest.json"}
 
 
+def _transcript(folder: Path) -> None:
+    rows = [{"env": n % 3, "episode": n, "reward": n / 7, "said": "ü } x"} for n in range(12)]
+    lines = (json.dumps(row, ensure_ascii=False).encode() for row in rows)
+    (folder / "000001.jsonl").write_bytes(checked_lines(lines))
+
+
+def _read_transcript(folder: Path) -> Value:
+    path = folder / "000001.jsonl"
+    seen = list(turns_of(path, read_regular(path)))
+    if None in seen:
+        raise BadFile("lines cannot be read")
+    return seen
+
+
+def _batch_list(folder: Path) -> None:
+    journal = Journal(folder / "answers.jsonl", "http://a")
+    for number in range(5):
+        part = Part(f"part {number}", "/v1/chat/completions", [f"r{number}", "x"])
+        journal.begin(part)
+        journal.uploaded(part, f"file-{number}")
+        journal.created(part, f"batch-{number}")
+
+
+def _read_batch_list(folder: Path) -> Value:
+    return Journal(folder / "answers.jsonl", "http://a")._rows
+
+
 FORMATS: dict[str, Format] = {
     "lengths.jsonl": Format(lambda f: _cache(f, ".jsonl"), lambda f: _read_cache(f, ".jsonl")),
     "lengths.safetensors": Format(
@@ -418,6 +451,8 @@ FORMATS: dict[str, Format] = {
     "events": Format(_events, _read_events, first_ones),
     "answers": Format(_answers, _read_answers, first_ones),
     "spent": Format(_spent, _read_spent, lambda seen, whole: set(seen) <= set(whole)),
+    "transcript": Format(_transcript, _read_transcript, first_ones),
+    "list of batches": Format(_batch_list, _read_batch_list, first_ones),
     "replay.json": _replays("buffer.json"),
     "replay.safetensors": _replays("buffer.safetensors"),
     "replay folder": _replays("buffer"),
