@@ -7,7 +7,8 @@ The server is the shipped simulator in a process of its own; every client asks i
     ... full cache         the same a second time: no call is made
     aiohttp                one session, a worker for each call in flight, answers parsed
     AsyncOpenAI + sem(60)  the usual pattern: gather under a semaphore; with openai 3, and with
-                           openai 2 as well, which has another transport
+                           openai 2 as well, which has another transport, and with the
+                           aiohttp transport that openai 3 offers
     litellm, inspect_ai    the same with their own calls; needs benchmarks/requirements.txt
     ThreadPool(8) + OpenAI eight threads with the plain client, as in the document on batching
     naive                  one call after the other; a few calls, extrapolated
@@ -166,11 +167,18 @@ def old_openai(case: Case) -> Meter:
     return async_openai(case)
 
 
-def async_openai(case: Case) -> Meter:
+def aiohttp_openai(case: Case) -> Meter:
+    """OpenAI's client over its own aiohttp transport, which its documentation advises."""
+    from openai import DefaultAioHttpClient
+
+    return async_openai(case, lambda: {"http_client": DefaultAioHttpClient()})
+
+
+def async_openai(case: Case, more: Callable[[], dict[str, Any]] = dict) -> Meter:
     from openai import AsyncOpenAI
 
     async def run() -> int:
-        async with AsyncOpenAI(base_url=f"{case.url}/v1", api_key="none") as client:
+        async with AsyncOpenAI(base_url=f"{case.url}/v1", api_key="none", **more()) as client:
 
             async def ask(text: str) -> str:
                 answer = await client.chat.completions.create(**body(text))
@@ -235,6 +243,7 @@ CACHED = "batchwright + cache"
 FULL = "batchwright, full cache"
 FLOOR = "aiohttp"
 SEMAPHORE = f"AsyncOpenAI + sem({IN_FLIGHT})"
+BY_AIOHTTP = f"AsyncOpenAI, aiohttp + sem({IN_FLIGHT})"
 OLD = f"AsyncOpenAI 2 + sem({IN_FLIGHT})"
 CLIENTS = {
     OURS: ours(),
@@ -242,6 +251,7 @@ CLIENTS = {
     FULL: ours(cache=True, full=True),
     FLOOR: raw_aiohttp,
     SEMAPHORE: async_openai,
+    BY_AIOHTTP: aiohttp_openai,
     OLD: old_openai,
     "litellm": litellm,
     "inspect_ai": inspect_ai,
@@ -351,7 +361,7 @@ def busy_cores() -> Iterator[int]:
 
 def beside_other_work(report: Report, args: Any, calls: int) -> None:
     """The same calls of 50 ms on a machine that is busy; the server has to share it as well."""
-    names = (OURS, CACHED, FLOOR, SEMAPHORE, OLD)
+    names = (OURS, CACHED, FLOOR, SEMAPHORE, BY_AIOHTTP, OLD)
     with Simulator(knee=IN_FLIGHT, latency_s=0.05, sigma=0.5).running() as url, busy_cores() as n:
         case = Case(str(url), calls, IN_FLIGHT)
         found = measured(report, case, names, args.limit, 1 if args.quick else 3)

@@ -156,6 +156,9 @@ class Memory:
             raise NoServer("down for maintenance")
         return self._replies.popleft()
 
+    async def unasked(self) -> str:
+        return self._replies[0] if self._replies else ""
+
     async def close(self) -> None:
         pass
 

@@ -34,7 +34,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from common import Report, arguments
-from kg_runs import DATA, GRAPHS, RL_GRAPHS, kept_or_run, phases, rl_seed
+from kg_runs import DATA, GRAPHS, RL_GRAPHS, TARGETS, kept_or_run, phases, rl_seed
 
 COLUMNS = (
     *("", "MRR", "spread", "expected", "H@1", "H@3", "H@10", "tail MRR", "100 drawn"),
@@ -78,9 +78,11 @@ def report_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
         COLUMNS,
         [row(way, way, seeds) for way in ways],
     )
-    if settings.goal is not None:
-        hybrid = mean(seed["hybrid"]["both"]["mrr"] for seed in seeds)
-        report.target(f"{name}: hybrid MRR", hybrid, least=settings.goal)
+    for way, least in TARGETS.get(name, {}).items():
+        if way in ways:
+            reached = mean(seed[way]["both"]["mrr"] for seed in seeds)
+            report.target(f"{name}: MRR of {way}", reached, least=least)
+    if name in TARGETS:
         spent = max(seed["hybrid"]["spent"]["cpu_s"] for seed in seeds)
         report.target(f"{name}: cpu seconds of the slowest seed", spent, most=settings.within_s)
     if settings.area_goal is not None:
@@ -118,7 +120,6 @@ def areas_on(
 
 def prover_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
     """What the parts of the prover's training reached on valid, and its targets."""
-    _, goal, within_s = RL_GRAPHS[name]
     report.table(
         f"{name}, the prover alone, MRR on valid",
         ("after", "mean", "spread"),
@@ -148,11 +149,10 @@ def prover_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
             ("", "mean", "95 % interval +-"),
             [["MRR on test", mean(gains), wide]],
         )
-    reached = mean(seed["rl"]["both"]["mrr"] for seed in seeds)
+        if name == "umls":
+            report.target(f"{name}: MRR that PPO adds to the prover", mean(gains), least=0.05)
     spent = max(seed["rl"]["spent"]["cpu_s"] for seed in seeds)
-    if goal is not None:
-        report.target(f"{name}: MRR of the prover alone", reached, least=goal)
-    report.target(f"{name}: cpu seconds of its slowest seed", spent, most=within_s)
+    report.target(f"{name}: cpu seconds of the prover", spent, most=RL_GRAPHS[name][1])
 
 
 def main() -> None:

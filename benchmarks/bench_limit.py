@@ -14,31 +14,39 @@ kind. One constant of the ramp was moved after a look at the table of servers wh
 
 Refused calls keep their place while they wait, for everybody: the rule is kinder to the peers,
 which would otherwise be refused many times as often. What our own pool does, to give the place to
-the next call, is in the last table.
+the next call, is in the table of `--others`, with other numbers of calls and other servers.
 
 `--families` judges ours on servers and loads of which everything is drawn (`limit_families.py`),
-with seeds that were never used for tuning; the warm run has another seed and the same server.
+with seeds that were never used for tuning; the warm run has another seed and the same server. The
+`late oracle` beside it knows the knee and acts a round of calls late: the price of the delay alone.
 
-`--live` measures over HTTP, with the pool, against the simulator in a process of its own; there
-the machine matters.
+`--live` measures over HTTP, with the pool, against a real llama.cpp server with 1 and 4 slots, and
+`--http` against the simulator, each in a process of its own; there the machine matters.
 """
 
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from batchwright.calls import Endpoint, Pool, Request, chat
 from batchwright.calls.limit import AutoLimit, Limit
+from batchwright.calls.simulator import Simulator
+from bench_real import served
 from common import Report, arguments
 from limit_families import FAMILIES, JUDGING, draw
 from limit_peers import Aimd, Fixed, Gradient2, Inspect, Vegas
-from limit_world import KINDS, Run, World, oracle_seconds, run
+from limit_world import KINDS, LateOracle, Run, World, oracle_seconds, run
 
 OURS = "batchwright"
+LIVE_CALLS, LIVE_ROUNDS = 8, 4
+"""Calls to llama.cpp for each slot, and how often each is measured."""
 CONTENDERS: dict[str, Callable[[float], Limit]] = {
     OURS: lambda latency_s: AutoLimit(),
     "fixed 60": Fixed,
@@ -205,17 +213,28 @@ def other_worlds(report: Report, knees: Sequence[tuple[int, ...]], draws: Sequen
 
 def families(report: Report, seeds: Sequence[int]) -> list[tuple[str, Score]]:
     """Ours alone, on servers and loads of which everything is drawn at random."""
-    found = [
-        (family, score(CONTENDERS[OURS], [draw(family, seed) for seed in seeds], {}))
-        for family in FAMILIES
-    ]
-    rows = [
-        [name, got.cold, got.worst_cold, got.warm, got.worst_warm, got.rejects]
-        for name, got in found
-    ]
-    columns = ["", "cold %", "least", "warm %", "least", "rejects a call, most"]
+    found, rows = [], []
+    for family in FAMILIES:
+        given, best = [draw(family, seed) for seed in seeds], dict[World, float]()
+        got = score(CONTENDERS[OURS], given, best)
+        found.append((family, got))
+        late = [late_oracle(given, best, cold) for cold in (True, False)]
+        figures = (got.cold, got.worst_cold, late[0], got.warm, got.worst_warm, late[1])
+        rows.append([family, *figures, got.rejects])
+    columns = ["", "cold %", "least", "late oracle", "warm %", "least", "late oracle"]
+    columns += ["rejects a call, most"]
     report.table(f"{len(seeds)} drawn worlds of each family, from {seeds[0]}", columns, rows)
     return found
+
+
+def late_oracle(given: Sequence[World], best: dict[World, float], cold: bool) -> float:
+    """What a limit reaches that knows the knee as late as anyone can, percent of the oracle."""
+    shares = []
+    for world in given:
+        start = AutoLimit().limit if cold else world.knees[-1]
+        seconds = run(world, LateOracle(world, start)).seconds
+        shares.append(100 * oracle(world, best) / seconds)
+    return statistics.mean(shares)
 
 
 def cpu(report: Report) -> None:
@@ -235,50 +254,106 @@ def cpu(report: Report) -> None:
     report.table("CPU of the automatic limit", ["", "us a call"], rows)
 
 
-def live(report: Report) -> None:
-    """Over HTTP: one cold run each, and ours once more with its memory."""
-    from batchwright.calls import Endpoint, Pool, chat
-    from batchwright.calls.simulator import Simulator
+def measured(
+    url: str, name: str, limit: int | str, requests: Sequence[Request]
+) -> tuple[float, int, float]:
+    """Seconds, calls lost and rejects a call, over HTTP."""
+    endpoint = Endpoint(url, name=name)
+    with Pool(endpoint, limit=limit, deadline_s=300, hedge=False) as pool:
+        begun = time.perf_counter()
+        lost = sum(not answer for answer in pool.map(requests))
+        seconds = time.perf_counter() - begun
+        return seconds, lost, pool.stats()["rejects"] / len(requests)
 
-    rows = []
-    requests = [chat("sim", f"What is {i} + {i}?", draw=0) for i in range(3000)]
+
+@contextmanager
+def memory() -> Iterator[None]:
+    """What is learned is kept apart meanwhile, and forgotten afterwards."""
     home = os.environ.get("BATCHWRIGHT_HOME")
-    with tempfile.TemporaryDirectory() as memory:
-        os.environ["BATCHWRIGHT_HOME"] = memory
-        for kind in KINDS:
-            for knee in (8, 60):
-                given = requests[: 300 + 40 * knee]
-                server = Simulator(kind=kind, knee=knee, latency_s=0.1, retry_after_s=0.05)
-                seconds, refused = [], []
-                with server.running() as url:
-                    for limit in (knee, "auto", "auto", 60):
-                        endpoint = Endpoint(f"{url}/v1", name=f"{kind} {knee}")
-                        with Pool(endpoint, limit=limit, deadline_s=300, hedge=False) as pool:
-                            begun = time.perf_counter()
-                            answers = pool.map(given)
-                            seconds.append(time.perf_counter() - begun)
-                            refused.append(pool.stats()["rejects"] / len(given))
-                        assert all(answers)
-                shares = [100 * seconds[0] / each for each in seconds[1:]]
-                rows.append([f"{kind} {knee}", len(given), seconds[0], *shares, *refused[1:]])
-    if home is None:
-        del os.environ["BATCHWRIGHT_HOME"]
-    else:
-        os.environ["BATCHWRIGHT_HOME"] = home
-    columns = ["", "calls", "limit=K s", "cold %", "warm %", "fixed 60 %"]
-    columns += ["rejects cold", "warm", "fixed 60"]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["BATCHWRIGHT_HOME"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["BATCHWRIGHT_HOME"]
+            if home is not None:
+                os.environ["BATCHWRIGHT_HOME"] = home
+
+
+def live(report: Report, quick: bool) -> None:
+    """Against llama.cpp: the limit that knows the slots, and ours cold and with its memory.
+
+    They take turns, in both orders, because the machine changes meanwhile.
+    """
+    shares, rows = [], []
+    for slots in (4,) if quick else (1, 4):
+        took: dict[str, list[float]] = {"cold": [], "warm": [], "fixed": []}
+        lost = 0
+        with served(slots) as url:
+            for round_ in range(1 + LIVE_ROUNDS):
+                turns = [["cold", "warm"], ["fixed"]]
+                with memory():
+                    for name in itertools.chain(*(turns if round_ % 2 else reversed(turns))):
+                        texts = [
+                            f"{round_} {n} {name} rivers and stones. Continue."
+                            for n in range(LIVE_CALLS * slots)
+                        ]
+                        given = [
+                            chat("smollm2", text, max_tokens=8, temperature=0) for text in texts
+                        ]
+                        limit = slots if name == "fixed" else "auto"
+                        seconds, gone, _ = measured(url, f"llama.cpp {slots}", limit, given)
+                        lost += gone
+                        if round_:  # the first round warms the server up
+                            took[name].append(seconds)
+        fixed = statistics.mean(took["fixed"])
+        shares.append([100 * fixed / statistics.mean(took[name]) for name in ("cold", "warm")])
+        calls = LIVE_CALLS * slots
+        spread = max(took["fixed"]) / min(took["fixed"])
+        rows.append([f"{slots} slots", calls, lost, fixed, spread, *shares[-1]])
+        print(rows[-1], took, flush=True)
+    columns = ["", "calls", "lost", "limit=slots s", "slowest over fastest", "cold %", "warm %"]
+    title = f"live: pool and llama.cpp over HTTP, mean of {LIVE_ROUNDS}, percent of limit=slots"
+    report.table(title, columns, rows)
+    report.target("calls lost to llama.cpp", sum(row[2] for row in rows), most=0)
+    for what, place, goal in (("cold", 0, 90.0), ("warm", 1, 95.0)):
+        least = min(pair[place] for pair in shares)
+        report.target(f"llama.cpp, {what}, percent of limit=slots", least, least=goal)
+
+
+def over_http(report: Report, quick: bool) -> None:
+    """Against the simulator: the limit that knows the knee, ours, and a fixed one of 60."""
+    rows = []
+    for kind in KINDS:
+        for knee in (8,) if quick else (8, 60):
+            given = [chat("sim", f"What is {i}?", draw=0) for i in range(45 * knee)]
+            server = Simulator(kind=kind, knee=knee, latency_s=0.1, retry_after_s=0.05)
+            with memory(), server.running() as url:
+                runs = [
+                    measured(f"{url}/v1", f"{kind} {knee}", limit, given)
+                    for limit in (knee, "auto", "auto", 60)
+                ]
+            best, lost = runs[0][0], sum(lost for _, lost, _ in runs)
+            percent = [100 * best / seconds for seconds, _, _ in runs[1:]]
+            rejects = [rejects for _, _, rejects in runs[1:]]
+            rows.append([f"{kind} {knee}", len(given), lost, best, *percent, *rejects])
+    columns = ["", "calls", "lost", "limit=K s", "cold %", "warm %"]
+    columns += ["fixed 60 %", "rejects cold", "warm", "fixed 60"]
     report.table("live: pool and simulator over HTTP, percent of Pool(limit=K)", columns, rows)
 
 
 def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--tuning", action="store_true", help="the worlds used for tuning")
-    parser.add_argument("--live", action="store_true", help="over HTTP instead of simulated")
+    parser.add_argument("--live", action="store_true", help="llama.cpp over HTTP")
+    parser.add_argument("--http", action="store_true", help="the simulator over HTTP")
     parser.add_argument("--families", action="store_true", help="worlds drawn at random, ours only")
+    parser.add_argument("--others", action="store_true", help="other loads and servers, ours only")
     args = parser.parse_args()
-    if args.tuning or args.live:
+    if args.tuning:
         args.no_save = True
-    report = Report("limit_families" if args.families else "limit", args)
+    which = [name for name in ("families", "live", "http", "others") if getattr(args, name)]
+    report = Report("_".join(["limit", *which]), args)
     if args.families:
         first = 0 if args.tuning else JUDGING
         drawn = families(report, range(first, first + (2 if args.quick else 12)))
@@ -289,17 +364,20 @@ def main() -> None:
             report.target(what, value, least=goal)
         report.close()
         return
-    if args.live:
-        live(report)
+    if args.live or args.http:
+        (live if args.live else over_http)(report, args.quick)
         report.close()
         return
     draws, knees = (TUNING, TUNING_KNEES) if args.tuning else (JUDGED, KNEES)
     if args.quick:
         draws = draws[::3]
+    if args.others:
+        other_worlds(report, knees, draws[::3])
+        report.close()
+        return
     cases = [worlds(kind, each, draws, holds_slot=True) for kind in KINDS for each in knees]
     ours = compare(report, cases)
     if not args.quick:
-        other_worlds(report, knees, draws[::3])
         cpu(report)
     n = len(ours)
     print()

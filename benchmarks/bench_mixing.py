@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from batchwright.batching import BatchingConfig, BatchPlanBuilder, pack_lengths
 from batchwright.batching.packing import kernels
 from batchwright.rng import stream
-from common import CAPACITY, Report, arguments, lengths_of
+from common import CAPACITY, Report, arguments, data_folder, lengths_of
 
 BUDGET = 8192
 EPOCHS = 5
@@ -333,12 +333,6 @@ def main() -> None:
     else:
         report.not_measured("GSM8K", f"{text} is not there")
     report.close()
-
-
-def data_folder() -> Path:
-    import os
-
-    return Path(os.environ.get("BATCHWRIGHT_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
 if __name__ == "__main__":

@@ -4,20 +4,32 @@ Servers are those of `limit_families.py` with a knee that stays, in virtual time
 the same on every machine. Right is what lies within a factor of 1.25 of the smallest concurrency
 that reaches 95 % of the best throughput, by the server's own law. The seeds are from 1000 on, which
 were never used to tune the search; `--tuning` takes those below.
+
+`--live` asks a real llama.cpp server with 1 and 4 slots. Its law is not known, so calls at each of
+some levels are measured beside it, in rounds that take turns; there the machine matters.
 """
 
 import contextlib
 import math
 import statistics
+import time
+from collections.abc import Mapping
 from dataclasses import replace
 
+from batchwright.calls import Endpoint, Pool, chat
 from batchwright.calls.limit.knee import NEAR, WITHIN, KneeSearch
+from batchwright.calls.probe import probe
+from bench_real import served
 from common import Report, arguments
 from limit_families import JUDGING, draw
 from limit_world import KINDS, World, run
 
 MOST = 512
 BUDGETS = (500, 2000, 8000)
+LIVE_LEVELS = {1: (1, 2, 3), 4: (1, 2, 3, 4, 6, 8)}
+"""Calls in flight that are measured, by the slots of the server."""
+LIVE_ROUNDS, LIVE_CALLS, LIVE_SECONDS = 4, 12, 90.0
+LIVE_TOKENS = 12
 
 
 class Over(Exception):
@@ -53,13 +65,76 @@ def search(world: World, budget: int) -> KneeSearch:
     return found
 
 
+def measured(url: str, levels: tuple[int, ...]) -> dict[int, float]:
+    """Responses per second at each level, the median over rounds."""
+    rates: dict[int, list[float]] = {level: [] for level in levels}
+    for round_ in range(LIVE_ROUNDS):
+        for level in levels:
+            texts = [f"{round_} {level} {n} rivers and stones. Go on." for n in range(LIVE_CALLS)]
+            given = [chat("smollm2", text, max_tokens=LIVE_TOKENS) for text in texts]
+            with Pool(Endpoint(url), limit=level, hedge=False, remember=False) as pool:
+                begun = time.perf_counter()
+                outcomes = pool.map(given)
+                seconds = time.perf_counter() - begun
+            assert all(outcomes)
+            rates[level].append(len(given) / seconds)
+    return {level: statistics.median(found) for level, found in rates.items()}
+
+
+def smallest(rates: Mapping[int, float]) -> float:
+    """The smallest concurrency with 95 % of the best rate, between levels by interpolation."""
+    enough = NEAR * max(rates.values())
+    levels = sorted(rates)
+    for below, level in zip([0, *levels], levels, strict=False):
+        if rates[level] >= enough:
+            before = rates.get(below, 0.0)
+            return max(1.0, below + (level - below) * (enough - before) / (rates[level] - before))
+    raise AssertionError("one level is the best")
+
+
+def live(report: Report, quick: bool) -> None:
+    """`calls probe` against llama.cpp."""
+    rows, factors = [], []
+    for slots in (4,) if quick else (1, 4):
+        with served(slots) as url:
+            rates = measured(url, LIVE_LEVELS[slots])
+            found = probe(
+                Endpoint(url), "smollm2", most=16, max_seconds=LIVE_SECONDS, max_tokens=LIVE_TOKENS
+            )
+        answer, right = found.answer, smallest(rates)
+        factors.append(math.exp(abs(math.log(answer.concurrency / math.ceil(right - 0.05)))))
+        shown = ", ".join(f"{level}: {rate:.2f}" for level, rate in rates.items())
+        rows.append(
+            [
+                f"{slots} slots",
+                shown,
+                f"{right:.1f}",
+                answer.concurrency,
+                f"{answer.low} to {answer.high}",
+                f"{answer.probability:.2f}",
+                found.calls,
+                found.seconds,
+            ]
+        )
+        print(rows[-1], flush=True)
+    columns = ["", "calls per second by calls in flight", "95 % of the best from", "probe names"]
+    columns += ["likely", "probability", "calls", "seconds"]
+    report.table("calls probe against llama.cpp", columns, rows)
+    report.target("factor from the smallest concurrency with 95 %", max(factors), most=WITHIN)
+
+
 def main() -> None:
     parser = arguments(__doc__ or "")
+    parser.add_argument("--live", action="store_true", help="against llama.cpp")
     parser.add_argument("--tuning", action="store_true", help="the worlds used for tuning")
     args = parser.parse_args()
     if args.tuning:
         args.no_save = True
-    report = Report("probe", args)
+    report = Report("probe_live" if args.live else "probe", args)
+    if args.live:
+        live(report, args.quick)
+        report.close()
+        return
     first = 0 if args.tuning else JUDGING
     seeds = range(first, first + (15 if args.quick else 100))
     shares, when_sure = [], []

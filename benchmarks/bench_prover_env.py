@@ -12,6 +12,10 @@ do not all do the same:
                         where ours has four, visited states by their hash; bound to the shape of
                         these rules, and as fast as we could make it without compiling
     python dicts        like plain torch, one environment after the other
+    through TensorDict  our core, into one TensorDict of 32 steps (`rollout_into`)
+    TorchRL rollout     our core under TorchRL's own `env.rollout(32, break_when_any_done=False)`
+    PPO's rollout       our core under our own PPO's runner: observations kept, actions sampled
+                        from logits, episodes counted; the network is left out
 
 Over thousands of environments the price of a torch operation hardly counts any more, so that the
 tuned version comes near to ours; over few it is all that counts. All run on one thread, and their
@@ -49,9 +53,11 @@ _synset_domain_topic_of(X,Y) :- _hypernym(X,Z), _synset_domain_topic_of(Z,Y).
 _member_of_domain_region(X,Y) :- _member_of_domain_region(X,Z), _derivationally_related_form(Z,Y).
 _member_of_domain_usage(X,Y) :- _member_of_domain_usage(X,Z), _derivationally_related_form(Z,Y).
 """
-OURS, TENSORDICT, LOOP, TORCH, TUNED = (
+OURS, TENSORDICT, ROLLOUT, RUNNER, LOOP, TORCH, TUNED = (
     "batchwright core",
     "through TensorDict",
+    "TorchRL rollout",
+    "PPO's rollout",
     "python dicts",
     "torch eager",
     "torch eager, tuned",
@@ -102,6 +108,67 @@ def tensordict(given: Given) -> Run:
     return run
 
 
+def torchrl_rollout(given: Given) -> Run:
+    import torch
+
+    from batchwright.envs.torchrl import TorchRLEnv
+
+    torch.set_num_threads(1)
+    env = TorchRLEnv(ours_env(given))
+    length = min(turns(given), 32)
+
+    def policy(td: Any) -> Any:
+        return td.set("action", torch.from_numpy(env.env.random_actions()))
+
+    def run() -> tuple[int, int]:
+        done = 0
+        while done < given.steps:
+            env.rollout(length, policy, break_when_any_done=False)
+            done += length * given.num_envs
+        return done, env.env.counters["proven"]
+
+    return run
+
+
+class NoNetwork:
+    """Every action is as likely as any other, and nothing has a value."""
+
+    device = "cpu"
+
+    def __init__(self, num_envs: int, num_actions: int) -> None:
+        import torch
+
+        self.zeros = torch.zeros
+        self.equal = torch.zeros(num_envs, num_actions)
+
+    def logits(self, shown: Any) -> Any:
+        return self.equal
+
+    def value(self, shown: Any) -> Any:
+        return self.zeros(len(shown["mask"]))
+
+
+def runner(given: Given) -> Run:
+    import torch
+
+    from batchwright.rl import Runner
+
+    torch.set_num_threads(1)
+    env = ours_env(given)
+    length = min(turns(given), 32)
+    policy: Any = NoNetwork(given.num_envs, env.num_actions)
+    collecting = Runner(env, length)
+
+    def run() -> tuple[int, int]:
+        done = 0
+        while done < given.steps:
+            collecting.collect(policy)
+            done += length * given.num_envs
+        return done, env.counters["proven"]
+
+    return run
+
+
 def torchrl_workers(kind: str) -> Callable[[Given], Callable[[], tuple[int, int, float]]]:
     def prepare(given: Given) -> Callable[[], tuple[int, int, float]]:
         import torch
@@ -142,6 +209,8 @@ def summary(given: Given, result: tuple[Any, ...]) -> Mapping[str, Any]:
 WAYS: tuple[tuple[str, Callable[[Given], Any], dict[int, int]], ...] = (
     (OURS, core, {1: 20_000, 16: 200_000, 256: 400_000, 4096: 400_000}),
     (TENSORDICT, tensordict, {1: 500, 16: 8_000, 256: 50_000, 4096: 400_000}),
+    (ROLLOUT, torchrl_rollout, {16: 8_000, 256: 50_000, 4096: 400_000}),
+    (RUNNER, runner, {16: 8_000, 256: 50_000, 4096: 400_000}),
     (LOOP, python_loop, {1: 20_000, 16: 40_000, 256: 100_000, 4096: 100_000}),
     (TORCH, torch_eager, {1: 500, 16: 8_000, 256: 50_000, 4096: 100_000}),
     (TUNED, torch_tuned, {1: 500, 16: 8_000, 256: 50_000, 4096: 100_000}),
@@ -200,6 +269,14 @@ def main() -> None:
         "through TensorDict, B=4096: steps/s of processor time",
         speed.get((TENSORDICT, 4096)),
         least=2e5,
+    )
+    report.target(
+        "TorchRL rollout, B=4096: steps/s of processor time", speed.get((ROLLOUT, 4096)), least=5e5
+    )
+    report.target(
+        "PPO's rollout, B=4096: share of the core's speed",
+        _ratio(speed.get((RUNNER, 4096)), top),
+        least=0.5,
     )
     report.target(
         "core, B=16 / ParallelEnv", _ratio(speed.get((OURS, 16)), best_parallel), least=100.0

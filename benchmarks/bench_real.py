@@ -2,12 +2,14 @@
 
 The server is `batchwright serve smollm2`, a 135M model on the processor. Every client makes the
 same calls with the same time for one call: our deadline, which includes retries, and the timeout
-of one try of AsyncOpenAI and litellm, which both try three times. Ours starts with no memory of the
-server, then once more with what it learned. inspect_ai's rule is the port of `limit_peers.py` in
-our pool. The clients run one after the other, so that other work on the machine troubles them
-differently: calls lost are what to look at, not seconds.
+of one try of AsyncOpenAI and litellm, which both try three times. inspect_ai's rule is the port of
+`limit_peers.py` in our pool. The clients run one after the other, so that other work on the machine
+troubles them differently. So `auto` is judged in rounds: with no memory of the server, once more
+with what it learned, and with the limit at the slots, each round with a memory of its own; the
+rows have the medians of their seconds. The peers run once.
 """
 
+import itertools
 import json
 import os
 import re
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from limit_peers import Inspect
 HERE = Path(__file__).parent
 LITELLM = HERE.parent / ".venv-bench" / "bin" / "python"
 DEADLINE_S = 120.0
-LOADS = {"short": (8, 8, 4), "long": (6, 60, 3)}
+SLOTS = (1, 2, 4)
+LOADS = {"short": (16, 8, 8), "long": (8, 60, 3)}
 """Of each load: calls, words of a prompt, tokens of a response."""
+ROUNDS = 3
 
 
 @contextmanager
@@ -94,60 +98,74 @@ def theirs(
         "prompts": prompts(load, round_),
     }
     command = [str(python), str(HERE / "real_clients.py"), json.dumps(given)]
-    out = subprocess.run(command, capture_output=True, check=True)
+    # Else litellm looks for a list of prices on the network first.
+    environ = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    out = subprocess.run(command, capture_output=True, check=True, env=environ)
     data = json.loads(out.stdout.splitlines()[-1])
     return data["seconds"], data["took"]
 
 
 def measure(report: Report, slots: int, load: str) -> list[tuple[str, int, float]]:
-    rows: list[list[Any]] = []
-    with served(slots) as url, tempfile.TemporaryDirectory() as home:
-        contenders: list[tuple[str, Any]] = [
-            ("ours, auto", lambda n: ours(url, "auto", load, n, home)),
-            ("ours, auto, again", lambda n: ours(url, "auto", load, n, home)),
-            (f"ours, limit {slots}", lambda n: ours(url, slots, load, n, home)),
-            ("ours, limit 60", lambda n: ours(url, 60, load, n, home)),
-            *(
-                (
-                    f"AsyncOpenAI, {k}",
-                    lambda n, k=k: theirs(sys.executable, "openai", url, k, load, n),
-                )
-                for k in (4, 16, 60)
-            ),
-            ("inspect_ai's rule", lambda n: ours(url, Inspect(), load, n, home)),
-        ]
+    """Of each client: its name, calls lost, and its time over that of our limit at the slots."""
+    took: dict[str, list[tuple[float, list[Any]]]] = {}
+
+    def judge(name: str, result: tuple[float, list[Any]]) -> None:
+        took.setdefault(name, []).append(result)
+        lost = sum(one is None for one in result[1])
+        print(f"{slots} slots, {load}: {name}: {result[0]:.1f} s, {lost} lost", flush=True)
+
+    fixed = f"ours, limit {slots}"
+    with served(slots) as url, ExitStack() as stack:
+        numbers = itertools.count()
+
+        def mine(name: str, limit: Any, home: str) -> None:
+            judge(name, ours(url, limit, load, next(numbers), home))
+
+        homes = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(ROUNDS)]
+        ours(url, slots, load, next(numbers), homes[0])  # not measured: the model is loaded
+        for home in homes:
+            mine("ours, auto", "auto", home)
+            mine(fixed, slots, home)
+            mine("ours, auto, again", "auto", home)
+        mine("ours, limit 60", 60, homes[0])
+        mine("inspect_ai's rule", Inspect(), homes[0])
+        peers = [(f"AsyncOpenAI, {k}", sys.executable, "openai", k) for k in (4, 16, 60)]
         if LITELLM.exists():
-            contenders.append(
-                ("litellm, 16", lambda n: theirs(LITELLM, "litellm", url, 16, load, n))
-            )
+            peers.append(("litellm, 16", str(LITELLM), "litellm", 16))
         else:
             report.not_measured("litellm", "no .venv-bench with litellm")
-        ours(url, slots, load, 1000, home)  # not measured: the first calls load the model
-        for round_, (name, call) in enumerate(contenders):
+        for name, python, client, limit in peers:
             try:
-                seconds, took = call(round_)
+                judge(name, theirs(python, client, url, limit, load, next(numbers)))
             except (subprocess.CalledProcessError, ValueError) as error:
                 report.not_measured(name, f"it failed: {type(error).__name__}")
-                continue
-            good = sorted(one for one in took if one is not None)
-            p95 = good[round(0.95 * (len(good) - 1))] if good else None
-            rows.append([name, len(took), len(took) - len(good), seconds, p95])
-            print(slots, load, rows[-1], flush=True)
-    base = next(row[3] for row in rows if row[0] == f"ours, limit {slots}")
-    table = [[*row, row[3] / base] for row in rows]
+    base = statistics.median(seconds for seconds, _ in took[fixed])
+    rows: list[list[Any]] = []
+    for name, runs in took.items():
+        every = [one for _, calls in runs for one in calls]
+        good = sorted(one for one in every if one is not None)
+        p95 = good[round(0.95 * (len(good) - 1))] if good else None
+        seconds = statistics.median(seconds for seconds, _ in runs)
+        rows.append([name, len(every), len(every) - len(good), seconds, p95, seconds / base])
     report.table(
         f"{load} prompts, {slots} slots",
         ["", "calls", "lost", "seconds", "p95 s", "time over our limit at the slots"],
-        table,
+        rows,
     )
-    return [(row[0], row[2], row[3] / base) for row in rows]
+    return [(row[0], row[2], row[5]) for row in rows]
 
 
 def main() -> None:
-    args = arguments(__doc__ or "").parse_args()
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--slots", type=int, nargs="+", help="slots of the servers")
+    args = parser.parse_args()
     report = Report("real", args)
     found = []
-    for slots in (4,) if args.quick else (1, 2, 4):
+    given = args.slots or ((4,) if args.quick else SLOTS)
+    for slots in SLOTS:
+        if slots not in given:
+            report.not_measured(f"{slots} slots", "left out by --slots or --quick")
+    for slots in given:
         for load in LOADS:
             found += measure(report, slots, load)
     auto = [(lost, share) for name, lost, share in found if name.startswith("ours, auto")]

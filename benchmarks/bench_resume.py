@@ -13,6 +13,10 @@ stands beside it. What is timed, from the opening of plan and tokens:
                           know no position
     accelerate            skip_first_batches over torch's DataLoader with as many rows in a batch
                           on average: the sampler is replayed, skipped rows are not read
+    StatefulDataLoader    torchdata's, the same batches, from the state it had before the step
+
+The last two pad random rows: they plan nothing, and check neither data nor position. Theirs is
+one batch on one rank.
 
 The first two also where samples have names of their own instead of row numbers. Bytes read are
 those of the token files that are in the system's cache afterwards, whole pages of 4 KiB.
@@ -34,7 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchwright.batching import BatchPlan, BatchPlanBuilder, CheckpointPosition, Step, collate
+from batchwright.batching import BatchPlanBuilder, CheckpointPosition, Step, collate
 from batchwright.checkpoint import latest
 from batchwright.data.ids import Ids
 from batchwright.data.tokens import TokenStore
@@ -59,6 +63,7 @@ PARTS = (
     "lay out",
 )
 NAMED = ", named"
+STATE = "loader.pt"
 
 
 @dataclass(frozen=True)
@@ -210,28 +215,55 @@ def replay_batches(run: Run) -> Result:
     return result
 
 
-def accelerate_skips(run: Run) -> Result:
-    from accelerate import skip_first_batches
+def padded_rows(samples: list[Any]) -> torch.Tensor:
     from torch.nn.utils.rnn import pad_sequence
-    from torch.utils.data import DataLoader
 
-    data = opened(run)
-    store = TokenStore(run.folder / "tokens")
-    plan: BatchPlan = data.plan
+    tensors = [torch.tensor(sample.input_ids) for sample in samples]
+    return pad_sequence(tensors, batch_first=True)
 
-    def rows(samples: list[Any]) -> torch.Tensor:
-        tensors = [torch.tensor(sample.input_ids) for sample in samples]
-        return pad_sequence(tensors, batch_first=True)
 
-    loader: Any = DataLoader(
-        _Items(store),  # type: ignore[arg-type]
-        batch_size=round(len(store) / plan.num_microbatches()),
+def random_batches(kind: Any, run: Run, store: Any, collate_fn: Callable[..., Any]) -> Any:
+    """A loader of shuffled rows, as many in a batch as a microbatch of the plan has."""
+    return kind(
+        store,
+        batch_size=round(len(store) / opened(run).plan.num_microbatches()),
         shuffle=True,
         generator=torch.Generator().manual_seed(SEED),
-        collate_fn=rows,
+        collate_fn=collate_fn,
     )
+
+
+def accelerate_skips(run: Run) -> Result:
+    from accelerate import skip_first_batches
+    from torch.utils.data import DataLoader
+
+    items = _Items(TokenStore(run.folder / "tokens"))
+    loader = random_batches(DataLoader, run, items, padded_rows)
     batch = next(iter(skip_first_batches(loader, run.step)))
     return {"asked": 4 * int((batch > 0).sum())}
+
+
+def stateful_loader(run: Run) -> Result:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    items = _Items(TokenStore(run.folder / "tokens"))
+    loader = random_batches(StatefulDataLoader, run, items, padded_rows)
+    loader.load_state_dict(torch.load(run.folder / STATE, weights_only=False))
+    batch = next(iter(loader))
+    return {"asked": 4 * int((batch > 0).sum())}
+
+
+def save_state(run: Run) -> None:
+    """The state of torchdata's loader before the step; what it read on the way is no matter."""
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return
+    numbers = range(len(TokenStore(run.folder / "tokens")))
+    loader = random_batches(StatefulDataLoader, run, numbers, len)
+    for _ in islice(loader, run.step):
+        pass
+    torch.save(loader.state_dict(), run.folder / STATE)
 
 
 @dataclass(frozen=True)
@@ -278,6 +310,7 @@ OTHERS = {
     "plans replayed": replay_plans,
     "batches replayed": replay_batches,
     "accelerate skip_first_batches": accelerate_skips,
+    "torchdata StatefulDataLoader": stateful_loader,
 }
 
 
@@ -341,6 +374,9 @@ def main() -> None:
             child.join()
             size = (Path(folder) / "tokens" / "mask.bin").stat().st_size
             run = Run(config, step, size)
+            child = multiprocessing.get_context("fork").Process(target=save_state, args=(run,))
+            child.start()
+            child.join()
             compare(report, run, named, found)
     show(report, run, found)
     for named in ("", NAMED):

@@ -5,11 +5,16 @@ the page cache and the cache of compiled code). User and system time of the proc
 children are added; the least of all runs counts, because on a shared machine noise only adds.
 They read the 413 samples of the demo, and plans of 50,000 samples. `import cyclopts`, the library
 under the command, stands in the first table: what of `--help` is not ours.
+
+The last table is that of a first use, with an empty cache of compiled code: once with the kernels
+that were compiled at installation (`python -m batchwright.ahead`), once without them, and warm
+without them. The wait for the compiler is the first less the last.
 """
 
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +23,9 @@ from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
+from llvmlite.binding import get_host_cpu_name
 
+from batchwright.ahead import why_not
 from batchwright.calls.cache.store import Cache
 from batchwright.data.lengths import LengthCache
 from batchwright.rng import stream
@@ -64,13 +71,44 @@ OTHERS = (
     "reward explain 0 -i responses.jsonl -c rewards.toml",
     "reward agree -s scores.jsonl",
 )
+FIRST_S = 2.0
+FIRSTS = (
+    "data batchplan build -l small.jsonl -e 3 --overflow truncate --layout packed -o {out}",
+    "data batchplan build -l large.jsonl -e 3 --overflow truncate --layout sorted -o {out}",
+    "data batchplan build -l large.jsonl -e 3 --overflow truncate --layout packed -o {out}",
+    "data batchplan build -l large.jsonl -e 3 --overflow truncate --layout bucketed -o {out}",
+    "data batchplan verify -p large_packed -l large.jsonl",
+    "doctor",
+    "prove uncle(X,joren)",
+    "prove uncle(X,joren) --mine",
+    "evaluate prover --data family --limit 20 --quiet",
+    "train kge --data family --epochs 1 --rank 8 --run-dir {out} --quiet",
+    "train prover --data family --policy rules --passes 1 --run-dir {out} --quiet",
+    "train prover --data family --policy neural --n-envs 64 --ppo-steps 4096 --run-dir {out} -q",
+    "train sft --model tiny --data rows.jsonl --overflow truncate --max-steps 1 --run-dir {out} -q",
+    "demo --out {out}",
+    "first.py",
+)
+FIRST_ENV = """
+from pathlib import Path
+
+from batchwright.envs import BatchedVecEnv
+from batchwright.logic import load_graph, parse_rules
+
+graph = load_graph("family")
+rules = parse_rules(Path("family/rules.txt"), graph.vocab)
+BatchedVecEnv(graph.facts, rules, graph.train, 16, ask="tail", depth=4).rollout(4)
+"""
+"""The first prover environment of a program."""
+DRY_RUN = "train sft --model tiny --data rows.jsonl --overflow truncate --max-steps 1 --dry-run"
 COMPUTES = (
+    DRY_RUN,
     "data batchplan build -l small.jsonl --overflow truncate --dry-run",
     "data batchplan verify -p large_packed -l large.jsonl",
     "data batchplan diff large_bucketed large_packed",
     "doctor",
 )
-"""Not only reading: these build plans, draw every batch or time the kernels."""
+"""Not only reading: these build plans, draw every batch, predict a run or time the kernels."""
 
 
 def processor_s(words: Sequence[str | Path], folder: Path, runs: int) -> float:
@@ -84,12 +122,51 @@ def processor_s(words: Sequence[str | Path], folder: Path, runs: int) -> float:
     return min(spent[1:])
 
 
+def first_s(line: str, folder: Path, cache: Path, ahead: bool) -> float:
+    """User and system seconds of one run with the compiled code in `cache`, and that alone."""
+    out = folder / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    words = line.format(out=out).split()
+    start = [sys.executable] if words[0].endswith(".py") else [COMMAND]
+    # Where a processor is named, nothing that was compiled ahead is used.
+    named = {} if ahead else {"NUMBA_CPU_NAME": get_host_cpu_name()}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), **named}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(
+        [*start, *words], cwd=folder, check=True, stdout=subprocess.DEVNULL, env=environment
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def first_uses(report: Report, folder: Path) -> None:
+    """Every command that has kernels, on a fresh install."""
+    reason = why_not()
+    if reason:
+        report.not_measured("kernels compiled ahead", f"{reason}; run python -m batchwright.ahead")
+    rows: list[list[str | float | None]] = []
+    for line in FIRSTS:
+        cold, fresh = folder / "cold", folder / "fresh"
+        for cache in (cold, fresh):
+            shutil.rmtree(cache, ignore_errors=True)
+        ahead = None if reason else first_s(line, folder, fresh, ahead=True)
+        first = first_s(line, folder, cold, ahead=False)
+        again = min(first_s(line, folder, cold, ahead=False) for _ in range(2))
+        waits = None if ahead is None else max(0.0, ahead - again)
+        name = line.replace("-o {out}", "").replace("--run-dir {out}", "").replace("{out}", "demo")
+        rows.append([name, ahead, first, again, waits, first - again])
+    columns = ("first use", "compiled ahead", "not", "warm", "waits", "waits if not ahead")
+    report.table("first use with an empty cache, processor s", columns, rows)
+    waited = [row[4] for row in rows if isinstance(row[4], float)]
+    report.target("longest wait for a compiler, s", max(waited, default=None), most=FIRST_S)
+
+
 def prepare(folder: Path, sizes: Sequence[str]) -> None:
     """The files that the commands read."""
     shipped = files("batchwright.shipped")
     (folder / "rows.jsonl").write_bytes(shipped.joinpath("demo.jsonl").read_bytes())
     (folder / "family").mkdir()
-    for name in ("train.txt", "valid.txt", "test.txt"):
+    for name in ("train.txt", "valid.txt", "test.txt", "rules.txt"):
         (folder / "family" / name).write_bytes(shipped.joinpath("family", name).read_bytes())
     lengths = np.clip(stream(42, "bench/startup").lognormal(5.5, 0.9, LARGE), 1, 2048).astype(int)
     with LengthCache.create(folder / "large.jsonl", tokenizer_hash="none") as cache:
@@ -125,6 +202,7 @@ def main() -> None:
         groups.append(("reading other files", list(OTHERS), READ_S))
         if not args.quick:
             groups.append(("computing", list(COMPUTES), None))
+        (folder / "first.py").write_text(FIRST_ENV)
         library = processor_s([sys.executable, "-c", "import cyclopts"], folder, runs)
         for title, lines, goal in groups:
             spent = {line: processor_s([COMMAND, *line.split()], folder, runs) for line in lines}
@@ -135,6 +213,8 @@ def main() -> None:
             report.table(title, columns, rows)
             if goal is not None:
                 report.target(f"{title}: the slowest, processor s", max(spent.values()), most=goal)
+        if not args.quick:
+            first_uses(report, folder)
     report.close()
 
 

@@ -1,10 +1,12 @@
 """The page in a browser: until it shows a run of 10 MB, until a new record is seen, report sizes.
 
-Chromium opens the page of `batchwright view` once when nothing is read yet, then several times,
-of which the median counts. An update is the time from the write of a record until it is shown.
+Chromium, which has shown the page of another server before, opens the page of `batchwright view`
+several times with a new server, which has read nothing yet, then several times with one; an update
+is the time from the write of a record until it is shown. Medians count.
 Without Chromium, only the reader and the sizes of reports are measured.
 """
 
+import contextlib
 import json
 import shutil
 import signal
@@ -13,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +59,14 @@ def main() -> None:
             sizes.append([layout, samples, size, time.perf_counter() - began])
         report.table("HTML report of a plan", ("layout", "samples", "bytes", "s"), sizes)
         report.target("HTML report of a plan, bytes", max(row[2] for row in sizes), most=2_000_000)
-        if CHROMIUM is not None:
-            first, opened, updated = in_browser(runs, 3 if args.quick else 7)
+        if CHROMIUM is None or not find_spec("playwright"):
+            report.not_measured("in Chromium", "no Chromium, or no playwright to drive it")
+        else:
+            write_run(folder / "other" / "small", events=1000)
+            first, opened, updated = in_browser(runs, folder / "other", 3 if args.quick else 7)
             seen = [["open, nothing read yet", first], ["open", opened], ["update", updated]]
             report.table("in Chromium", ("what", "s"), seen)
+            report.target("page open on a run of 10 MB, nothing read yet, s", first, most=1.0)
             report.target("page open on a run of 10 MB, s", opened, most=1.0)
             report.target("live update, s", updated, most=1.0)
     report.close()
@@ -91,22 +99,30 @@ def write_step(log: EventLog, step: int) -> None:
     )
 
 
-def in_browser(runs: Path, times: int) -> tuple[float, float, float]:
+def in_browser(runs: Path, other: Path, times: int) -> tuple[float, float, float]:
     """Seconds until the page shows the run, the first time and after, and until a new record."""
     from playwright.sync_api import sync_playwright
 
-    command = [COMMAND, "view", str(runs), "--port", "0"]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
+        serving(other) as before,
+        serving(runs) as url,
         sync_playwright() as playwright,
         EventLog(runs / "ten" / "events.jsonl") as log,
     ):
-        assert server.stdout is not None
-        url = server.stdout.readline().rpartition(" at ")[2].split()[0]
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         page = browser.new_page()
-        opens, updates = [], []
+        # A browser takes most of a second for its first page, whatever that is.
+        page.goto(f"{before}?run=small")
+        until_shown(page, 1000)
+        firsts, opens, updates = [], [], []
         step = json.loads((runs / "ten" / "events.jsonl").read_bytes().splitlines()[-1])["step"]
+        for _ in range(times):
+            with serving(runs) as new:
+                began = time.perf_counter()
+                page.goto(f"{new}?run=ten")
+                until_shown(page, step)
+                firsts.append(time.perf_counter() - began)
+                page.goto(f"{before}?run=small")
         for _ in range(times + 1):
             began = time.perf_counter()
             page.goto(f"{url}?run=ten")
@@ -118,8 +134,20 @@ def in_browser(runs: Path, times: int) -> tuple[float, float, float]:
             until_shown(page, step)
             updates.append(time.perf_counter() - began)
         browser.close()
-        server.send_signal(signal.SIGINT)
-    return opens[0], statistics.median(opens[1:]), statistics.median(updates[1:])
+    opens, updates = opens[1:], updates[1:]
+    return statistics.median(firsts), statistics.median(opens), statistics.median(updates)
+
+
+@contextlib.contextmanager
+def serving(runs: Path) -> Iterator[str]:
+    """The address of a server."""
+    command = [str(COMMAND), "view", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server.stdout.readline().rpartition(" at ")[2].split()[0]
+        finally:
+            server.send_signal(signal.SIGINT)
 
 
 def until_shown(page: Any, step: int) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "Measured",
     "Report",
     "arguments",
+    "data_folder",
     "free_memory",
     "lengths_of",
     "measure",
@@ -128,6 +129,8 @@ def measure(
     A call that takes longer than `limit_s` ends the child, and so does one that takes three
     quarters of the memory that was free before; an import that fails is a reason, not an error.
     """
+    if _Smoke.on:
+        given, runs, limit_s = small, 1, min(limit_s, 20.0)
     # Forked, so that the input is shared and not sent; nothing here may have started threads.
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -342,10 +345,22 @@ def machine() -> dict[str, Any]:
     }
 
 
+class _Smoke(argparse.Action):
+    """Sets --quick and --no-save, and lets `measure` take the small input once."""
+
+    on = False
+
+    def __call__(self, parser: Any, found: Any, *rest: Any) -> None:
+        found.quick = found.no_save = found.smoke = _Smoke.on = True
+
+
 def arguments(description: str) -> argparse.ArgumentParser:
     """The flags every script has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes, under a minute")
+    parser.add_argument(
+        "--smoke", action=_Smoke, nargs=0, default=False, help="does it run? figures mean nothing"
+    )
     parser.add_argument("--no-save", action="store_true", help="print only")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a peer's call may take")
     return parser
@@ -368,3 +383,8 @@ def _cell(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def data_folder() -> Path:
+    """Where graphs and texts are: `$BATCHWRIGHT_DATA`, else beside the checkout."""
+    return Path(os.environ.get("BATCHWRIGHT_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -26,7 +26,7 @@ from batchwright.calls.limit import Limit
 from batchwright.calls.simulator.service import ServerKind
 from batchwright.rng import stream
 
-__all__ = ["KINDS", "Law", "Oracle", "Run", "World", "oracle_seconds", "run"]
+__all__ = ["KINDS", "LateOracle", "Law", "Oracle", "Run", "World", "oracle_seconds", "run"]
 
 Law = Literal["lognormal", "gamma", "uniform", "bimodal"]
 KINDS: tuple[ServerKind, ...] = ("queue", "reject", "thrash", "batch")
@@ -124,6 +124,34 @@ class Oracle:
         pass
 
 
+class LateOracle:
+    """Knows the knee, but hears of it as late as a limit that has to look for it can.
+
+    Whatever it does, it does once as many calls have ended as were in flight: it goes down to the
+    knee after one such round, and up by a factor of two a round, without ever going above it. What
+    it falls short of the oracle is the price of the delay alone; what a limit falls short of this
+    one is the price of not knowing where the knee is.
+    """
+
+    def __init__(self, world: World, start: int) -> None:
+        self.world = world
+        self.limit = start
+        self.pause_until = 0.0
+        self._knee, self._done, self._ended = world.knee(0), 0, 0
+
+    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        self._done += 1
+        self._ended += 1
+        knee = self.world.knee(self._done)
+        if knee != self._knee:
+            self._knee, self._ended = knee, 0
+        if self._ended >= min(in_flight, self.limit):
+            self.limit, self._ended = min(knee, 2 * self.limit), 0
+
+    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
+        pass
+
+
 class _Server:
     """Calls at work, their pace, and the line of those that wait."""
 
@@ -200,7 +228,7 @@ class _Server:
         self._repace()
 
 
-def run(world: World, limit: "Limit | Oracle") -> Run:
+def run(world: World, limit: "Limit | Oracle | LateOracle") -> Run:
     """Make all calls of `world` under `limit`, as fast as it allows."""
     works, jitter = world.works()
     server = _Server(world)

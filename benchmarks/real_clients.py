@@ -2,8 +2,9 @@
 
     python real_clients.py '{"client": "openai", "url": ..., "limit": 16, "prompts": [...], ...}'
 
-prints [seconds or null for a lost call, ...] as JSON. It imports nothing of batchwright, so that it
-also runs in an environment that has only the peer.
+prints the seconds of all calls together, without those of the client's import, and the seconds of
+each, null for a lost one, as JSON. It imports nothing of batchwright, so that it also runs in an
+environment that has only the peer.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import time
 from typing import Any
 
 
-async def main(given: dict[str, Any]) -> list[float | None]:
+async def main(given: dict[str, Any]) -> dict[str, Any]:
     gate = asyncio.Semaphore(given["limit"])
     settings = {"max_tokens": given["max_tokens"], "temperature": 0}
     if given["client"] == "openai":
@@ -49,11 +50,10 @@ async def main(given: dict[str, Any]) -> list[float | None]:
                 return None
             return time.perf_counter() - begun
 
-    return list(await asyncio.gather(*map(one, given["prompts"])))
+    begun = time.perf_counter()
+    took = await asyncio.gather(*map(one, given["prompts"]))
+    return {"seconds": time.perf_counter() - begun, "took": took}
 
 
 if __name__ == "__main__":
-    given = json.loads(sys.argv[1])
-    begun = time.perf_counter()
-    took = asyncio.run(main(given))
-    print(json.dumps({"seconds": time.perf_counter() - begun, "took": took}))
+    print(json.dumps(asyncio.run(main(json.loads(sys.argv[1])))))
