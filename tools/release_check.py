@@ -6,6 +6,7 @@ Everything happens in a temporary folder: the checkout is only read. Exits with 
 at the first thing that a release must not have, or must have and does not.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -68,7 +69,8 @@ def check_wheel(wheel: Path, version: str) -> None:
     outside = sorted({name.partition("/")[0] for name in names} - {"batchwright", info})
     if outside:
         fail(f"the wheel installs {outside} beside batchwright")
-    for needed in ("batchwright/py.typed", "batchwright/shipped/demo.jsonl"):
+    shipped = ("py.typed", "shipped/demo.jsonl", "ahead.txt", "compiled/manifest.json")
+    for needed in (f"batchwright/{name}" for name in shipped):
         if needed not in names:
             fail(f"the wheel has no {needed}")
     if f"{info}/licenses/LICENSE" not in names or metadata["License-Expression"] != "Apache-2.0":
@@ -98,6 +100,9 @@ def check_installed(python: Path, work: Path, version: str) -> None:
     says = run(python.parent / "batchwright", "--version", cwd=work).strip()
     if says != version:
         fail(f"batchwright --version says {says!r}, not {version}")
+    found = json.loads(run(python.parent / "batchwright", "doctor", "--format", "json", cwd=work))
+    if not found["kernels"]["ahead"]:
+        fail(f"the kernels in the wheel are not used: {found['kernels']['why_not_ahead']}")
 
 
 def demo(command: Path, folder: Path) -> None:
