@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from batchwright.calls import Kind, Outcome, Pool, Request, chat
+from batchwright.events import EventLog, read_events
 from foreign_server import Foreign
 from raw_server import RawServer, Seen, answer
 
@@ -45,40 +46,44 @@ def test_auto_loses_nothing_on_a_slow_server_with_few_slots_and_sends_nothing_tw
     assert server.peak == slots
 
 
+def limits(log: Path) -> list[int]:
+    """Every value that the limit was changed to."""
+    return [event.fields["to"] for event in read_events(log) if event.kind == "limit"]
+
+
 @pytest.mark.parametrize(("status", "retry_after"), [(429, None), (429, "0.05"), (503, None)])
 @pytest.mark.parametrize("limit", ["auto", 60])
 def test_a_server_that_rejects_above_five_loses_no_call(
-    limit: Any, status: int, retry_after: str | None
+    limit: Any, status: int, retry_after: str | None, tmp_path: Path
 ) -> None:
     server = Foreign("reject", 5, seconds=0.02, status=status, retry_after=retry_after)
-    with server.running() as url, Pool(url, limit=limit, hedge=False, remember=False) as pool:
-        outcomes, limits = [], []
-        for _, outcome in pool.stream(prompts(150)):
-            outcomes.append(outcome)
-            limits.append(pool.stats()["endpoints"][0]["limit"])
-        stats = pool.stats()
+    with server.running() as url, EventLog(tmp_path / "events.jsonl") as events:
+        outcomes, stats = run(url, 150, limit=limit, events=events)
 
-    assert len(outcomes) == 150
     assert all(outcomes)
     assert server.peak == 5
     # Sixty at a time would be rejected many times a call.
     assert server.rejected == stats["rejects"] < 300
     # A number comes back to itself as soon as nobody is rejected, so its lowest value counts.
-    assert min(limits) <= 16
-    assert limit == 60 or limits[-1] <= 16
+    assert min(limits(tmp_path / "events.jsonl")) <= 16
+    assert limit == 60 or stats["endpoints"][0]["limit"] <= 16
 
 
-def test_a_number_is_a_ceiling_that_comes_back_after_rejects() -> None:
+def test_a_number_is_a_ceiling_that_comes_back_after_rejects(tmp_path: Path) -> None:
     server = Foreign("reject", 3, seconds=0.005)
-    with server.running() as url, Pool(url, limit=12, hedge=False) as pool:
+    with (
+        server.running() as url,
+        EventLog(tmp_path / "events.jsonl") as events,
+        Pool(url, limit=12, hedge=False, events=events) as pool,
+    ):
         assert all(pool.map(prompts(60)))
-        low = pool.stats()["endpoints"][0]["limit"]
         server.slots = 100
         assert all(pool.map(prompts(300)))
         back = pool.stats()["endpoints"][0]["limit"]
 
-    assert low <= 6
-    assert back == 12
+    # It goes up and down between tries of one more, so its lowest value counts, not its last.
+    assert min(limits(tmp_path / "events.jsonl")) <= 6
+    assert back == max(limits(tmp_path / "events.jsonl")) == 12
 
 
 def test_a_thrashing_server_is_not_flooded() -> None:
