@@ -21,9 +21,13 @@ class CompileKernels(BuildHookInterface):
             self.app.display_warning("numba is not there: kernels compile on their first use")
             return
         folder = Path(self.root, "build", "compiled")
-        subprocess.run(
+        # What this build may import, an isolated environment of pip's too, and the sources.
+        path = os.pathsep.join([str(Path(self.root, "src")), *filter(None, sys.path)])
+        done = subprocess.run(
             [sys.executable, "-m", "batchwright.ahead", folder],
-            env={**os.environ, "PYTHONPATH": str(Path(self.root, "src"))},
-            check=True,
+            env={**os.environ, "PYTHONPATH": path},
         )
+        if done.returncode:
+            self.app.display_warning("no kernel was compiled: kernels compile on their first use")
+            return
         build_data["force_include"][str(folder)] = "batchwright/compiled"
