@@ -255,3 +255,16 @@ def test_no_function_or_class_is_used_only_by_tests() -> None:
         for name in sorted(defined(tree) - used)
     ]
     assert unused == []
+
+
+def test_no_file_of_the_package_is_ignored_by_git() -> None:
+    # A wheel and an sdist leave out what git ignores, and then lack it without a word.
+    checkout = ROOT.parents[1]
+    if not (checkout / ".git").exists():
+        pytest.skip("not a checkout of git")
+    sources = [path for path in ROOT.rglob("*.py") if "compiled" not in path.parts]
+    names = "\n".join(str(path.relative_to(checkout)) for path in sources)
+    asked = ["git", "check-ignore", "--no-index", "--stdin"]
+    ignored = subprocess.run(asked, input=names, capture_output=True, text=True, cwd=checkout)
+    assert len(sources) > 100
+    assert ignored.stdout == ""
