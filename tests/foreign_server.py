@@ -24,7 +24,8 @@ class Foreign:
     """Of a rejection."""
     retry_after: str | None = None
     hang: frozenset[str] = frozenset()
-    """The first try of these prompts is never answered."""
+    """The first `hangs` tries of these prompts are never answered."""
+    hangs: int = 1
     power: float = 1.5
     received: int = 0
     rejected: int = 0
@@ -39,9 +40,9 @@ class Foreign:
     def respond(self, prompt: str) -> tuple[int, dict[str, str], Any]:
         with self._free:
             self.received += 1
-            first = prompt not in self.prompts
+            before = self.prompts.count(prompt)
             self.prompts.append(prompt)
-        if first and prompt in self.hang:
+        if before < self.hangs and prompt in self.hang:
             self._over.wait(60)
             return 500, {}, {}
         with self._free:

@@ -616,3 +616,14 @@ def test_a_folder_is_no_file_of_prompts(tmp_path, call):
 
     assert outcome.code == 1
     assert outcome.err == "error: . is a folder; name a JSONL file of prompts\n"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "temperature", "params", "model", "tools"])
+def test_a_parameter_beside_the_prompt_is_refused_with_where_it_belongs(call, tmp_path, field):
+    row = {"prompt": "2+2?", field: 5}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + "\n")
+    done = call("calls run -i prompts.jsonl -o out.jsonl -e http://127.0.0.1:9/v1 -m m", tmp_path)
+    assert done.code == 1
+    assert f'"parameters": {{"{field}": ...}}' in done.err
+    assert "line 1" in done.err
+    assert not (tmp_path / "out.jsonl").exists()

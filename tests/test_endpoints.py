@@ -2,6 +2,7 @@
 
 import base64
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from batchwright.calls import (
     parse_model,
     respond,
 )
+from batchwright.calls.outcome import read_body
 from batchwright.calls.wire import ollama as ollama_wire
 from batchwright.calls.wire import openai as openai_wire
 from batchwright.calls.wire.masking import Mask
@@ -643,3 +645,51 @@ def test_ollama_tools_and_log_probabilities_are_those_of_openai():
     assert choice["logprobs"]["content"][0]["logprob"] == -0.5
     with pytest.raises(ConfigError, match="OpenAI address"):
         ollama_wire.encode(respond("m", "2+2?"))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (429, Kind.RATE_LIMITED),
+        ("429", Kind.RATE_LIMITED),
+        (502, Kind.HTTP_5XX),
+        (400, Kind.HTTP_4XX),
+        (408, Kind.TIMEOUT),
+        ("rate_limit", Kind.BAD_BODY),
+        (None, Kind.BAD_BODY),
+        (7, Kind.BAD_BODY),
+    ],
+)
+def test_an_error_inside_a_200_is_what_its_code_says(code: Any, kind: Kind) -> None:
+    said = {"error": {"message": "Provider returned error", "code": code}}
+    failed = openai_wire.decode(chat("m", "q"), 200, {}, json.dumps(said).encode())
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.status) == (kind, 200)
+    assert "Provider returned error" in failed.error
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (204, Kind.HTTP_4XX),
+        (202, Kind.HTTP_4XX),
+        (302, Kind.HTTP_4XX),
+        (409, Kind.TIMEOUT),
+        (425, Kind.TIMEOUT),
+    ],
+)
+def test_statuses_that_are_neither_an_answer_nor_a_refusal(status: int, kind: Kind) -> None:
+    failed = openai_wire.decode(chat("m", "q"), status, {}, b"")
+    assert isinstance(failed, Failed)
+    assert failed.kind is kind
+    assert ("redirects" in failed.error) is (status == 302)
+
+
+def test_content_in_parts_is_read_as_its_text_from_the_wire_and_from_a_body() -> None:
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "4."}]
+    body = {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}
+    done = openai_wire.decode(chat("m", "q"), 200, {}, json.dumps(body).encode())
+    assert isinstance(done, Done)
+    assert done.text == read_body(body)[0] == "It is 4."
+    body["choices"][0]["message"]["content"] = [{"type": "image", "url": "x"}]
+    assert not openai_wire.decode(chat("m", "q"), 200, {}, json.dumps(body).encode())

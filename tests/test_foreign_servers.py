@@ -107,6 +107,37 @@ def test_a_try_that_hangs_is_made_again_long_before_the_deadline() -> None:
     assert stats["given_up"] == 1
 
 
+@pytest.mark.parametrize("limit", ["auto", 1, 4])
+def test_a_hang_of_the_first_call_costs_no_other_call(limit: Any) -> None:
+    server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 0"}))
+    with server.running() as url:
+        # Whoever is allowed one call only has to send another to know that the first one hangs.
+        outcomes, stats = run(url, 20, limit=limit, deadline_s=8.0)
+
+    assert all(outcomes)
+    assert outcomes[0].tries == 2
+    assert stats["given_up"] == 1
+    assert server.received == 21
+
+
+@pytest.mark.parametrize("hedge", [True, False])
+def test_hangs_near_the_end_are_tried_again_though_nothing_is_sent_after_them(hedge: bool) -> None:
+    server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 38", "prompt 39"}))
+    with server.running() as url:
+        outcomes, _ = run(url, 40, limit=4, deadline_s=30.0, hedge=hedge)
+
+    assert all(outcomes)
+    assert server.received <= 44
+
+
+def test_a_call_hangs_when_its_hedge_hangs_as_well() -> None:
+    server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 39"}), hangs=2)
+    with server.running() as url:
+        outcomes, _ = run(url, 40, limit=4, deadline_s=30.0, hedge=True)
+
+    assert all(outcomes)
+
+
 def test_a_server_that_pauses_for_everybody_is_waited_for_and_nothing_is_sent_twice() -> None:
     server = Foreign("queue", 2, seconds=0.005)
     with server.running() as url, Pool(url, limit=8, hedge=False) as pool:

@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-__all__ = ["Done", "Failed", "Kind", "Outcome", "Source", "Usage", "parse_body", "read_body"]
+__all__ = [
+    "Done",
+    "Failed",
+    "Kind",
+    "Outcome",
+    "Source",
+    "Usage",
+    "content_text",
+    "parse_body",
+    "read_body",
+]
 
 Source = Literal["live", "cache", "shared", "hedge"]
 """Where a response came from: the server, the cache or the memory of the pool, an equal call in
@@ -135,6 +145,7 @@ def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
     if isinstance(choices, list) and choices and isinstance(choices[0], dict):
         message, reason = choices[0].get("message"), choices[0].get("finish_reason")
         content = message.get("content") if isinstance(message, dict) else choices[0].get("text")
+        content = content_text(content)
         text = content if isinstance(content, str) else ""
         finish = reason if isinstance(reason, str) else None
     counts = body.get("usage")
@@ -144,6 +155,19 @@ def read_body(body: Mapping[str, Any]) -> tuple[str, str | None, Usage | None]:
         if type(prompt) is type(completion) is int and _counted(prompt) and _counted(completion):
             usage = Usage(prompt, completion)
     return text, finish, usage
+
+
+def content_text(content: Any) -> Any:
+    """The text of a message's content that comes in parts; anything else is returned as is.
+
+    >>> content_text([{"type": "text", "text": "It is "}, {"type": "text", "text": "4."}])
+    'It is 4.'
+    """
+    if not isinstance(content, list) or not content:
+        return content
+    found = [part.get("text") for part in content if isinstance(part, dict)]
+    texts = [text for text in found if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(content) else content
 
 
 def _read_output(body: Mapping[str, Any], output: list[Any]) -> tuple[str, str | None]:

@@ -35,6 +35,12 @@ __all__ = ["Answers", "Api", "Prompt", "Spent", "read_answers", "read_prompts"]
 
 Api = Literal["chat", "responses"]
 RENAMED = {"max_tokens": "max_output_tokens"}
+MISPLACED = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "n", "seed"),
+    *("max_output_tokens", "stop", "tools", "tool_choice", "response_format", "logprobs"),
+    *("frequency_penalty", "presence_penalty", "params", "model"),
+)
+"""What belongs under `parameters`: beside the prompt it would be sent by nobody."""
 
 
 def _mark_of(request: Request) -> str:
@@ -84,6 +90,11 @@ def read_prompts(
                     f"{path}, line {number}: the id {name!r} must be a unique string or integer"
                 )
             seen.add(name)
+            if wrong := [one for one in MISPLACED if one in row]:
+                raise BadRow(
+                    f"{path}, line {number}: {', '.join(wrong)} beside the prompt would not be "
+                    f'sent; write it as "parameters": {{"{wrong[0]}": ...}}'
+                )
             own = row.get("parameters", {})
             what = row.get("prompt") if "prompt" in row else row.get("messages")
             if not isinstance(own, dict) or not isinstance(what, str | list) or not what:

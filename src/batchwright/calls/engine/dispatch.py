@@ -18,8 +18,11 @@ HEDGE_FROM = 16
 """So many latencies must be known before a call can be called late."""
 OVERTAKEN = 4
 """Calls sent later that must have been answered before a try hangs, for each one in flight."""
-SILENT = 8
-"""Or so many times the longest try without any response of the endpoint."""
+SILENT, SILENT_ALONE = 8, 2
+"""Or so many times the longest try without any response of the endpoint: with other calls at it,
+and with so few that none of them waits for another."""
+YOUNG = 16
+"""Before so many responses, one call that was sent later and answered first is enough."""
 HEDGE_SHARE = 0.05
 """At most this share of all tries are hedges."""
 
@@ -138,7 +141,7 @@ class Dispatch:
     ) -> None:
         self.queue: deque[Job] = deque()
         self.in_flight: dict[Job, Attempt] = {}
-        """Jobs at a server and their first try, the oldest first."""
+        """Jobs at a server and the first of their tries there, the oldest first."""
         self._upstreams = upstreams
         self._stats = stats
         self._cap = cap
@@ -201,6 +204,13 @@ class Dispatch:
             return job
         return None
 
+    def ended(self, job: Job, attempt: Attempt) -> None:
+        """A try has ended; if a hedge of it goes on, that one may hang as well."""
+        if self.in_flight.get(job) is attempt:
+            del self.in_flight[job]
+            if job.attempts:
+                self.in_flight[job] = job.attempts[0]
+
     def release(self, job: Job) -> None:
         """A try of a job has ended, or is not made: the cap no longer holds what it may cost."""
         if self._cap is not None:
@@ -211,25 +221,32 @@ class Dispatch:
         """Tries that take far longer than calls do, while the server answers calls sent later.
 
         In the queue of a server that is merely slow nobody is overtaken by many, so nothing is
-        sent twice there. If it has gone silent, one call at a time is sent again. A further try of
-        a call may take twice as long, the last one all the time there is; and no more than 2 and
-        one in twenty tries are given up.
+        sent twice there. If it has gone silent, one call at a time is sent again, and sooner where
+        there is hardly another call that it could wait for. A further try of a call may take twice
+        as long, the last one all the time there is; and no more than 4 and one in twenty tries are
+        given up. A call that is hedged hangs when its hedge does.
         """
         stats = self._stats
-        if stats.measured < HEDGE_FROM or not self.in_flight:
+        if not self.in_flight:
             return
         allowed = {upstream: upstream.try_s() for upstream in self._upstreams}
         least = min(allowed.values())
-        for job, attempt in list(self.in_flight.items()):
-            upstream, age = attempt.upstream, now - attempt.started
-            if age <= least or stats.given_up >= 2 + HEDGE_SHARE * stats.sent:
+        for job, first in list(self.in_flight.items()):
+            if now - first.started <= least or stats.given_up >= 4 + HEDGE_SHARE * stats.sent:
                 return  # the others are younger still
+            if job.over:
+                continue
+            attempt = job.attempts[-1]
+            upstream, age = attempt.upstream, now - attempt.started
             if age <= allowed[upstream] * 2.0**job.tries or job.tries + 1 >= most_tries:
                 continue
-            silent = now - max(upstream.quiet_since, attempt.started) > SILENT * allowed[upstream]
-            if silent or attempt.overtaken >= OVERTAKEN * max(2, upstream.in_flight):
+            patience = SILENT_ALONE if upstream.nearly_idle else SILENT
+            silent = now - max(upstream.quiet_since, attempt.started) > patience * allowed[upstream]
+            young = upstream.answered < YOUNG
+            enough = 1 if young else OVERTAKEN * max(2, upstream.in_flight)
+            if silent or first.overtaken >= enough:
                 upstream.quiet_since = now
-                yield attempt
+                yield from list(job.attempts)
 
     def stragglers(self, now: float) -> Iterator[Job]:
         """Calls to a server that take over twice the 95th percentile, the longest first.

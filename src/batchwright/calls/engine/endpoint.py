@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Breaker", "SharedRateLimit", "Upstream", "limit_for"]
 
 LATENCIES = 256
-TRY_FROM = 16
-"""So many latencies must be known before a try can be called late."""
 TRY_FACTOR, TRY_LEAST_S = 4.0, 1.0
 """A try may take so many times the 99th percentile, and so many seconds at least."""
+TRY_FROM, FEW_FACTOR = 16, 8.0
+"""With fewer latencies it may take longer: for n of them, so many nths of the longest more."""
 
 SILENT = {Kind.TIMEOUT, Kind.UNREACHABLE}
 MOST_PAUSE_S = 60.0
@@ -160,6 +160,11 @@ class Upstream:
                 self.transport = await connect(self.endpoint)
         return self.transport
 
+    @property
+    def nearly_idle(self) -> bool:
+        """Whether so few calls are in flight that none of them should wait for another."""
+        return self.in_flight <= max(1, self.limit.limit // 4)
+
     def has_room(self, now: float) -> bool:
         """Whether it takes one more call now."""
         return self.in_flight < self.limit.limit and self.closed_until(now) <= now
@@ -198,10 +203,13 @@ class Upstream:
 
     def try_s(self) -> float:
         """How long a try may take if calls sent later are answered; infinite if unknown."""
-        if len(self.latencies) < TRY_FROM:
+        known = len(self.latencies)
+        if not known:
             return float("inf")
         ordered = sorted(self.latencies)
-        return max(TRY_LEAST_S, TRY_FACTOR * ordered[round(0.99 * (len(ordered) - 1))])
+        # The longest of a few says less about how long calls take.
+        factor = TRY_FACTOR + (FEW_FACTOR / known if known < TRY_FROM else 0.0)
+        return max(TRY_LEAST_S, factor * ordered[round(0.99 * (known - 1))])
 
     def as_dict(self, now: float) -> dict[str, Any]:
         return {

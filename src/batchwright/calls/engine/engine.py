@@ -53,6 +53,8 @@ RENEW_LEASES_S = 10.0
 UNREACHABLE_S = 60.0
 """How long a server that cannot be reached is waited for."""
 SAVE_LIMITS_S = 30.0
+SILENT_SHARE = 0.25
+"""After this share of the deadline without any response, a full endpoint gets one more call."""
 MEMORY_RESPONSES, MEMORY_BYTES = 4096, 16 * 2**20
 """Exact responses that a pool without a cache remembers: so many, of so many bytes together."""
 
@@ -342,10 +344,9 @@ class Engine:
             job.attempts.remove(attempt)
             if attempt.sent and not isinstance(outcome, Done):
                 self._unpaid(job.request, None if attempt.late else outcome)
-            if not hedge:
-                self._dispatcher.in_flight.pop(job, None)
-                if job.held:
-                    self._dispatcher.release(job)
+            self._dispatcher.ended(job, attempt)
+            if job.held and not hedge:
+                self._dispatcher.release(job)
         if outcome is not None and not attempt.dropped:
             self._settle(job, attempt, outcome, now)
 
@@ -374,6 +375,8 @@ class Engine:
         text = f"no response within {seconds:.3g} s"
         if attempt.overtaken:
             return f"{text}, while {attempt.overtaken:,} calls sent later were answered: it hangs"
+        if attempt.upstream.answered and attempt.upstream.nearly_idle:
+            return f"{text}, with hardly another call at the server: it hangs"
         if attempt.upstream.answered and self._response_at > attempt.started:
             return (
                 f"{text}: it was still in the server's queue; allow fewer calls in flight, or more "
@@ -654,6 +657,7 @@ class Engine:
         if self._queue:
             self._give_up_unsent(now)
             self._dispatch()
+            self._send_past_silence(now)
         self._watch_cache(now)
         self._watch_deadlines(now)
         for attempt in self._dispatcher.hanging(now, self._rules.retry.tries):
@@ -699,6 +703,24 @@ class Engine:
                 tries = job.tries + job.rejects
                 self._finish(job, Failed(kind, text, None, now - job.begun, tries))
         self._purge()
+
+    def _send_past_silence(self, now: float) -> None:
+        """Send one call more than allowed where all that are allowed have been silent for long.
+
+        The calls in flight may hang, all of them if there is one: without another call nobody
+        would know. A server that is merely slow has one call more in its queue.
+        """
+        since = now - SILENT_SHARE * self._rules.deadline_s
+        for upstream in self.upstreams:
+            if upstream.quiet_since > since or upstream.in_flight != upstream.limit.limit:
+                continue
+            tries = self._dispatcher.in_flight.values()
+            started = max((one.started for one in tries if one.upstream is upstream), default=now)
+            if started > since or upstream.closed_until(now) > now:
+                continue
+            job = self._dispatcher.take(upstream, now)
+            if isinstance(job, Job):
+                self._start_slot(upstream, job)
 
     def _watch_cache(self, now: float) -> None:
         """Look again for what other processes are calling, and renew the leases on our calls."""

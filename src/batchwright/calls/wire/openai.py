@@ -10,7 +10,15 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchwright.calls.outcome import Done, Failed, Kind, Outcome, parse_body, read_body
+from batchwright.calls.outcome import (
+    Done,
+    Failed,
+    Kind,
+    Outcome,
+    content_text,
+    parse_body,
+    read_body,
+)
 from batchwright.calls.request import Request
 
 __all__ = ["decode", "encode", "fields_of", "from_body", "refused", "retry_after_s", "scrub"]
@@ -80,7 +88,7 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
         choice = body["choices"][0]
         if request.kind == "chat":
             message = choice["message"]
-            text = message.get("content")
+            text = content_text(message.get("content"))
             empty = not text or text.isspace()
             if empty and not (message.get("tool_calls") or message.get("function_call")):
                 return _empty(choice)
@@ -117,9 +125,10 @@ def refused(request: Request, status: int, headers: Mapping[str, str], body: byt
         lower = message.lower()
         if status == 529 or after is not None or any(word in lower for word in BUSY):
             kind = Kind.RATE_LIMITED
-    elif status == 408:
+    elif status in (408, 409, 425):
+        # Lost on the way, or against another request: the official clients try again too.
         kind = Kind.TIMEOUT
-    elif status < 400:
+    elif 300 <= status < 400:
         # Signed addresses have their secret in the query.
         where = (headers.get("Location") or "elsewhere").partition("?")[0]
         text = f"the server redirects ({status}) to {where[:80]}; give that address instead"
@@ -241,7 +250,14 @@ def _not_json(status: int, body: bytes) -> Failed:
 
 def _wrong_shape(request: Request, body: Any) -> Failed:
     if isinstance(body, dict) and body.get("error"):
-        message = scrub(_message(body["error"]), request)
+        error = body["error"]
+        message = scrub(_message(error), request)
+        code = str(error.get("code")) if isinstance(error, dict) else ""
+        if code.isascii() and code.isdigit() and 400 <= int(code[:4]) < 600:
+            # A router passes its provider's status on inside the body.
+            failed = refused(request, int(code), {}, json.dumps(error).encode())
+            told = failed.error.replace("responded with", "responded 200 with an error of", 1)
+            return Failed(failed.kind, told, 200, retry_after_s=failed.retry_after_s)
         return Failed(Kind.BAD_BODY, f"the server responded 200 with an error: {message}", 200)
     seen = f"fields {fields_of(body)}" if isinstance(body, dict) else type(body).__name__
     return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {seen}", 200)
