@@ -25,6 +25,8 @@ FOREIGN = {
     "binary": bytes(range(256)) * 3,
     "picture": b"\x89PNG\r\n\x1a\n" + bytes(100),
     "sqlite": b"SQLite format 3\0" + bytes(84),
+    "scores by hand": b'{"id": "s0", "score": 0.25, "valid": true, "why": null, "human": "mine"}\n',
+    "evaluation by hand": b"mine, not yours",
 }
 
 
@@ -199,6 +201,27 @@ def test_every_other_command_refuses_a_file_of_somebody_else_too(call, desk, con
         assert forced.code == 0, forced.err
         # What is its own now is replaced without being forced.
         assert call(given, desk).code == 0
+
+
+@pytest.mark.parametrize("line", [one for one in WRITERS if "kg mine" in one or "score -i" in one])
+def test_what_somebody_has_changed_since_it_was_written_is_theirs(call, desk, contents, line):
+    assert call(line.format("mine"), desk).code == 0
+    written = (desk / "mine").read_bytes()
+    lines = written.splitlines(keepends=True)
+    for changed in (
+        written + b"my notes at the end\n",
+        written + b"my notes at the end",
+        b"".join([*lines[:2], b"my own line\n", *lines[3:]]),
+        b"".join([lines[0].replace(b"1", b"2").replace(b"0", b"3"), *lines[1:]]),
+        b"".join([*lines[:1], *lines[2:]]),
+    ):
+        (desk / "mine").write_bytes(changed)
+        before = contents(desk)
+        done = call(line.format("mine"), desk)
+        assert (done.code, "--force" in done.err) == (1, True), (changed, done.err)
+        assert contents(desk) == before
+    (desk / "mine").write_bytes(written)
+    assert call(line.format("mine"), desk).code == 0
 
 
 def test_scores_are_not_written_over_what_they_are_read_from(call, desk, contents):

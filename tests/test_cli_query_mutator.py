@@ -431,6 +431,15 @@ def test_evaluation_compares_strategies_on_held_out_questions(
     assert f"ppo against the best baseline, {versus['baseline']}: " in text
     lines = (folder / "transcripts" / "ppo.jsonl").read_text().splitlines()
     assert {json.loads(row)["env"] for row in lines} == set(range(10))
+    # Files of somebody else in the folder of the output stay as they are.
+    for name in ("evaluation.json", "gain.png", "transcripts/ppo.jsonl"):
+        theirs = tmp_path / name.replace("/", "-") / name
+        theirs.parent.mkdir(parents=True)
+        theirs.write_text("mine, not yours")
+        refused = call(f"{line} -o {name.replace('/', '-')}", tmp_path)
+        assert (refused.code, "--force" in refused.err) == (1, True), refused.err
+        assert theirs.read_text() == "mine, not yours"
+        assert call(f"{line} -o {name.replace('/', '-')} --force", tmp_path).code == 0
 
 
 @pytest.fixture(scope="module")

@@ -405,12 +405,17 @@ HEAD_BYTES = 64 * 2**10
 
 
 def check_output(
-    path: Path, ours: re.Pattern[bytes], *, inputs: Iterable[Path] = (), force: bool = False
+    path: Path,
+    ours: re.Pattern[bytes] | Callable[[bytes], bool],
+    *,
+    inputs: Iterable[Path] = (),
+    force: bool = False,
 ) -> None:
     """Refuse to replace a file that this package did not write, before work is done for nothing.
 
-    A file is ours if its first bytes match `ours`, whatever its name, or if it is empty; `force`
-    allows any regular file. One of the `inputs` is refused in any case. Opens nothing for writing.
+    A file is ours if its first bytes match `ours`, whatever its name, or if it is empty; where
+    `ours` is a function, it judges the whole content. `force` allows any regular file. One of the
+    `inputs` is refused in any case. Opens nothing for writing.
     """
     check_apart(path, inputs)
     try:
@@ -423,31 +428,37 @@ def check_output(
         if force:
             return
         with path.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+            content = file.read(HEAD_BYTES if isinstance(ours, re.Pattern) else -1)
     except OSError as error:
         raise CannotWrite(
             f"cannot read what is at {path}: {error.strerror}; choose another path"
         ) from error
-    if head and not ours.match(head):
+    known = ours.match if isinstance(ours, re.Pattern) else ours
+    if content and not known(content):
         raise ConfigError(
             f"{path} was not written by this command, so it is not replaced; "
             f"choose another path, or replace it with --force"
         )
 
 
-def check_apart(path: Path, inputs: Iterable[Path], what: str = "output") -> None:
+def check_apart(
+    path: Path, inputs: Iterable[Path], what: str = "output", other: str = "input"
+) -> None:
     """Refuse an output that is one of the inputs: by another spelling, a symbolic or a hard link.
 
     >>> check_apart(Path("a/../b"), [Path("b")])
     Traceback (most recent call last):
     batchwright.errors.ConfigError: the output a/../b is the input b; choose another output
+    >>> check_apart(Path("b"), [Path("b")], "cache", "output")
+    Traceback (most recent call last):
+    batchwright.errors.ConfigError: the cache b is the output b; choose another cache
     """
     for one in inputs:
         same = os.path.realpath(path) == os.path.realpath(one)
         with contextlib.suppress(OSError):
             same = same or path.samefile(one)
         if same:
-            raise ConfigError(f"the {what} {path} is the input {one}; choose another {what}")
+            raise ConfigError(f"the {what} {path} is the {other} {one}; choose another {what}")
 
 
 def existing(path: Path, what: str) -> Path:

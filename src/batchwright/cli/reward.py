@@ -64,13 +64,14 @@ def score(
     """Score every response; an interrupted run resumes from its cached responses."""
     from batchwright.files import check_apart, check_output
     from batchwright.rewards import RewardsConfig
-    from batchwright.rewards.files import SCORES, read_responses, write_rows
+    from batchwright.rewards.files import is_scores, read_responses, write_rows
 
-    check_output(output, SCORES, inputs=[input, config], force=force)
+    check_output(output, is_scores, inputs=[input, config], force=force)
     settings = RewardsConfig.load(config)
     for place in (cache, settings.cache):
         if place is not None:
-            check_apart(place, [input, config, output], "cache")
+            check_apart(place, [input, config], "cache")
+            check_apart(place, [output], "cache", "output")
     ids, responses = read_responses(input)
     if joined(on if on == "ray" else settings.on, address):
         settings = settings.model_copy(update={"on": "ray"})

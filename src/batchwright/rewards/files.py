@@ -1,7 +1,6 @@
 """Reads responses from files, and writes scores."""
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ from batchwright.data.rows.source import open_source
 from batchwright.errors import BadRow, UnknownSample
 from batchwright.events import finite
 from batchwright.files import write_atomic
+from batchwright.lines import checked_lines, read_line
 from batchwright.rewards.reward import Response, message_text
 
-__all__ = ["SCORES", "read_responses", "response_of", "values_of", "write_rows"]
+__all__ = ["is_scores", "read_responses", "response_of", "values_of", "write_rows"]
 
 _COLUMNS = {
     "text": ("response", "completion", "solution_str", "answer_text", "output"),
@@ -22,11 +22,6 @@ _COLUMNS = {
     "extra": ("extra_info", "extra"),
 }
 """The column names of each field of a response; the first one present is used."""
-
-SCORES = re.compile(
-    rb'\{"id": "(?:[^"\\]|\\.)*", "score": (?:null|-?\d[\d.eE+-]*), "valid": (?:true|false), "why"'
-)
-"""How a file of scores begins."""
 
 
 def read_responses(path: Path) -> tuple[list[str], list[Response]]:
@@ -74,10 +69,22 @@ def response_of(row: Mapping[str, Any]) -> Response:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write JSON lines atomically; NaN becomes null."""
+    """Write JSON lines atomically, each with its check; NaN becomes null."""
     lines = (json.dumps(finite(row), ensure_ascii=False, allow_nan=False) for row in rows)
     # Half a surrogate pair has no UTF-8; escaped it is JSON.
-    write_atomic(path, "".join(line + "\n" for line in lines).encode("utf-8", "backslashreplace"))
+    write_atomic(path, checked_lines(line.encode("utf-8", "backslashreplace") for line in lines))
+
+
+def is_scores(content: bytes) -> bool:
+    """Whether this is what `write_rows` wrote: no line changed, added or taken out inside."""
+    before = 0
+    *lines, rest = content.split(b"\n")
+    for line in lines:
+        whole = read_line(line, before)
+        if whole is None:
+            return False
+        before = whole[1]
+    return not rest
 
 
 def values_of(path: Path, column: str) -> dict[str, Any]:

@@ -123,7 +123,8 @@ def run(
 
     check_apart(output, [input])
     if cache is not None:
-        check_apart(cache, [input, output], "cache")
+        check_apart(cache, [input], "cache")
+        check_apart(cache, [output], "cache", "output")
     given = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
     parameters = {name: value for name, value in given.items() if value is not None}
     if api == "responses" and seed is not None:

@@ -7,11 +7,12 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
+from batchwright.errors import BadFile
 
 __all__ = ["kg"]
 
 kg = App(name="kg")
-_MINED = re.compile(rb"(# sealed [^\n]*\n)?# \d+ rules mined from ")
+_MINED = re.compile(rb"# sealed [^\n]*\n# \d+ rules mined from ")
 """How a file of mined rules begins."""
 
 GraphFolder = Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")]
@@ -82,7 +83,7 @@ def mine(
     from batchwright.logic.mine.mining import write_rules
     from batchwright.report.text import number, table
 
-    check_output(out, _MINED, force=force)
+    check_output(out, _is_mined, force=force)
     graph = load_graph(folder)
     with progress_bar("counting bodies", quiet) as progress:
         # The triples: an index would not fit for many entities and relations.
@@ -150,6 +151,16 @@ def mine(
         },
     }
     show(facts, text, format)
+
+
+def _is_mined(content: bytes) -> bool:
+    """Whether these are mined rules, and nobody has edited them since."""
+    from batchwright.sealed import check_text
+
+    try:
+        return bool(_MINED.match(content)) and check_text(content.decode(), Path(), "")
+    except (BadFile, UnicodeDecodeError):
+        return False
 
 
 @kg.command

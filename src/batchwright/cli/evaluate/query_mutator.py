@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Force, Format, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,39 +28,43 @@ def evaluate_query_mutator(
         Path | None,
         Parameter(name=["--output", "-o"], help="Folder for JSON, plot and transcripts."),
     ] = None,
+    force: Force = False,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
     """Compare the learned policy with baselines, with confidence intervals and cost."""
-    from batchwright.train.query_mutator.evaluate import as_json, evaluate_run
+    from batchwright.train.query_mutator.evaluate import as_json, check_folder, evaluate_run
 
     if questions < 0 or bandit_episodes < 1:
         raise ConfigError(
             f"--questions must be at least 0 and --bandit-episodes at least 1, got {questions} and "
             f"{bandit_episodes}"
         )
+    place = output or run / "evaluation"
+    check_folder(place, force)
     with progress_bar("evaluating", quiet) as progress:
         found = evaluate_run(
             run,
             questions=questions,
             bandit_episodes=bandit_episodes,
-            output=output or run / "evaluation",
+            output=place,
             progress=progress,
         )
-    place = output or run / "evaluation"
-    _draw(found, place / "gain.png")
-    show(as_json(found), _compared(found, place), format)
+    drawn = _draw(found, place / "gain.png")
+    show(as_json(found), _compared(found, place, drawn), format)
 
 
-def _draw(found: "Comparison", path: Path) -> None:
+def _draw(found: "Comparison", path: Path) -> bool:
+    """Whether there is a picture: without matplotlib there is none."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        return
+        return False
     from batchwright.report.figures import intervals_png
 
     rows = [(one.name, 100 * one.gain, 100 * one.low, 100 * one.high) for one in found.strategies]
     intervals_png(path, rows, "gain over the original wording, percentage points")
+    return True
 
 
 def _versus(found: "Versus") -> str:
@@ -71,7 +75,7 @@ def _versus(found: "Versus") -> str:
     )
 
 
-def _compared(found: "Comparison", output: Path) -> str:
+def _compared(found: "Comparison", output: Path, drawn: bool) -> str:
     from batchwright.report.text import number, percent, table
 
     def points(value: float) -> str:
@@ -114,5 +118,6 @@ def _compared(found: "Comparison", output: Path) -> str:
         + ("\n\n" + table(["strategy", "invalid because", "steps"], reasons) if reasons else "")
         + "\n\n"
         + table(["robustness of the target", "accuracy"], lines)
-        + f"\n\n{number(len(found.strategies))} strategies; JSON, plot and transcripts in {output}"
+        + f"\n\n{number(len(found.strategies))} strategies; JSON and transcripts in {output}"
+        + (", with a plot" if drawn else "; no plot, because matplotlib is not installed")
     )

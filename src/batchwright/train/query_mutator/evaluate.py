@@ -1,6 +1,7 @@
 """Evaluation of a query-mutation run: its policy compared with baselines on held-out questions."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,14 +17,14 @@ from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import Question, Split, load_questions
 from batchwright.errors import ConfigError
 from batchwright.events import finite
-from batchwright.files import write_atomic
+from batchwright.files import check_output, write_atomic
 from batchwright.rl import choose
 from batchwright.train.query_mutator.compare import Comparison, compare_strategies
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.loop import build_env, load_policy
 from batchwright.train.query_mutator.models import open_models
 
-__all__ = ["as_json", "evaluate_run"]
+__all__ = ["as_json", "check_folder", "evaluate_run"]
 
 
 def evaluate_run(
@@ -101,6 +102,23 @@ def as_json(found: Comparison) -> dict[str, Any]:
         "versus": None if found.versus is None else asdict(found.versus),
         "robustness": asdict(found.robustness),
     }
+
+
+_BEGINS = re.compile(rb'\{\n  "ways": \[')
+"""How `evaluation.json` begins."""
+
+
+def check_folder(output: Path, force: bool) -> None:
+    """Refuse a folder in which an evaluation would replace files of somebody else."""
+    check_output(output / "evaluation.json", _BEGINS, force=force)
+    if force or (output / "evaluation.json").exists():
+        return
+    for name in ("gain.png", "transcripts"):
+        if (output / name).exists():
+            raise ConfigError(
+                f"{output / name} was not written by an evaluation, so it is not replaced; "
+                f"choose another folder, or replace it with --force"
+            )
 
 
 def _write(found: Comparison, output: Path) -> None:
