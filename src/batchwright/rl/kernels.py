@@ -78,33 +78,38 @@ def advantages(
 
 
 @kernel
-def _allowed(mask: NDArray[np.bool_], places: NDArray[np.int64]) -> int:
-    """How many actions are allowed; their numbers are put into `places`, in order."""
+def _allowed(mask: NDArray[np.bool_], row: int, places: NDArray[np.int64]) -> int:
+    """How many actions are allowed in a row; their numbers are put into `places`, in order."""
     count = 0
-    for k in range(len(mask)):
+    for k in range(mask.shape[1]):
         places[count] = k
-        count += np.int64(mask[k])
+        count += np.int64(mask[row, k])
     return count
 
 
 @kernel
 def _best(
-    logits: NDArray[np.float32], places: NDArray[np.int64], shares: NDArray[np.float64]
+    logits: NDArray[np.float32],
+    row: int,
+    places: NDArray[np.int64],
+    count: int,
+    shares: NDArray[np.float64],
 ) -> tuple[int, float, float]:
-    """The first of the highest logits at `places`, that logit, the sum of exp(logit - highest).
+    """The first of the highest allowed logits, that logit, the sum of exp(logit - highest).
 
-    -1 in place of the first if nothing is allowed, or if a logit is not a number. What is summed
-    is left in `shares`, one for each of `places`.
+    Of a row, at the first `count` of `places`. -1 in place of the first if nothing is allowed, or
+    if a logit is not a number. What is summed is left in `shares`. The arrays come whole: to
+    slice one costs as much as an exponential.
     """
     top = -np.inf
     best = -1
-    for k in places:
-        if not logits[k] <= top:
-            top = np.float64(logits[k])
-            best = k
+    for i in range(count):
+        if not logits[row, places[i]] <= top:
+            top = np.float64(logits[row, places[i]])
+            best = places[i]
     total = 0.0
-    for i in range(len(places)):
-        shares[i] = np.exp(logits[places[i]] - top)
+    for i in range(count):
+        shares[i] = np.exp(logits[row, places[i]] - top)
         total += shares[i]
     if not np.isfinite(top) or not np.isfinite(total):
         best = -1
@@ -128,8 +133,8 @@ def sample(
     B, K = logits.shape
     places, shares = np.empty(K, np.int64), np.empty(K)
     for b in range(B):
-        count = _allowed(mask[b], places)
-        best, top, total = _best(logits[b], places[:count], shares)
+        count = _allowed(mask, b, places)
+        best, top, total = _best(logits, b, places, count, shares)
         if best < 0:
             return b
         # 53 bits of the hash, in [0, 1).
@@ -159,8 +164,8 @@ def greedy(
     K = logits.shape[1]
     places, shares = np.empty(K, np.int64), np.empty(K)
     for b in range(len(logits)):
-        count = _allowed(mask[b], places)
-        best, _, total = _best(logits[b], places[:count], shares)
+        count = _allowed(mask, b, places)
+        best, _, total = _best(logits, b, places, count, shares)
         if best < 0:
             return b
         actions[b] = best
