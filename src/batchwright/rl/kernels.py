@@ -83,7 +83,7 @@ def _allowed(mask: NDArray[np.bool_], row: int, places: NDArray[np.int64]) -> in
     count = 0
     for k in range(mask.shape[1]):
         places[count] = k
-        count += np.int64(mask[row, k])
+        count += int(mask[row, k])
     return count
 
 
