@@ -31,6 +31,7 @@ from batchwright.batching import BatchingConfig, BatchPlanBuilder, pack_lengths
 from batchwright.batching.packing import kernels
 from batchwright.rng import stream
 from common import CAPACITY, Report, arguments, data_folder, lengths_of
+from peers import mosaic_streaming
 
 BUDGET = 8192
 EPOCHS = 5
@@ -98,8 +99,17 @@ def exchanged(lengths: Lengths) -> Callable[[int], Epoch]:
     return epoch
 
 
+def mosaic_order(n: int) -> Callable[[int], NDArray[np.int64]]:
+    """The order of an epoch that MosaicML Streaming makes of one shard on one node."""
+    mosaic_streaming()
+    from streaming.base.shuffle import get_shuffle
+
+    shards = np.array([n], np.int64)
+    return lambda number: np.asarray(get_shuffle("py1e", shards, 1, 1, number))
+
+
 def mosaic(lengths: Lengths) -> Callable[[int], Epoch]:
-    """Shuffled samples; each batch of them is packed by first fit, longest first.
+    """Streaming's order; each batch of it is packed by first fit, longest first.
 
     `BinPackCollator` takes `packing_ratio` times as many samples as a batch has rows, sorts them
     by length, puts each into the first row with space, which then goes to the end of the list,
@@ -108,9 +118,10 @@ def mosaic(lengths: Lengths) -> Callable[[int], Epoch]:
     """
     rows = BUDGET // CAPACITY
     take = max(1, int(rows * CAPACITY / lengths.mean()))
+    ordered = mosaic_order(len(lengths))
 
     def epoch(number: int) -> Epoch:
-        order = stream(1, "benchmark/mosaic", number).permutation(len(lengths))
+        order = ordered(number)
         made: Epoch = []
         carried: list[tuple[int, list[int]]] = []
         for first in range(0, len(order), take):
@@ -130,6 +141,14 @@ def mosaic(lengths: Lengths) -> Callable[[int], Epoch]:
         return made + [np.array(row) for _, row in carried]
 
     return epoch
+
+
+def has_mosaic(report: Report) -> bool:
+    try:
+        mosaic_order(2)
+    except ImportError as error:
+        report.not_measured("MosaicML", str(error))
+    return "MosaicML" not in report.missing
 
 
 def cut(order: NDArray[np.int64], lengths: Lengths) -> Iterator[NDArray[np.int64]]:
@@ -267,7 +286,7 @@ def compare(report: Report, name: str, lengths: Lengths) -> None:
         ("batchwright packed", True, ours("packed", lengths)),
         ("exchanged at random for long", True, exchanged(lengths)),
         ("random order, best fit", True, random_best_fit(lengths)),
-        ("MosaicML's rule", True, mosaic(lengths)),
+        *((("MosaicML", True, mosaic(lengths)),) if has_mosaic(report) else ()),
         ("batchwright sorted", False, ours("sorted", lengths)),
         ("random at the same fullness", False, jittered(lengths, sorted_full)),
         ("fairseq's rule", False, fairseq(lengths)),

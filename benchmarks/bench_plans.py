@@ -11,7 +11,9 @@ Timed apart, each in its own process, on the lognormal lengths:
     ids      the same and then `.samples`, the ids as strings
 
 fairseq and lhotse make the batches of one epoch; beside them stands our plan with every batch of
-an epoch made as well, although a run needs no such list.
+an epoch made as well, although a run needs no such list. MosaicML Streaming orders rows without
+asking how long they are, as many in a batch as fill the budget on average: its padding stands in
+the column of the efficiency.
 """
 
 import shutil
@@ -31,6 +33,7 @@ from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.rng import stream
 from common import Contender, Report, arguments, free_memory, lengths_of, measure
+from peers import mosaic_streaming
 
 BUDGET = 65_536
 EPOCHS = 1000
@@ -192,6 +195,23 @@ def fairseq(lengths: NDArray[np.int32]) -> Callable[[], list[Any]]:
     return call
 
 
+def mosaic(lengths: NDArray[np.int32]) -> Callable[[], list[Any]]:
+    mosaic_streaming()
+    from streaming.base.partition import get_partitions
+    from streaming.base.shuffle import get_shuffle
+
+    shards = np.array([len(lengths)], np.int64)
+    rows = max(1, int(BUDGET / lengths.mean()))
+
+    def call() -> list[Any]:
+        # What StreamingDataset does before an epoch, on one rank: shuffled rows, so many a batch.
+        places = get_partitions("relaxed", len(lengths), 1, 1, 1, 1, rows).reshape(-1, rows)
+        items = get_shuffle("py1e", shards, 1, 0, 0)[places]
+        return [batch[there] for batch, there in zip(items, places >= 0, strict=True)]
+
+    return call
+
+
 def lhotse(lengths: NDArray[np.int32]) -> Callable[[], list[Any]]:
     from lhotse import CutSet, MonoCut
     from lhotse.dataset import DynamicBucketingSampler
@@ -231,6 +251,7 @@ def peers(report: Report, sizes: list[int]) -> None:
         Contender("batchwright sorted, the plan", ours_plan, epoch_summary),
         Contender("batchwright sorted, every batch of an epoch", ours_epoch, epoch_summary),
         Contender("fairseq batch_by_size (Cython)", fairseq, epoch_summary),
+        Contender("MosaicML Streaming, padded rows", mosaic, epoch_summary),
         Contender("lhotse DynamicBucketingSampler", lhotse, epoch_summary),
     )
     for n in sizes:

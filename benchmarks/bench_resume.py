@@ -14,15 +14,17 @@ stands beside it. What is timed, from the opening of plan and tokens:
     accelerate            skip_first_batches over torch's DataLoader with as many rows in a batch
                           on average: the sampler is replayed, skipped rows are not read
     StatefulDataLoader    torchdata's, the same batches, from the state it had before the step
+    MosaicML Streaming    StreamingDataLoader over the same rows in its own shards, from its state
 
-The last two pad random rows: they plan nothing, and check neither data nor position. Theirs is
-one batch on one rank.
+The last three pad random rows: they plan nothing, and check neither data nor position. Theirs is
+one batch on one rank. Imports are not timed, those of numba and of the peers included.
 
 The first two also where samples have names of their own instead of row numbers. Bytes read are
 those of the token files that are in the system's cache afterwards, whole pages of 4 KiB.
 """
 
 import ctypes
+import json
 import mmap
 import multiprocessing
 import os
@@ -31,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,8 +55,9 @@ from batchwright.train.sft.loop import train_sft
 from batchwright.train.sft.prepare import Prepared, batching_config, open_prepared
 from batchwright.train.sft.state import training_state
 from common import SEED, Contender, Report, arguments, measure
+from peers import mosaic_streaming
 
-READ = ("tokens", "mask")
+READ = ("tokens/tokens.bin", "tokens/mask.bin")
 BYTES_PER_TOKEN = 5
 PARTS = (
     "start numba",
@@ -64,6 +68,7 @@ PARTS = (
 )
 NAMED = ", named"
 STATE = "loader.pt"
+SHARDS = "mosaic"
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,8 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
         arrays["id_offsets"], arrays["id_data"] = pairs
     with STORE.replacing(folder / "tokens") as place:
         files = {name: write_array(place, name, array) for name, array in arrays.items()}
-        fields = {"dataset_hash": "made", "tokenizer_hash": tokenizer.fingerprint}
+        fields = {"source": "made", "dataset_hash": "made"}
+        fields["tokenizer_hash"] = tokenizer.fingerprint
         none = {"count": 0, "reasons": []}
         fields |= {"skipped": none, "repeated": none}
         STORE.write(place, {**fields, "files": files})
@@ -114,7 +120,7 @@ def make_run(config: SftConfig, n: int, step: int, named: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with TrainingRun(config) as started:
         started.start()
-        started.save(step, training_state(model, optimizer, at), keep=1)
+        started.save(step, lambda: training_state(model, optimizer, at), keep=1)
 
 
 def forget(run: Run) -> None:
@@ -152,11 +158,20 @@ def cached_bytes(path: Path) -> int:
 Result = dict[str, Any]
 
 
-def contender(name: str, work: Callable[[Run], Result]) -> Contender:
-    """`work` may tell `seconds` itself, if the end of the call is not what counts."""
+def contender(
+    name: str,
+    work: Callable[[Run], Result],
+    ready: Callable[[], Any] = lambda: import_module("numba"),
+    files: tuple[str, ...] = READ,
+) -> Contender:
+    """`work` may tell `seconds` itself, if the end of the call is not what counts.
+
+    What `ready` imports is not timed. The `files` are those whose bytes are counted.
+    """
     calls: list[Result] = []
 
     def prepare(run: Run) -> Callable[[], None]:
+        ready()
         forget(run)
         return lambda: call(run)
 
@@ -166,8 +181,8 @@ def contender(name: str, work: Callable[[Run], Result]) -> Contender:
         calls.append({"seconds": time.perf_counter() - start, **result})
 
     def summary(run: Run, _: object) -> Mapping[str, Any]:
-        files = [run.folder / "tokens" / f"{name}.bin" for name in READ]
-        return {"first": calls[0], "again": calls[1], "read": sum(map(cached_bytes, files))}
+        paths = [path for pattern in files for path in run.folder.glob(pattern)]
+        return {"first": calls[0], "again": calls[1], "read": sum(map(cached_bytes, paths))}
 
     return Contender(name, prepare, summary)
 
@@ -222,11 +237,17 @@ def padded_rows(samples: list[Any]) -> torch.Tensor:
     return pad_sequence(tensors, batch_first=True)
 
 
+def rows_per_batch(run: Run) -> int:
+    """As many as a microbatch of the plan has on average."""
+    samples = len(TokenStore(run.folder / "tokens"))
+    return round(samples / opened(run).plan.num_microbatches())
+
+
 def random_batches(kind: Any, run: Run, store: Any, collate_fn: Callable[..., Any]) -> Any:
-    """A loader of shuffled rows, as many in a batch as a microbatch of the plan has."""
+    """A loader of shuffled rows."""
     return kind(
         store,
-        batch_size=round(len(store) / opened(run).plan.num_microbatches()),
+        batch_size=rows_per_batch(run),
         shuffle=True,
         generator=torch.Generator().manual_seed(SEED),
         collate_fn=collate_fn,
@@ -264,6 +285,50 @@ def save_state(run: Run) -> None:
     for _ in islice(loader, run.step):
         pass
     torch.save(loader.state_dict(), run.folder / STATE)
+
+
+def streaming_loader(run: Run, rows: int) -> Any:
+    base = mosaic_streaming()
+    # One process after the other reads the same folder: what the last one shared is stale.
+    base.util.clean_stale_shared_memory()
+    data = base.StreamingDataset(
+        local=str(run.folder / SHARDS),
+        shuffle=True,
+        shuffle_seed=SEED,
+        num_canonical_nodes=1,
+        batch_size=rows,
+    )
+    return base.StreamingDataLoader(data, batch_size=rows, collate_fn=padded_arrays)
+
+
+def padded_arrays(samples: list[Any]) -> torch.Tensor:
+    from torch.nn.utils.rnn import pad_sequence
+
+    return pad_sequence([torch.from_numpy(s["tokens"].copy()) for s in samples], batch_first=True)
+
+
+def streaming_resumes(run: Run) -> Result:
+    rows = rows_per_batch(run)
+    loader = streaming_loader(run, rows)
+    loader.load_state_dict(json.loads((run.folder / SHARDS / STATE).read_text()))
+    batch = next(iter(loader))
+    return {"asked": 4 * int((batch > 0).sum())}
+
+
+def write_shards(run: Run) -> None:
+    """The rows in Streaming's own format, and its state before the step."""
+    try:
+        base = mosaic_streaming()
+    except ImportError:
+        return
+    store = TokenStore(run.folder / "tokens")
+    columns = {"tokens": "ndarray:int32"}
+    with base.MDSWriter(out=str(run.folder / SHARDS), columns=columns) as writer:
+        for item in range(len(store)):
+            writer.write({"tokens": np.asarray(store(item).input_ids, np.int32)})
+    rows = rows_per_batch(run)
+    state = streaming_loader(run, rows).dataset.state_dict(rows * run.step, from_beginning=True)
+    (run.folder / SHARDS / STATE).write_text(json.dumps(state))
 
 
 @dataclass(frozen=True)
@@ -309,18 +374,24 @@ SEEK, TRAIN = "batchwright", "train_sft, tiny"
 OTHERS = {
     "plans replayed": replay_plans,
     "batches replayed": replay_batches,
-    "accelerate skip_first_batches": accelerate_skips,
-    "torchdata StatefulDataLoader": stateful_loader,
+}
+PEERS: dict[str, tuple[Any, ...]] = {
+    "accelerate skip_first_batches": (accelerate_skips, lambda: import_module("accelerate")),
+    "torchdata StatefulDataLoader": (
+        stateful_loader,
+        lambda: import_module("torchdata.stateful_dataloader"),
+    ),
+    "MosaicML Streaming": (streaming_resumes, mosaic_streaming, (f"{SHARDS}/*.mds",)),
 }
 
 
 def compare(report: Report, run: Run, named: str, found: dict[str, Mapping[str, Any]]) -> None:
-    ways: dict[str, Callable[[Run], Result]] = {SEEK + named: seek, TRAIN + named: train}
+    ways: dict[str, tuple[Any, ...]] = {SEEK + named: (seek,), TRAIN + named: (train,)}
     if not named:
-        ways |= OTHERS
-    for name, work in ways.items():
+        ways |= {name: (work,) for name, work in OTHERS.items()} | PEERS
+    for name, how in ways.items():
         # The run itself is the warm-up: the first call of a process is what a resume is.
-        got = measure(contender(name, work), run, run, limit_s=600.0, runs=1)
+        got = measure(contender(name, *how), run, run, limit_s=600.0, runs=1)
         if got.reason:
             report.not_measured(name, got.reason)
         else:
@@ -353,6 +424,15 @@ def show(report: Report, run: Run, found: Mapping[str, Mapping[str, Any]]) -> No
     )
 
 
+def in_child(work: Callable[..., None], *given: Any) -> None:
+    """So that this process has no compiled code to hand on."""
+    child = multiprocessing.get_context("fork").Process(target=work, args=given)
+    child.start()
+    child.join()
+    if child.exitcode != 0:
+        raise SystemExit(f"{work.__name__} failed, see above")
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     torch.set_num_threads(1)
@@ -366,17 +446,12 @@ def main() -> None:
             config = SftConfig(
                 model="tiny", data="unused", layout="packed", run_dir=Path(folder), stop_after=1
             )
-            # In a child, so that this process has no compiled code to hand on.
-            child = multiprocessing.get_context("fork").Process(
-                target=make_run, args=(config, n, step, bool(named))
-            )
-            child.start()
-            child.join()
+            in_child(make_run, config, n, step, bool(named))
             size = (Path(folder) / "tokens" / "mask.bin").stat().st_size
             run = Run(config, step, size)
-            child = multiprocessing.get_context("fork").Process(target=save_state, args=(run,))
-            child.start()
-            child.join()
+            if not named:
+                in_child(save_state, run)
+                in_child(write_shards, run)
             compare(report, run, named, found)
     show(report, run, found)
     for named in ("", NAMED):

@@ -49,8 +49,9 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     *("batchwright", "numpy", "numba", "scipy", "pyarrow", "tokenizers", "torch", "datasets"),
     *("trl", "LightBinPack", "axolotl", "fairseq-fast", "lhotse", "verl", "math-verify"),
+    *("transformers", "accelerate", "torchdata", "mosaicml-streaming"),
     *("aiohttp", "openai", "inspect_ai", "litellm", "diskcache", "lmdb"),
-    *("gymnasium", "tensordict", "torchrl", "stable-baselines3"),
+    *("gymnasium", "tensordict", "torchrl", "stable-baselines3", "chuk-puzzles-gym"),
 )
 
 # Peers must not look for a hub while they are timed.

@@ -1,16 +1,20 @@
 """How each peer is reached. Imports happen inside, in the child that measures the peer."""
 
 import ast
+import functools
 import heapq
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["function_of", "lightbinpack", "trl_binning", "trl_dataset"]
+__all__ = ["function_of", "lightbinpack", "mosaic_streaming", "trl_binning", "trl_dataset"]
 
 
 class _Binned(Exception):
@@ -85,6 +89,20 @@ def lightbinpack(name: str) -> Callable[..., list[list[int]]]:
 
     function: Callable[..., list[list[int]]] = getattr(lightbinpack, name)
     return function
+
+
+@functools.cache
+def mosaic_streaming() -> Any:
+    """MosaicML Streaming's `streaming.base`, without its data sets of pictures and texts.
+
+    Those need torchvision, and another version of transformers.
+    """
+    spec = find_spec("streaming")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'streaming'")
+    bare = sys.modules["streaming"] = ModuleType("streaming")
+    bare.__path__ = list(spec.submodule_search_locations)
+    return import_module("streaming.base")
 
 
 def function_of(package: str, file: str, *names: str, **imported: Any) -> list[Callable[..., Any]]:

@@ -186,6 +186,7 @@ def training() -> list[list[str]]:
     names = {
         "accelerate skip_first_batches": "accelerate",
         "torchdata StatefulDataLoader": "StatefulDataLoader",
+        "MosaicML Streaming": "MosaicML Streaming",
     }
     loaders = ", ".join(
         f"{short} {resumed[name]['seconds']:.2f} s"

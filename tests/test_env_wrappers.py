@@ -96,6 +96,27 @@ def test_a_torchrl_rollout_is_the_life_of_the_environment(make: Callable[..., En
     assert ends > 5
 
 
+def test_a_rollout_that_is_held_by_any_part_of_it_is_never_written_into() -> None:
+    env = TorchRLEnv(poles())
+
+    def rolled() -> Any:
+        return env.rollout(6, break_when_any_done=False)
+
+    first = rolled()
+    part = first["next", "features"][0].numpy()[1:3]
+    before, place = part.copy(), first["next", "features"].data_ptr()
+    others = [rolled(), rolled()]
+    assert np.array_equal(part, before)
+    assert len({place, *(td["next", "features"].data_ptr() for td in others)}) == 3
+    del first
+    others += [rolled(), rolled()]
+    assert np.array_equal(part, before)
+    # Nothing refers to these any more: one of them is written into.
+    places = {td["next", "features"].data_ptr() for td in others}
+    del others
+    assert rolled()["next", "features"].data_ptr() in places
+
+
 @both
 def test_the_rollout_into_one_tensordict_is_the_same(make: Callable[..., Env]) -> None:
     counts = [iter(range(1000)), iter(range(1000))]

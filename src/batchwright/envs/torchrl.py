@@ -6,6 +6,7 @@ second until reset is called, so nothing is lost and nothing is reset twice.
 """
 
 import multiprocessing
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,31 @@ class _Remembers(Exception):
     """A policy wrote what its next call is to read."""
 
 
+class _Memory:
+    """Memory of rollouts by name, used again once every tensor that showed it is gone.
+
+    To clear fresh pages takes the system as long as the steps take.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, list[tuple[NDArray[Any], weakref.ref[NDArray[Any]]]]] = {}
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        kind = torch.empty(0, dtype=dtype).numpy().dtype
+        kept = [pair for pair in self._kept.get(name, []) if pair[0].shape == shape]
+        free = next((pair for pair in kept if pair[1]() is None), None)
+        # Numpy asks the system for large pages, torch does not.
+        array = np.empty(shape, kind) if free is None else free[0]
+        # A tensor's storage holds this view of the array as long as anything refers to it.
+        lent = array.view()
+        others = [pair for pair in kept if pair is not free]
+        self._kept[name] = [*others[-1:], (array, weakref.ref(lent))]
+        return torch.from_numpy(lent)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Memory, ()
+
+
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     """B environments as one locked batch.
 
@@ -58,6 +84,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.env = env
         self._now: Obs | None = None
         self._direct = False
+        self._memory = _Memory()
         self._whole: TensorDictBase | None = None
         self._fresh = np.zeros(env.num_envs, np.bool_)
         """Which environments have begun an episode for which reset was not called yet."""
@@ -131,19 +158,22 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
 
         Time first is how it is written, a whole step at a time; [B, T] is how TorchRL reads.
         """
-        T, B = num_steps, self.env.num_envs
-        names = {name: (spec.shape, spec.dtype) for name, spec in self._leaves().items()}
+        return self._allocate(num_steps, _Memory())
 
-        def empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(T, *shape, dtype=dtype).transpose(0, 1)
+    def _allocate(self, T: int, memory: "_Memory") -> TensorDictBase:
+        B, leaves = self.env.num_envs, self._leaves()
 
-        def half(reward: bool) -> TensorDictBase:
-            kept = {n: empty(*kind) for n, kind in names.items() if reward or n != "reward"}
+        def half(name: str, without: str = "") -> TensorDictBase:
+            kept = {
+                leaf: memory.empty(f"{name} {leaf}", (T, *spec.shape), spec.dtype).transpose(0, 1)
+                for leaf, spec in leaves.items()
+                if leaf != without
+            }
             return TensorDict(kept, batch_size=[B, T])
 
-        out = half(reward=False)
-        out["action"] = empty(torch.Size([B]), torch.int64)
-        out["next"] = half(reward=True)
+        out = half("root", without="reward")
+        out["action"] = memory.empty("action", (T, B), torch.int64).transpose(0, 1)
+        out["next"] = half("next")
         out.refine_names(None, "time")
         return out
 
@@ -183,10 +213,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             actions[t] = _random(seen["mask"]) if policy is None else policy(seen)
             step = self.env.step(actions[t].numpy())
             done = step.done
+            ended = np.flatnonzero(done)
             for name, (_, behind) in writable.items():
                 behind[t] = step.obs[name]
-                if done.any():
-                    behind[t][done] = step.final_obs[name][done]
+                if len(ended):
+                    behind[t][ended] = step.final_obs[name][ended]
             ends["reward"][t], ends["valid"][t] = step.reward, step.valid
             ends["terminated"][t], ends["truncated"][t] = step.terminated, step.truncated
             ends["done"][t] = done
@@ -205,7 +236,9 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         """TorchRL's rollout; one that ends at no episode's end is written where it is returned.
 
         TorchRL copies every step four times. Its layout there is that of `allocate`: ask for
-        `return_contiguous=True` to have it laid out environments first.
+        `return_contiguous=True` to have it laid out environments first. The environment keeps the
+        memory of the last two rollouts, for the next one to be written into when nothing refers
+        to them any more.
         """
         self._direct = not any(settings.get(name) for name in _NOT_DIRECT)
         try:
@@ -233,7 +266,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             action: torch.Tensor = given.get("action")
             return action
 
-        out = self.allocate(settings["max_steps"])
+        out = self._allocate(settings["max_steps"], self._memory)
         try:
             self.rollout_into(out, act)
         except _Remembers as policy_call:
@@ -270,10 +303,10 @@ def _spec(spec: ArraySpec, num_envs: int) -> TensorSpec:
 def _seen(step: Step) -> Obs:
     """What the step led to: the last observation of an episode that ended, not the next first."""
     seen = _copied(step.obs)
-    done = step.done
-    if done.any():
+    ended = np.flatnonzero(step.done)
+    if len(ended):
         for name, array in seen.items():
-            array[done] = step.final_obs[name][done]
+            array[ended] = step.final_obs[name][ended]
     return seen
 
 

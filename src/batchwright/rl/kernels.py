@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.permutation import mix
 
-__all__ = ["advantages", "greedy", "sample"]
+__all__ = ["advantages", "episodes", "greedy", "sample"]
 
 
 @kernel
@@ -78,24 +78,39 @@ def advantages(
 
 
 @kernel
-def _best(
-    logits: NDArray[np.float32], mask: NDArray[np.bool_], shares: NDArray[np.float64]
-) -> tuple[int, float, float]:
-    """The first of the highest allowed logits, that logit, and the sum of exp(logit - highest).
+def _allowed(mask: NDArray[np.bool_], row: int, places: NDArray[np.int64]) -> int:
+    """How many actions are allowed in a row; their numbers are put into `places`, in order."""
+    count = 0
+    for k in range(mask.shape[1]):
+        places[count] = k
+        count += int(mask[row, k])
+    return count
 
-    -1 in place of the first if nothing is allowed, or if a logit is not a number. What is summed
-    is left in `shares`, 0 where not allowed.
+
+@kernel
+def _best(
+    logits: NDArray[np.float32],
+    row: int,
+    places: NDArray[np.int64],
+    count: int,
+    shares: NDArray[np.float64],
+) -> tuple[int, float, float]:
+    """The first of the highest allowed logits, that logit, the sum of exp(logit - highest).
+
+    Of a row, at the first `count` of `places`. -1 in place of the first if nothing is allowed, or
+    if a logit is not a number. What is summed is left in `shares`. The arrays come whole: to
+    slice one costs as much as an exponential.
     """
     top = -np.inf
     best = -1
-    for k in range(len(logits)):
-        if mask[k] and not logits[k] <= top:
-            top = np.float64(logits[k])
-            best = k
+    for i in range(count):
+        if not logits[row, places[i]] <= top:
+            top = np.float64(logits[row, places[i]])
+            best = places[i]
     total = 0.0
-    for k in range(len(logits)):
-        shares[k] = np.exp(logits[k] - top) if mask[k] else 0.0
-        total += shares[k]
+    for i in range(count):
+        shares[i] = np.exp(logits[row, places[i]] - top)
+        total += shares[i]
     if not np.isfinite(top) or not np.isfinite(total):
         best = -1
     return best, top, total
@@ -116,9 +131,10 @@ def sample(
     that cannot be drawn from (nothing allowed, or a logit that is not a number), or -1.
     """
     B, K = logits.shape
-    shares = np.empty(K)
+    places, shares = np.empty(K, np.int64), np.empty(K)
     for b in range(B):
-        best, top, total = _best(logits[b], mask[b], shares)
+        count = _allowed(mask, b, places)
+        best, top, total = _best(logits, b, places, count, shares)
         if best < 0:
             return b
         # 53 bits of the hash, in [0, 1).
@@ -126,10 +142,10 @@ def sample(
         aim = np.float64(bits) * 2.0**-53 * total
         passed = 0.0
         chosen = -1
-        for k in range(K):
-            if shares[k] > 0.0:
-                passed += shares[k]
-                chosen = k
+        for i in range(count):
+            if shares[i] > 0.0:
+                passed += shares[i]
+                chosen = places[i]
                 if passed > aim:
                     break
         actions[b] = chosen
@@ -145,11 +161,44 @@ def greedy(
     logp: NDArray[np.float32],
 ) -> int:
     """The allowed action of the highest logit, the first of equal ones; returns as `sample`."""
-    shares = np.empty(logits.shape[1])
+    K = logits.shape[1]
+    places, shares = np.empty(K, np.int64), np.empty(K)
     for b in range(len(logits)):
-        best, _, total = _best(logits[b], mask[b], shares)
+        count = _allowed(mask, b, places)
+        best, _, total = _best(logits, b, places, count, shares)
         if best < 0:
             return b
         actions[b] = best
         logp[b] = -np.log(total)
     return -1
+
+
+@kernel
+def episodes(
+    rewards: NDArray[np.float32],
+    done: NDArray[np.bool_],
+    valid: NDArray[np.bool_],
+    returns: NDArray[np.float64],
+    lengths: NDArray[np.int64],
+    clean: NDArray[np.bool_],
+    ended_returns: NDArray[np.float64],
+    ended_lengths: NDArray[np.int64],
+) -> int:
+    """Continue the return and length [B] of every episode over T steps.
+
+    Those that ended are written one after the other, in the order of steps, if all of their steps
+    were valid; returns how many.
+    """
+    T, B = rewards.shape
+    count = 0
+    for t in range(T):
+        for b in range(B):
+            returns[b] += rewards[t, b]
+            lengths[b] += 1
+            clean[b] &= valid[t, b]
+            if done[t, b]:
+                if clean[b]:
+                    ended_returns[count], ended_lengths[count] = returns[b], lengths[b]
+                    count += 1
+                returns[b], lengths[b], clean[b] = 0.0, 0, True
+    return count

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from batchwright import rng
 from batchwright.envs.api import Env, Obs
 from batchwright.errors import ConfigError, Mismatch
+from batchwright.rl import kernels
 from batchwright.rl.policy import Policy, choose
 
 __all__ = ["Collector", "Rollout", "RolloutStopped", "Runner"]
@@ -186,18 +187,13 @@ class Runner:
         self._clean[:] = state["clean"]
 
     def _count_episodes(self, out: Rollout) -> None:
-        out.episode_returns, out.episode_lengths = [], []
-        for t, done in enumerate(out.terminated | out.truncated):
-            self._returns += out.rewards[t]
-            self._lengths += 1
-            self._clean &= out.valid[t]
-            if done.any():
-                reported = done & self._clean
-                out.episode_returns += self._returns[reported].tolist()
-                out.episode_lengths += self._lengths[reported].tolist()
-                self._returns[done] = 0.0
-                self._lengths[done] = 0
-                self._clean[done] = True
+        done = out.terminated | out.truncated
+        most = int(np.count_nonzero(done))
+        returns, lengths = np.empty(most, np.float64), np.empty(most, np.int64)
+        running = self._returns, self._lengths, self._clean
+        count = kernels.episodes(out.rewards, done, out.valid, *running, returns, lengths)
+        out.episode_returns = returns[:count].tolist()
+        out.episode_lengths = lengths[:count].tolist()
 
     def _add_values(self, out: Rollout, policy: Policy, finals: Finals) -> None:
         assert self._obs is not None

@@ -49,6 +49,18 @@ def unsettle(origin: int, class_offsets: Longs, key: np.uint64) -> int:
 
 
 @kernel
+def _length_at(origin: int, distinct_offsets: Longs, low: int, high: int) -> int:
+    """Which of the distinct lengths from `low` to before `high` a sample has."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        if distinct_offsets[middle] <= origin:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@kernel
 def draw_range(
     start: int,
     size: int,
@@ -63,13 +75,23 @@ def draw_range(
     out_items = np.empty(size, np.int32)
     out_starts = np.zeros(size, np.int32)
     out_lengths = np.empty(size, np.int32)
-    for offset in range(size):
-        origin = settle(start + offset, class_offsets, key)
-        out_items[offset] = items[origin]
-        if starts.size:
-            out_starts[offset] = starts[origin]
-        length_class = np.searchsorted(distinct_offsets, origin, side="right") - 1
-        out_lengths[offset] = distinct[length_class]
+    order = np.empty(size, np.int64)
+    position, end = start, start + size
+    which = np.searchsorted(class_offsets, start, side="right") - 1
+    while position < end:
+        low, high = class_offsets[which], class_offsets[which + 1]
+        here = min(end, high) - position
+        permute_run(position - low, high - low, mix(key, np.uint64(which)), order[:here])
+        longest = np.searchsorted(distinct_offsets, low, side="right") - 1
+        shortest = np.searchsorted(distinct_offsets, high - 1, side="right")
+        for offset in range(here):
+            at, origin = position - start + offset, low + order[offset]
+            out_items[at] = items[origin]
+            if starts.size:
+                out_starts[at] = starts[origin]
+            out_lengths[at] = distinct[_length_at(origin, distinct_offsets, longest, shortest)]
+        position += here
+        which += 1
     return out_items, out_starts, out_lengths
 
 
@@ -203,13 +225,7 @@ def draw_ranges(
                 out_items[at] = items[origin]
                 if starts.size:
                     out_starts[at] = starts[origin]
-                length, beyond = length_of_class[which], shortest
-                while beyond - length > 1:
-                    middle = (length + beyond) // 2
-                    if distinct_offsets[middle] <= origin:
-                        length = middle
-                    else:
-                        beyond = middle
+                length = _length_at(origin, distinct_offsets, length_of_class[which], shortest)
                 out_lengths[at] = distinct[length]
                 at += 1
             position += here
