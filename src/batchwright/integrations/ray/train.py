@@ -1,4 +1,4 @@
-"""`train sft` on the workers of a Ray cluster, through losses of nodes, by Ray Train's TorchTrainer.
+"""`train sft` on the workers of a Ray cluster, through losses of nodes, by Ray Train.
 
     command -> controller -> one worker a rank -> train_sft, as under torchrun
             <- events.jsonl, checkpoints in the run directory, which all of them see <-
@@ -170,7 +170,7 @@ def _until_done(
                 storage_path=str(config.run_dir.absolute()),
                 # Whether to try again is decided below: a setting that a worker refuses would be
                 # refused again.
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=TRIES),
             ),
         )
         try:
@@ -252,8 +252,8 @@ def _of_workers(error: Exception) -> Exception | None:
 
 def _not_the_same(why: str) -> Mismatch:
     return Mismatch(
-        f"a node does not have this batchwright ({__version__}): {one_line(why)[:200]}; install one "
-        f"version on all nodes"
+        f"a node does not have this batchwright ({__version__}): {one_line(why)[:200]}; install "
+        f"one version on all nodes"
     )
 
 
