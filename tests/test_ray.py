@@ -315,3 +315,25 @@ def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "refused"))
     with pytest.raises(BadRow, match=r"train\.jsonl:1: its text is empty"):
         build_lengths(data, "bytes", tmp_path / "refused.jsonl", workers=RayWorkers())
+
+
+def test_the_doctor_compares_the_nodes_of_a_cluster(
+    cluster: Cluster, tmp_path: Path, run: Any
+) -> None:
+    same = run(f"doctor --address {cluster.address} --format json", tmp_path)
+    assert same.code == 0, same.err + same.out
+    assert cluster.address in same.data["cluster"]["state"]
+    assert len(same.data["cluster"]["nodes"]) == 2
+    assert same.data["cluster"]["problems"] == []
+    # A node whose processes find another version first.
+    other = tmp_path / "other" / "batchwright-9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: batchwright\nVersion: 9.9\n")
+    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)}, **SMALL)
+    differs = run(f"doctor --address {cluster.address}", tmp_path)
+    cluster.remove_node(node)
+    assert differs.code == 1
+    assert "batchwright differs between the nodes: 0.1.0, 9.9" in differs.out
+    gone = run("doctor --address 127.0.0.1:1", tmp_path)
+    assert gone.code == 1
+    assert "cannot join the Ray cluster at 127.0.0.1:1" in gone.err
