@@ -90,7 +90,7 @@ test_gym_arcade test_integration_hf test_integration_openrlhf test_integration_t
 test_integration_trl test_integration_verl test_kge test_neural_prover test_pool_workers
 test_prover_memory
 test_pykeen test_reasoning test_run_life test_sft test_sft_online test_sft_ranks test_trackers
-test_train_models test_train_prover test_wn18rr_pipeline
+test_slurm test_train_models test_train_prover test_wn18rr_pipeline
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 

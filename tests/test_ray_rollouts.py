@@ -176,7 +176,8 @@ def test_query_mutation_on_a_cluster_learns_what_it_does_alone_after_an_actor_is
         models = f"--target-model {url}/v1#sim-qa --mutator-model {url}/v1#sim-mutator"
         small = "--num-processes 2 --num-steps 2 --num-env-steps 4 --batch-size 2 --quiet"
         typed = run(
-            f"train query-mutator {models} {small} --save-dir typed --on ray --workers 1 --address {cluster.address}",
+            f"train query-mutator {models} {small} --save-dir typed --on ray --workers 1 "
+            f"--address {cluster.address}",
             tmp_path,
         )
         assert typed.code == 0, typed.err

@@ -47,7 +47,7 @@ def doctor(
     engine = _engine()
     cluster = _cluster(address)
     missing = sorted(
-        {p["extra"] for p in parts if not p["version"] and p["extra"] not in ("", "ray")}
+        {str(p["extra"]) for p in parts if not p["version"] and p["extra"] not in ("", "ray")}
     )
     broken = [str(p["name"]) for p in parts if not p["version"] and not p["extra"]]
     healthy = not broken and machine["can_write"] and not cluster.get("problems")
