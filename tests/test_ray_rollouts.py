@@ -93,7 +93,7 @@ def test_a_gym_that_is_not_there_ends_the_stream_of_a_cluster(cluster: Cluster) 
 
     config = GymConfig(port=9, max_retries=0)
     stream = RayGymStream(config, workers=1, num_episodes=2)
-    with pytest.raises(NoServer, match=":9 "):
+    with pytest.raises(NoServer, match="no gym at localhost:9"):
         list(stream)
     stream.close()
 
