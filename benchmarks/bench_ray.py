@@ -222,7 +222,12 @@ def object_store(report: Report, rows: int, turns: int) -> None:
         return
     from batchwright.data.rows.source import open_source
 
-    server = subprocess.Popen([sys.executable, "-c", MOTO], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", MOTO],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
         assert server.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
@@ -273,7 +278,8 @@ def object_store(report: Report, rows: int, turns: int) -> None:
 
 def prover(report: Report, steps: int) -> None:
     from batchwright.envs import ProverEnv
-    from batchwright.logic import load_graph, parse_rules, shipped_graph
+    from batchwright.logic import load_graph, parse_rules
+    from batchwright.logic.loaders import shipped_graph
 
     graph = load_graph("family")
     rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
