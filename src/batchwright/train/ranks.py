@@ -55,12 +55,16 @@ def device_of(wanted: str, world: World) -> torch.device:
 
 @contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
-    """The ranks as one process group, while the block lasts."""
+    """The ranks as one process group, while the block lasts; one that is there already stays."""
     if world.size == 1:
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if dist.is_initialized():
+        # Ray Train's workers have joined before they are given anything to do.
+        yield
+        return
     backend = "nccl" if device.type == "cuda" else "gloo"
     # Given, not read from RANK: srun has other names for them.
     dist.init_process_group(backend, rank=world.rank, world_size=world.size)

@@ -45,6 +45,7 @@ __all__ = [
     "changes",
     "refuse_taken",
     "threads",
+    "wait_until_free",
     "write_stamp",
 ]
 
@@ -315,8 +316,8 @@ class Run:
     number on which they `agree`.
 
     While the block lasts, Ctrl-C, SIGTERM and SIGUSR1 end it at once before `start`, when there is
-    nothing to save; from then on, `stop` says that they were heard. Only a second Ctrl-C ends a
-    block that has started.
+    nothing to save; from then on, `stop` says that they were heard, or that `asked` says so. Only a
+    second Ctrl-C ends a block that has started.
     """
 
     def __init__(
@@ -327,6 +328,7 @@ class Run:
         in_memory: bool = False,
         writes: bool = True,
         agree: Callable[[int], int] = lambda number: number,
+        asked: Callable[[], str | None] | None = None,
     ) -> None:
         self.config = config
         self.folder = Path()
@@ -340,6 +342,7 @@ class Run:
         self._lock: int | None = None
         self._started = False
         self._heard: dict[str, float] = {}
+        self._asked = asked
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._saved_at, self._save_s = time.monotonic(), 0.0
@@ -436,6 +439,8 @@ class Run:
 
     def stop(self, done: int) -> str | None:
         """Which of `STOPS` asks to save and stop, given the steps that this call has done."""
+        if self._asked is not None and (name := self._asked()):
+            self._heard.setdefault(name, time.monotonic())
         if 0 < self.config.stop_after <= done:
             return next((name for name in STOPS if name in self._heard), "--stop-after")
         return next((name for name in STOPS if name in self._heard), None)
@@ -581,6 +586,18 @@ def refuse_taken(config: RunConfig) -> None:
             f"{folder} already holds a {what}; {way}choose another "
             f"{config.flag(config.FOLDER)}, such as {folder}-{NUMBER} for numbered runs"
         )
+
+
+def wait_until_free(folder: Path, most_s: float) -> None:
+    """Wait for a process that is about to end, or was lost with its machine, to give a folder up.
+
+    One that trains on keeps it; then the next `Run` says so.
+    """
+    end = time.monotonic() + most_s
+    while (lock := _locked(folder)) is None and time.monotonic() < end:
+        time.sleep(0.2)
+    if lock is not None:
+        os.close(lock)
 
 
 def _held(folder: Path) -> str | None:

@@ -3,14 +3,14 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from batchwright.cli.flags import at_least
+from batchwright.cli.flags import Address, On, at_least, joined
 from batchwright.cli.gym.record import EpisodeRecord
 from batchwright.cli.output import Format, Quiet, count_of, progress_bar, say, show
 from batchwright.cli.rundir import RunDir, recorded
@@ -83,6 +83,11 @@ def run(
         bool, Parameter(negative="", help="Generated episodes of sums, without a server.")
     ] = False,
     success_rate: Annotated[float | None, Parameter(help="Of mock episodes (0.7).")] = None,
+    on: On = "here",
+    address: Address = None,
+    workers: Annotated[
+        int | None, Parameter(help="Actors on the Ray cluster, each with --connections.")
+    ] = None,
     run_dir: RunDir = None,
     seed: Annotated[int, Parameter(help="Of puzzles, moves of a random policy and sampling.")] = 42,
     quiet: Quiet = False,
@@ -93,7 +98,11 @@ def run(
     from batchwright.streaming.gym import GymEpisodeStream
 
     at_least(1, num_episodes=num_episodes, max_samples=max_samples, buffer_size=buffer_size)
-    at_least(1, steps_per_episode=steps_per_episode, connections=connections)
+    at_least(1, steps_per_episode=steps_per_episode, connections=connections, workers=workers)
+    if (on == "ray") != (workers is not None):
+        raise ConfigError("--workers, the number of actors, and --on ray go together; give both")
+    if on == "ray" and mock:
+        raise ConfigError("--mock needs no server and no other machine; leave out --on ray")
     _check_new(output)
     if num_episodes is None and max_samples is None:
         num_episodes = 10
@@ -137,6 +146,23 @@ def run(
         }
         given = {name: value for name, value in asked.items() if value is not None}
         config = GymConfig(difficulty_range=difficulties, **given)
+        if joined(on, address):
+            from batchwright.integrations.ray.gym import RayGymStream
+
+            assert workers is not None
+            with closing(
+                RayGymStream(
+                    config,
+                    tokenizer,
+                    policy or "hint",
+                    workers=workers,
+                    num_episodes=num_episodes,
+                    connections=connections or 1,
+                    seed=seed,
+                )
+            ) as many:
+                fill(many)
+            return
         with _policy(policy or "hint", events) as player:
             stream = GymEpisodeStream(
                 config,
@@ -350,6 +376,7 @@ def _save(
     data: dict[str, Any] = {
         **counts,
         "unscored": getattr(stream, "unscored", 0),
+        "lost": getattr(stream, "lost", 0),
         "last_error": getattr(stream, "last_error", "") or None,
         "metrics": metrics.to_dict(),
         "by_difficulty": parts,
@@ -371,6 +398,8 @@ def _save(
     ]
     if data["unscored"]:
         lines.append(f"{data['unscored']:,} malformed moves that the server does not score")
+    if data["lost"]:
+        lines.append(f"{count_of(data['lost'], 'episode')} lost with their actor and played again")
     if data["last_error"]:
         lines.append(f"last error: {data['last_error']}")
     if parts:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from batchwright.cli.flags import Address, On, at_least, joined
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.errors import ConfigError
@@ -31,6 +32,11 @@ def train_query_mutator(
         Path | None,
         Parameter(help="Repeat the run in this folder from its cached responses, with no server."),
     ] = None,
+    on: On = "here",
+    address: Address = None,
+    workers: Annotated[
+        int | None, Parameter(help="Actors on the Ray cluster that step the environments.")
+    ] = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -41,6 +47,20 @@ def train_query_mutator(
         config = _replayed(replay, given)
     else:
         config = settings(QueryMutatorConfig, given, resume)
+    more: dict[str, Any] = {}
+    if (on == "ray") != (workers is not None):
+        raise ConfigError("--workers, the number of actors, and --on ray go together; give both")
+    if on == "ray":
+        if replay is not None:
+            raise ConfigError("--replay makes no calls, so it does not go with --on ray")
+        at_least(1, workers=workers)
+        for name in (config.target_model, config.mutator_model, config.judge_model):
+            if name == "sim":
+                raise ConfigError("the model sim is in this process; --on ray needs a server")
+    if joined(on, address) and workers is not None:
+        from batchwright.integrations.ray.mutation import on_workers, ray_pool
+
+        more = {"pool": ray_pool, "environments": partial(on_workers, workers)}
     # The first answers of a local model take a while: the line before them says what is awaited.
     with progress_bar("training, steps", quiet, at_once=True) as progress:
         if progress is not None:
@@ -54,6 +74,7 @@ def train_query_mutator(
             replay=replay,
             trackers=partial(open_trackers, config.track),
             progress=progress,
+            **more,
         )
     facts = dataclasses.asdict(result) | {"run_dir": str(result.run_dir)}
     show(facts, _trained(result), format)
@@ -90,6 +111,8 @@ def _trained(result: "MutatorResult") -> str:
         ["tokens", number(int(calls.get("prompt_tokens", 0) + calls.get("completion_tokens", 0)))],
         ["time", seconds(result.seconds)],
     ]
+    if result.lost_steps:
+        rows.append(["steps lost with their actor, made again", number(result.lost_steps)])
     if result.tracker_failures:
         rows.append(["calls of trackers that failed", number(result.tracker_failures)])
     done = f"done; next: batchwright evaluate query-mutator {result.run_dir}"

@@ -4,11 +4,12 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
+from batchwright.cli.flags import Address, On, joined
+from batchwright.cli.output import Format, Progress, Quiet, progress_bar, say, show
 from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
 from batchwright.errors import ConfigError
 from batchwright.train.sft.config import SftConfig
@@ -30,6 +31,15 @@ def sft(
     dry_run: Annotated[
         bool, Parameter(negative="", help="Predict steps, tokens and memory; train nothing.")
     ] = False,
+    on: On = "here",
+    address: Address = None,
+    workers: Annotated[
+        int | None, Parameter(help="Ranks on the Ray cluster; fewer where it has no room.")
+    ] = None,
+    min_workers: Annotated[
+        int | None,
+        Parameter(help="With fewer workers than this, wait (1; 2 with --fsdp)."),
+    ] = None,
     quiet: Quiet = False,
     format: Format = "text",
 ) -> None:
@@ -44,10 +54,26 @@ def sft(
     from batchwright.train.sft.prepare import refuse_early
     from batchwright.world import World
 
+    world = World.detect()
+    if on == "ray":
+        if workers is None:
+            raise ConfigError("--on ray needs --workers, the number of ranks")
+        if world.size > 1:
+            raise ConfigError(f"--on ray starts its own ranks; leave out {world.found}")
+        if dry_run:
+            raise ConfigError("--dry-run predicts on this machine; leave out --on ray")
+        # As by the ranks, which see one of themselves.
+        world = World(size=max(workers, 1))
+    elif workers is not None or min_workers is not None:
+        raise ConfigError("--workers and --min-workers go with --on ray")
     # Before torch is imported, which takes seconds.
-    refuse_early(config, World.detect(), resume is not None)
+    refuse_early(config, world, resume is not None)
     if dry_run:
         _predict(config, format)
+        return
+    if joined(on, address):
+        assert workers is not None
+        _on_ray(config, workers, min_workers, resume is not None, quiet, format)
         return
     from batchwright.integrations.trackers import open_trackers
     from batchwright.train.sft.loop import train_sft
@@ -60,8 +86,31 @@ def sft(
             progress=progress,
             preparing=preparing,
         )
-    if World.detect().rank == 0:
+    if world.rank == 0:
         show(_facts(result), _table(result), format)
+    leave(result.stopped_by)
+
+
+def _on_ray(
+    config: SftConfig,
+    workers: int,
+    min_workers: int | None,
+    resume: bool,
+    quiet: bool,
+    format: Literal["text", "json"],
+) -> None:
+    from batchwright.integrations.ray.train import train_sft_on_ray
+
+    with _bars(quiet, "tokenising") as (_, progress):
+        result = train_sft_on_ray(
+            config,
+            workers=workers,
+            min_workers=min_workers,
+            resume=resume,
+            progress=progress,
+            say=lambda text: say(text, err=True),
+        )
+    show(_facts(result), _table(result), format)
     leave(result.stopped_by)
 
 
@@ -133,6 +182,8 @@ def _table(result: "SftResult") -> str:
         ["attention", result.backend],
         *_online(result.online or {}),
     ]
+    if result.worlds:
+        rows.append(["workers, in turn", ", ".join(map(number, result.worlds))])
     if result.steps_without_loss:
         rows.append(["steps without loss", number(result.steps_without_loss)])
     rows += _policies(result.counts or {})

@@ -1,4 +1,4 @@
-"""Many machines by Ray: one pool of calls for a cluster, and rows encoded on all its nodes."""
+"""Many machines by Ray: one pool of calls, rows encoded on all nodes, training, gym clients."""
 
 from batchwright.integrations.ray.cluster import join
 from batchwright.integrations.ray.pool import RayPool

@@ -8,9 +8,11 @@ from typing import Any
 
 from batchwright.errors import BatchwrightError, NoServer, need, one_line
 
-__all__ = ["join", "raised_there"]
+__all__ = ["join", "node_versions", "raised_there"]
 
 REACH_S = 10.0
+ANSWER_S = 60.0
+"""How long a node is waited for that is asked for its versions: it starts a process for it."""
 
 
 def join(address: str | None = None) -> str:
@@ -67,3 +69,46 @@ def raised_there(error: Any) -> Exception:
     """What a task or an actor raised, as it raised it."""
     cause = error.cause
     return cause if isinstance(cause, BatchwrightError) else error
+
+
+def node_versions() -> list[dict[str, str | None]]:
+    """Of each living node of the joined cluster: its address and its versions.
+
+    None for what is not installed there; a node that does not answer has `why`.
+    """
+    ray = need("ray", extra="ray")
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Inside, so that it travels as code: the package may be what is missing there.
+    def versions() -> dict[str, str | None]:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
+        found: dict[str, str | None] = {"python": platform.python_version()}
+        for name in ("ray", "batchwright", "torch", "transformers", "tokenizers"):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = None
+        return found
+
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: str(n["NodeID"]))
+    asked = [
+        ray.remote(versions)
+        .options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        )
+        .remote()
+        for node in nodes
+    ]
+    ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+    rows: list[dict[str, str | None]] = []
+    for node, answer in zip(nodes, asked, strict=True):
+        row = {"node": f"{node['NodeID'][:8]} at {node['NodeManagerAddress']}"}
+        try:
+            rows.append({**row, **ray.get(answer, timeout=0)})
+        except ray.exceptions.RayError as error:
+            rows.append({**row, "why": one_line(error)[:200]})
+    return rows

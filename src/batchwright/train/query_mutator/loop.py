@@ -10,13 +10,14 @@ finished one can be replayed with no server.
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from batchwright.calls import Pool
 from batchwright.envs.query_mutation.env import MutationPipelines, Turn
 from batchwright.envs.query_mutation.operators import OPERATORS, load_operators
 from batchwright.envs.questions import load_questions
@@ -35,6 +36,13 @@ from batchwright.train.tracking import Tracker, Tracking
 __all__ = ["MutatorResult", "build_env", "load_policy", "train_query_mutator"]
 
 
+Environments = Callable[
+    [QueryMutatorConfig, Models, Path, Callable[[Turn], object]],
+    AbstractContextManager[MutationPipelines],
+]
+"""Opens the environments of a run, from its settings, models, folder and what takes each turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class MutatorResult:
     """What a run did, in this call."""
@@ -50,6 +58,8 @@ class MutatorResult:
     """Invalid steps by reason, as in the transcripts."""
     rejected: int
     """Rewritings that the guard rejected."""
+    lost_steps: int
+    """Steps that were lost with the actor that made them, and made again."""
     failed_starts: int
     """Episodes whose question got no score in its original wording."""
     first_gain: float | None
@@ -69,13 +79,16 @@ def train_query_mutator(
     replay: Path | None = None,
     trackers: Callable[[Path], Sequence[Tracker]] = lambda folder: (),
     progress: Callable[[int, int, str], None] | None = None,
+    pool: Callable[..., Pool] | None = None,
+    environments: Environments | None = None,
 ) -> MutatorResult:
     """Train, resume the run in `config.save_dir`, or replay the run in `replay`.
 
     `trackers` are made of the run's folder, which is numbered. `progress` gets the steps done, all
     steps, and how many calls were answered and what the last update gained; the first time before
     any call. Ctrl-C, SIGTERM and SIGUSR1 end the update, or leave a rollout between two steps, and
-    save; a second Ctrl-C stops at once.
+    save; a second Ctrl-C stops at once. `pool` and `environments` are made in the place of `Pool`
+    and of what `build_env` makes.
     """
     began = time.perf_counter()
     with ExitStack() as open_things:
@@ -98,9 +111,15 @@ def train_query_mutator(
                 replay=replay is not None,
                 events=run.log,
                 on_call=shown,
+                pool=pool,
             )
         )
-        env = build_env(config, models, on_turn=transcript.add)
+        if environments is None:
+            env = build_env(config, models, on_turn=transcript.add)
+        else:
+            env = open_things.enter_context(
+                environments(config, models, run.folder, transcript.add)
+            )
         runner = OverlappingRunner if config.overlap else Runner
         ppo = PPO(env, policy_for(env, seed=config.seed), _ppo(config), runner=runner)
         if found := run.latest():
@@ -157,6 +176,7 @@ def train_query_mutator(
             invalid_steps=env.counts["invalid"],
             reasons=dict(sorted(env.reasons.items())),
             rejected=env.counts["guard"],
+            lost_steps=getattr(env, "lost", 0),
             failed_starts=env.counts["failed_starts"],
             first_gain=gains[0] if gains else None,
             last_gain=float(np.mean(last)) if last else None,
@@ -178,10 +198,11 @@ def build_env(
     models: Models,
     *,
     on_turn: Callable[[Turn], object] | None = None,
+    made: type[MutationPipelines] = MutationPipelines,
 ) -> MutationPipelines:
     """The environments of a run, on the train split of its questions."""
     operators = load_operators(config.operators) if config.operators else OPERATORS
-    return MutationPipelines(
+    return made(
         load_questions(config.dataset, "train"),
         models.mutator,
         models.target,

@@ -116,19 +116,22 @@ def open_models(
     replay: bool = False,
     events: EventLog | None = None,
     on_call: Callable[[], None] = lambda: None,
+    pool: Callable[..., Pool] | None = None,
+    check: bool = True,
 ) -> Iterator[Models]:
     """The models of a run, with their responses cached in `folder`; `replay` makes no calls.
 
-    `on_call` is called after each call that mutator or target answered or failed.
+    `on_call` is called after each call that mutator or target answered or failed. `pool` makes
+    pools other than `Pool`, of the path of the cache. Without `check`, servers are not looked for.
     """
     store = folder / "calls.db"
     if replay and not store.exists():
         raise MissingFile(f"{folder} has no calls.db; only a run that was started can be replayed")
-    if not replay:
+    if check and not replay:
         asyncio.run(_check_servers(config))
     with ExitStack() as stack:
         mode: Literal["use", "replay"] = "replay" if replay else "use"
-        cache = stack.enter_context(Cache(store, mode=mode))
+        cache = store if pool else stack.enter_context(Cache(store, mode=mode))
         pools: dict[tuple[str, ...], Pool] = {}
 
         def pool_for(role: str, model: str) -> tuple[Pool, str]:
@@ -136,7 +139,7 @@ def open_models(
             key = tuple(endpoint.name for endpoint in endpoints)
             if key not in pools:
                 pools[key] = stack.enter_context(
-                    Pool(
+                    (pool or Pool)(
                         *endpoints,
                         limit=width_of(config),
                         deadline_s=config.deadline_s,

@@ -92,6 +92,8 @@ class SftResult:
     """Calls of trackers that raised; training went on without them."""
     steps_without_loss: int = 0
     """Steps of which no token carries loss; they changed nothing."""
+    worlds: tuple[int, ...] = ()
+    """Numbers of workers in turn, of a run that Ray started again whenever they changed."""
     counts: dict[str, int] | None = None
     """What the plan counted: samples planned, skipped, truncated and split."""
     online: dict[str, Any] | None = None
@@ -111,11 +113,13 @@ def train_sft(
     progress: Callable[[int, int, float], None] | None = None,
     preparing: Callable[[int, int], None] | None = None,
     stream: Callable[[Tokenizer], AsyncSampleStream] | None = None,
+    stop: Callable[[], str | None] | None = None,
 ) -> SftResult:
     """Train, or resume the run in `config.run_dir`.
 
     Ctrl-C, SIGTERM or SIGUSR1 on any rank ends the step and saves; a second Ctrl-C stops at once.
-    What stopped it is in the result: after SIGTERM, it is for the caller to exit.
+    What stopped it is in the result: after SIGTERM, it is for the caller to exit. Where no signal
+    arrives, `stop` of the first rank names one of `STOPS`, or None, after each step.
     `progress` is called with steps done, steps in all (0: endless) and the loss. An online run
     learns from the `stream` that is made of the tokenizer, by default from the one that `config`
     names. `trackers` may be made of the run directory, which is numbered. One that cannot start
@@ -134,7 +138,8 @@ def train_sft(
         def agree(number: int) -> int:
             return int(ranks.summed([float(number)], world, device)[0])
 
-        run = Run(config, resume=resume, writes=main, agree=agree)
+        asked = stop if main else None
+        run = Run(config, resume=resume, writes=main, agree=agree, asked=asked)
         open_things.enter_context(run)
         config = replace(config, run_dir=run.folder)
         launch = agree(secrets.randbits(52) if main else 0) if world.size > 1 else 0

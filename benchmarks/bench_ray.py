@@ -1,0 +1,320 @@
+"""What Ray costs and brings: calls, lengths, training after a loss, object stores.
+
+Everything runs on this machine, in a cluster of two nodes of one core each, against servers on
+loopback. Ratios are of ways that take turns in one run; seconds are of a small model on a busy or
+idle machine, whichever it was. Processes of Ray are started before the clock.
+The prover's environments are not distributed: the last table shows how much of a core one of them
+takes, which is what another process could win at most on a core that is free.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+
+from common import Report, arguments
+
+SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
+GROUP = 64
+MOTO = """
+from moto.server import ThreadedMotoServer
+import time
+server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+server.start()
+print("http://%s:%s" % server.get_host_and_port(), flush=True)
+time.sleep(3600)
+"""
+
+
+@contextmanager
+def cluster_of_two() -> Iterator[Any]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    from batchwright.integrations.ray import join
+
+    head = {"num_cpus": 1, "include_dashboard": False, **SMALL}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.second = cluster.add_node(num_cpus=1, **SMALL)
+        join(cluster.address)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def least_of(ways: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
+    """The least seconds of each way; they take turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(turns):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            found[name].append(time.perf_counter() - start)
+    return {name: min(times) for name, times in found.items()}
+
+
+def calls(report: Report, count: int, turns: int) -> None:
+    from batchwright.calls import Pool, chat
+    from batchwright.calls.simulator import Simulator
+    from batchwright.integrations.ray import RayPool
+
+    def prompts(draw: int) -> list[Any]:
+        return [chat("sim", f"{draw}: question {n}", temperature=0) for n in range(count)]
+
+    draws = iter(range(10**6))
+    with tempfile.TemporaryDirectory() as folder, Simulator(latency_s=0.0).running() as url:
+        here = Pool(url, limit=GROUP, hedge=False)
+        there = RayPool(url, limit=GROUP, hedge=False)
+        cached = RayPool(url, limit=GROUP, hedge=False, cache=f"{folder}/calls.db")
+        for pool in (here, there, cached):
+            pool.map(prompts(-1))
+        found = least_of(
+            {
+                "Pool": lambda: here.map(prompts(next(draws))),
+                "RayPool": lambda: there.map(prompts(next(draws))),
+                "RayPool, all cached": lambda: cached.map(prompts(-1)),
+            },
+            turns,
+        )
+        for pool in (here, there, cached):
+            pool.close()
+        there.shutdown()
+        cached.shutdown()
+    report.table(
+        f"calls in groups of {GROUP} to a server without latency",
+        ("", "us a call", "calls/s"),
+        [(name, 1e6 * s / count, count / s) for name, s in found.items()],
+    )
+    report.target("RayPool over Pool, time a call", found["RayPool"] / found["Pool"], most=2.0)
+    report.target(
+        "cached outcomes a second through the actor",
+        count / found["RayPool, all cached"],
+        least=5000.0,
+    )
+    if find_spec("verl") is None:
+        report.not_measured("verl's reward loop", "verl is not installed (it pins another torch)")
+    else:
+        report.not_measured("verl's reward loop", "not driven by this script")
+
+
+def lengths(report: Report, rows: int, turns: int) -> None:
+    import ray
+
+    from batchwright.data import build_lengths, load_tokenizer
+    from batchwright.integrations.ray import RayWorkers
+
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "rows.jsonl"
+        with data.open("w") as file:
+            for n in range(rows):
+                file.write(json.dumps({"id": f"r{n}", "text": "some more words " * (n % 90 + 1)}))
+                file.write("\n")
+        numbers = iter(range(10**6))
+
+        def build(workers: Any) -> None:
+            number = next(numbers)
+            os.environ["BATCHWRIGHT_TOKENS"] = f"{folder}/tokens-{number}"
+            build_lengths(data, "bytes", Path(folder) / f"{number}.safetensors", workers=workers)
+
+        def ray_data() -> None:
+            def encode(batch: Any) -> Any:
+                tokenizer = load_tokenizer("bytes")
+                batch["length"] = [len(tokenizer.encode(str(text))) for text in batch["text"]]
+                del batch["text"]
+                return batch
+
+            ray.data.DataContext.get_current().enable_progress_bars = False
+            found = ray.data.read_json(str(data)).map_batches(encode, batch_size=1024)
+            sum(len(batch["length"]) for batch in found.iter_batches(batch_size=None))
+
+        build(RayWorkers())
+        ways = {"2 processes": lambda: build(2), "2 nodes of Ray": lambda: build(RayWorkers())}
+        why = ""
+        try:
+            import ray.data
+
+            ray_data()
+            ways["Ray Data map_batches, counting only"] = ray_data
+        except Exception as error:
+            why = f"{type(error).__name__}: {str(error)[:200]}"
+        found = least_of(ways, turns)
+    if why:
+        report.not_measured("Ray Data map_batches", why)
+    report.table(
+        f"lengths of {rows:,} rows",
+        ("", "seconds", "rows/s"),
+        [(name, s, rows / s) for name, s in found.items()],
+    )
+    report.target(
+        "speed of 2 one-core nodes over 2 processes",
+        found["2 processes"] / found["2 nodes of Ray"],
+        least=0.8,
+    )
+
+
+def after_a_loss(report: Report, cluster: Any) -> None:
+    import signal
+
+    from batchwright.integrations.ray.train import train_sft_on_ray
+    from batchwright.train.sft.config import SftConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [{"prompt": f"question {n}", "completion": f" answer {n}"} for n in range(60)]
+        data = Path(folder) / "train.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = SftConfig(
+            model="tiny",
+            data=str(data),
+            pack=True,
+            pack_max_len=128,
+            token_budget=128,
+            epochs=1000,
+            schedule="constant",
+            save_every=5,
+            run_dir=Path(folder) / "run",
+        )
+        starts: list[float] = []
+        lost = first = 0.0
+
+        def say(text: str) -> None:
+            if text.startswith("training on "):
+                starts.append(time.monotonic())
+
+        def progress(step: int, total: int, loss: float) -> None:
+            nonlocal lost, first
+            if len(starts) == 1 and step >= 7 and not lost:
+                lost = time.monotonic()
+                cluster.remove_node(cluster.second, allow_graceful=False)
+            elif len(starts) == 2 and not first:
+                first = time.monotonic()
+                signal.raise_signal(signal.SIGUSR1)
+
+        begun = time.monotonic()
+        result = train_sft_on_ray(config, workers=2, progress=progress, say=say)
+        report.table(
+            "a node is lost in the middle of training",
+            ("", "seconds"),
+            [
+                ("from the command to the first start", starts[0] - begun),
+                ("from the loss to the next start", starts[1] - lost),
+                ("from the loss to the next optimizer step", first - lost),
+            ],
+        )
+        if result.worlds != (2, 1):
+            report.not_measured("the loss of a node", f"workers in turn: {result.worlds}")
+
+
+def object_store(report: Report, rows: int, turns: int) -> None:
+    if find_spec("moto") is None or find_spec("s3fs") is None:
+        report.not_measured("object store", "moto or s3fs is not installed")
+        return
+    from batchwright.data.rows.source import open_source
+
+    server = subprocess.Popen(
+        [sys.executable, "-c", MOTO],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ |= {
+                "AWS_ENDPOINT_URL": server.stdout.readline().strip(),
+                "AWS_ACCESS_KEY_ID": "key",
+                "AWS_SECRET_ACCESS_KEY": "secret",
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "BATCHWRIGHT_HOME": f"{folder}/home",
+            }
+            import s3fs
+
+            local = Path(folder) / "rows.jsonl"
+            line = json.dumps({"text": "some words " * 20})
+            local.write_text(f"{line}\n" * rows)
+            files = s3fs.S3FileSystem()
+            files.mkdir("data")
+            files.put(str(local), "data/rows.jsonl")
+
+            def read(spec: str) -> int:
+                source = open_source(spec)
+                return sum(len(str(source[n])) for n in range(len(source)))
+
+            start = time.perf_counter()
+            read("s3://data/rows.jsonl")
+            first = time.perf_counter() - start
+            found = least_of(
+                {
+                    "local": lambda: read(str(local)),
+                    "s3, from its copy": lambda: read("s3://data/rows.jsonl"),
+                },
+                turns,
+            )
+    finally:
+        server.kill()
+        server.wait()
+    report.table(
+        f"{rows:,} rows read one by one",
+        ("", "seconds"),
+        [("s3, the first time", first), *found.items()],
+    )
+    report.target(
+        "speed of s3 over local after the first pass",
+        found["local"] / found["s3, from its copy"],
+        least=0.8,
+    )
+
+
+def prover(report: Report, steps: int) -> None:
+    from batchwright.envs import ProverEnv
+    from batchwright.logic import load_graph, parse_rules
+    from batchwright.logic.loaders import shipped_graph
+
+    graph = load_graph("family")
+    rules = parse_rules(shipped_graph() / "rules.txt", graph.vocab)
+    env = ProverEnv(graph.facts, rules, graph.train, 256, ask="tail", depth=4)
+    env.reset()
+    env.step(env.random_actions())
+    wall, busy = time.perf_counter(), time.process_time()
+    for _ in range(steps):
+        env.step(env.random_actions())
+    wall, busy = time.perf_counter() - wall, time.process_time() - busy
+    report.table(
+        "the prover's environments in one process",
+        ("", "value"),
+        [("steps a second", 256 * steps / wall), ("share of a core it takes", busy / wall)],
+    )
+
+
+def main() -> None:
+    args = arguments(__doc__.splitlines()[0]).parse_args()
+    report = Report("ray", args)
+    turns = 1 if args.smoke else 3 if args.quick else 7
+    prover(report, 20 if args.smoke else 2000)
+    object_store(report, 500 if args.smoke else 20_000, turns)
+    if find_spec("ray") is None:
+        report.not_measured("Ray", "ray is not installed; `make machines` installs it")
+    else:
+        with cluster_of_two() as cluster:
+            calls(report, GROUP * (2 if args.smoke else 32), turns)
+            lengths(report, 2000 if args.smoke else 50_000, turns)
+            if args.smoke:
+                report.not_measured("a node lost in training", "it takes a minute")
+            else:
+                after_a_loss(report, cluster)
+    report.close()
+
+
+if __name__ == "__main__":
+    main()
