@@ -19,6 +19,8 @@ the next call, is in the table of `--others`, with other numbers of calls and ot
 `--families` judges ours on servers and loads of which everything is drawn (`limit_families.py`),
 with seeds that were never used for tuning; the warm run has another seed and the same server. The
 `late oracle` beside it knows the knee and acts a round of calls late: the price of the delay alone.
+The `detecting oracle` knows both knees of a thrashing server, its law and its spread, and only has
+to find out when the knee moves; how it does is chosen for each world with hindsight.
 
 `--live` measures over HTTP, with the pool, against a real llama.cpp server with 1 and 4 slots, and
 `--http` against the simulator, each in a process of its own; there the machine matters.
@@ -42,7 +44,7 @@ from bench_real import served
 from common import Report, arguments
 from limit_families import FAMILIES, JUDGING, draw
 from limit_peers import Aimd, Fixed, Gradient2, Inspect, Vegas
-from limit_world import KINDS, LateOracle, Run, World, oracle_seconds, run
+from limit_world import KINDS, LateOracle, Run, World, detecting_seconds, oracle_seconds, run
 
 OURS = "batchwright"
 LIVE_CALLS, LIVE_ROUNDS = 8, 4
@@ -218,23 +220,37 @@ def families(report: Report, seeds: Sequence[int]) -> list[tuple[str, Score]]:
         given, best = [draw(family, seed) for seed in seeds], dict[World, float]()
         got = score(CONTENDERS[OURS], given, best)
         found.append((family, got))
-        late = [late_oracle(given, best, cold) for cold in (True, False)]
-        figures = (got.cold, got.worst_cold, late[0], got.warm, got.worst_warm, late[1])
+        figures = []
+        for cold, mean, least in (
+            (True, got.cold, got.worst_cold),
+            (False, got.warm, got.worst_warm),
+        ):
+            late, detecting = bounds(given, best, cold)
+            figures += [mean, least, late, "" if detecting is None else detecting]
         rows.append([family, *figures, got.rejects])
-    columns = ["", "cold %", "least", "late oracle", "warm %", "least", "late oracle"]
+    columns = [""]
+    for what in ("cold", "warm"):
+        columns += [f"{what} %", "least", "late oracle", "detecting oracle"]
     columns += ["rejects a call, most"]
     report.table(f"{len(seeds)} drawn worlds of each family, from {seeds[0]}", columns, rows)
     return found
 
 
-def late_oracle(given: Sequence[World], best: dict[World, float], cold: bool) -> float:
-    """What a limit reaches that knows the knee as late as anyone can, percent of the oracle."""
-    shares = []
+def bounds(
+    given: Sequence[World], best: dict[World, float], cold: bool
+) -> tuple[float, float | None]:
+    """What limits reach that know the knee, percent of the oracle: one that acts as late as anyone
+    can, and one that has to find out when the knee of a thrashing server moves."""
+    late, detecting = [], []
     for world in given:
         start = AutoLimit().limit if cold else world.knees[-1]
-        seconds = run(world, LateOracle(world, start)).seconds
-        shares.append(100 * oracle(world, best) / seconds)
-    return statistics.mean(shares)
+        if not cold:
+            world = replace(world, seed=world.seed + 1000)
+        seconds = oracle(world, best)
+        late.append(100 * seconds / run(world, LateOracle(world, start)).seconds)
+        if world.kind == "thrash" and len(world.knees) > 1:
+            detecting.append(100 * seconds / detecting_seconds(world, start))
+    return statistics.mean(late), statistics.mean(detecting) if detecting else None
 
 
 def cpu(report: Report) -> None:

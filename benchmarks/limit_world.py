@@ -16,6 +16,7 @@ The client starts a call whenever the limit allows one. Nothing here looks at a 
 
 import heapq
 import math
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +27,18 @@ from batchwright.calls.limit import Limit
 from batchwright.calls.simulator.service import ServerKind
 from batchwright.rng import stream
 
-__all__ = ["KINDS", "LateOracle", "Law", "Oracle", "Run", "World", "oracle_seconds", "run"]
+__all__ = [
+    "KINDS",
+    "DetectingOracle",
+    "LateOracle",
+    "Law",
+    "Oracle",
+    "Run",
+    "World",
+    "detecting_seconds",
+    "oracle_seconds",
+    "run",
+]
 
 Law = Literal["lognormal", "gamma", "uniform", "bimodal"]
 KINDS: tuple[ServerKind, ...] = ("queue", "reject", "thrash", "batch")
@@ -152,6 +164,100 @@ class LateOracle:
         pass
 
 
+class DetectingOracle:
+    """Knows every knee and the law of a thrashing server, but not when the knee moves.
+
+    It begins as `LateOracle` does. A lower knee shows in the calls that end, by `counts` or by
+    their latencies, as a CUSUM statistic of the log likelihood ratio that crosses `threshold`. A
+    higher one shows in nothing but calls above the present knee: every `gap` rounds it makes
+    `probe` times as many until the ratio is clear, and goes back if it was mistaken. The calls of a
+    probe that still run count too, with their age: those that end first are the short ones.
+    """
+
+    def __init__(
+        self, world: World, start: int, threshold: float, counts: bool, probe: float, gap: float
+    ) -> None:
+        if world.kind != "thrash" or len(world.knees) != 2:
+            raise ValueError("a detecting oracle is for thrashing servers whose knee moves once")
+        self.world = world
+        self.limit = start
+        self.pause_until = 0.0
+        self.threshold, self.counts, self.probe, self.gap = threshold, counts, probe, gap
+        cv = world.sigma
+        self._shape = 1 / (math.expm1(cv**2) if world.law == "lognormal" else cv**2)
+        self._believed, self._settled, self._probing = 0, False, False
+        self._ended, self._sum = 0, 0.0
+        self._begun = self._last = 0.0
+        self._starts: list[float] = []  # of the calls in flight that began in this probe
+        # The share of calls that take longer, as logarithms of both.
+        self._logs = np.arange(-5.0, 4.0, 0.02)
+        density = self._shape * (self._logs - np.exp(self._logs))
+        longer = np.logaddexp.accumulate(density[::-1])[::-1]
+        self._longer = longer - longer[0]
+
+    def on_done(self, now: float, seconds: float, in_flight: int, ok: bool) -> None:
+        first, second = self.world.knees
+        since, self._last = now - self._last, now
+        self._ended += 1
+        if not self._settled:
+            if self._ended >= min(in_flight, self.limit):
+                self.limit, self._ended = min(first, 2 * self.limit), 0
+                self._settled = self.limit == first
+            return
+        usual, other = (first, second) if self._believed == 0 else (second, first)
+        slow = self._slowness(in_flight, min(usual, other))
+        fast = self._slowness(in_flight, max(usual, other))
+        if self._probing:
+            clear = self._probed(now, seconds, fast, slow)
+            if clear > self.threshold:
+                self._go(now, second, believed=1)
+            elif clear < -self.threshold:
+                self._go(now, first, believed=0)
+        elif other < usual:
+            # A lower knee: the one that comes, or the one that was left by mistake.
+            if now - seconds < self._begun - 1e-9:
+                return
+            if self.counts:
+                ratio = fast / slow
+                rate = in_flight / (self.world.latency_s * fast)
+                more = math.log(ratio) + (1 - ratio) * rate * since
+            else:
+                more = self._slower(seconds, fast, slow)
+            self._sum = max(0.0, self._sum + more)
+            if self._sum > self.threshold:
+                self._go(now, other, believed=1 - self._believed)
+        elif self._believed == 0 and self._ended >= self.gap * self.limit:
+            self._go(now, max(first + 1, round(self.probe * first)), believed=0, probing=True)
+
+    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
+        pass
+
+    def _go(self, now: float, limit: int, believed: int, probing: bool = False) -> None:
+        self.limit, self._believed, self._probing = limit, believed, probing
+        self._ended, self._sum, self._begun = 0, 0.0, now
+        self._starts = [now] * (limit - self.world.knees[0] + 1) if probing else []
+
+    def _probed(self, now: float, seconds: float, fast: float, slow: float) -> float:
+        """Log likelihood ratio that the knee is the higher one, by the calls of the probe."""
+        if now - seconds >= self._begun - 1e-9:
+            self._sum -= self._slower(seconds, fast, slow)
+            if self._starts:
+                del self._starts[bisect_left(self._starts[:-1], now - seconds - 1e-9)]
+        ages = np.log(np.maximum(1e-9, now - np.array(self._starts)) / self.world.latency_s)
+        fits = (np.interp(ages - math.log(s), self._logs, self._longer).sum() for s in (fast, slow))
+        running = float(np.subtract(*fits))
+        self._starts.append(now)  # the caller sends the next one at once
+        return self._sum + running
+
+    def _slowness(self, n: int, knee: int) -> float:
+        return float(max(1.0, n / knee) ** self.world.power)
+
+    def _slower(self, seconds: float, fast: float, slow: float) -> float:
+        """Log likelihood ratio of a latency: slowed down by `slow` rather than `fast`."""
+        work = seconds / self.world.latency_s
+        return self._shape * (work / fast - work / slow - math.log(slow / fast))
+
+
 class _Server:
     """Calls at work, their pace, and the line of those that wait."""
 
@@ -228,7 +334,7 @@ class _Server:
         self._repace()
 
 
-def run(world: World, limit: "Limit | Oracle | LateOracle") -> Run:
+def run(world: World, limit: "Limit | Oracle | LateOracle | DetectingOracle") -> Run:
     """Make all calls of `world` under `limit`, as fast as it allows."""
     works, jitter = world.works()
     server = _Server(world)
@@ -303,3 +409,19 @@ def run(world: World, limit: "Limit | Oracle | LateOracle") -> Run:
 def oracle_seconds(world: World) -> float:
     """The time of the best limit that knows the knee: a share of it, the same in every phase."""
     return min(run(world, Oracle(world, share)).seconds for share in (0.95, 1.0, 1.05, 1.2))
+
+
+def detecting_seconds(world: World, start: int) -> float:
+    """The time of the best detecting oracle, chosen with hindsight for each world."""
+    falls = world.knees[1] < world.knees[0]
+    ways: list[tuple[float, bool, float, float]] = (
+        [(threshold, counts, 1.0, 1.0) for threshold in (1, 2, 4, 7) for counts in (True, False)]
+        if falls
+        else [
+            (threshold, False, probe, gap)
+            for threshold in (1, 2, 4)
+            for probe in (1.1, 1.25, 1.6)
+            for gap in (1, 2, 4, 8)
+        ]
+    )
+    return min(run(world, DetectingOracle(world, start, *way)).seconds for way in ways)

@@ -209,6 +209,20 @@ def test_a_knee_that_moves_is_followed_down_and_up(kind: str) -> None:
     assert last >= 65
 
 
+@pytest.mark.parametrize("knees", [(40, 12), (12, 40)])
+@pytest.mark.parametrize("counts", [False, True])
+def test_the_detecting_oracle_of_the_benchmark_notices_the_move_and_nothing_else(
+    knees: tuple[int, int], counts: bool
+) -> None:
+    given = world.World("thrash", knees, calls=3000, sigma=0.4, law="gamma", seed=7)
+    found = world.run(given, world.DetectingOracle(given, 4, 7.0, counts, 1.25, 2.0))
+    assert found.limits[-1][1] == knees[1]
+    assert min(done for done, limit in found.limits if limit == knees[1] and done > 100) >= 1500
+    assert found.seconds >= world.run(given, world.Oracle(given)).seconds
+    with pytest.raises(ValueError, match="thrashing servers"):
+        world.DetectingOracle(world.World("queue", knees), 4, 7.0, counts, 1.25, 2.0)
+
+
 def limit_after(seen: list[tuple[int, int]], done: int) -> int:
     return [limit for at, limit in seen if at <= done][-1]
 
