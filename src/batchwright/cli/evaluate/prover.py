@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from batchwright.logic.loaders import Graph
     from batchwright.logic.rank.ranking import Scorer
     from batchwright.logic.rank.scorers import RuleScorer
-    from batchwright.train.prover.scorer import PolicyScorer
-    from batchwright.train.prover.search import BeamScorer
+    from batchwright.train.prover.loop import Proofs
 
 __all__ = ["evaluate_prover"]
 
@@ -102,7 +101,7 @@ def evaluate_prover(
     if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
         raise ConfigError("--accept is for rules that use p_kge; give --rules FILE and --kge RUN")
 
-    trained: PolicyScorer | BeamScorer | None = None
+    trained: Proofs | None = None
 
     def proofs() -> "tuple[Scorer, dict[str, Any]]":
         if prover is not None:

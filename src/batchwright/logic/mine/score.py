@@ -19,7 +19,15 @@ from batchwright.logic.mine.constants import Constants
 from batchwright.logic.mine.kernels import inverse, walk
 from batchwright.logic.mine.paths import Adjacency
 
-__all__ = ["Program", "learn_rules", "raise_evidence", "score_rules"]
+__all__ = [
+    "Program",
+    "Scratch",
+    "gather",
+    "learn_rules",
+    "new_scratch",
+    "raise_evidence",
+    "score_rules",
+]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -41,7 +49,7 @@ class Program(NamedTuple):
     """Whether the predicate holds of some entity and itself, [2 P]."""
 
 
-class _Scratch(NamedTuple):
+class Scratch(NamedTuple):
     stamp: Longs
     share: Doubles
     out: Ints
@@ -51,7 +59,7 @@ class _Scratch(NamedTuple):
 
 
 @kernel
-def _gather(
+def gather(
     x: int,
     step: int,
     y: int,
@@ -60,8 +68,8 @@ def _gather(
     preds: int,
     limit: int,
     now: int,
-    scratch: _Scratch,
-) -> tuple[int, int, int, _Scratch]:
+    scratch: Scratch,
+) -> tuple[int, int, int, Scratch]:
     """All hits of the query of `step` from x, in `scratch`: their number, `now`, rules left out.
 
     With y not negative the fact of the step from x to y is hidden.
@@ -150,8 +158,8 @@ def _place(keys: Longs, wanted: int) -> int:
 
 
 @kernel
-def _scratch(n: int) -> _Scratch:
-    return _Scratch(
+def new_scratch(n: int) -> Scratch:
+    return Scratch(
         np.full(n, -1, np.int64),
         np.zeros(n),
         np.empty(n, np.int32),
@@ -162,14 +170,14 @@ def _scratch(n: int) -> _Scratch:
 
 
 @kernel
-def _roomier(old: _Scratch, needed: int) -> _Scratch:
+def _roomier(old: Scratch, needed: int) -> Scratch:
     room = max(needed, 2 * len(old.hit_rule))
     rule, entity, share = np.empty(room, np.int64), np.empty(room, np.int32), np.empty(room)
     for hit in range(len(old.hit_rule)):
         rule[hit] = old.hit_rule[hit]
         entity[hit] = old.hit_entity[hit]
         share[hit] = old.hit_share[hit]
-    return _Scratch(old.stamp, old.share, old.out, rule, entity, share)
+    return Scratch(old.stamp, old.share, old.out, rule, entity, share)
 
 
 @kernel
@@ -215,7 +223,7 @@ def score_rules(
     probability that a random walk along the rule ends at the entity. With infinite power the norm
     is the maximum. `raised` [A, R] is the evidence of `raise_evidence`.
     """
-    scratch = _scratch(n)
+    scratch = new_scratch(n)
     # Powers are summed and their root is taken in 64 bits, one number at a time: in 32 bits, and
     # by the processor's vector units, the last bit would differ from machine to machine.
     total = np.zeros(n)
@@ -223,7 +231,7 @@ def score_rules(
     touched = np.empty(n, np.int32)
     now = wide = turn = 0
     for q in range(len(given)):
-        count, now, left, scratch = _gather(
+        count, now, left, scratch = gather(
             given[q], steps[q], -1, program, n, preds, limit, now, scratch
         )
         wide += left
@@ -275,7 +283,7 @@ def learn_rules(
     softmax over all entities but other true answers. A question whose answer no rule reaches
     changes nothing.
     """
-    scratch = _scratch(n)
+    scratch = new_scratch(n)
     score = np.zeros(n)
     seen = np.full(n, -1, np.int64)
     true = np.full(n, -1, np.int64)
@@ -291,7 +299,7 @@ def learn_rules(
             true[program.ends[i]] = q
             if program.ends[i] != y:
                 others -= 1
-        count, now, _, scratch = _gather(x, step, y, program, n, preds, limit, now, scratch)
+        count, now, _, scratch = gather(x, step, y, program, n, preds, limit, now, scratch)
         reached = 0
         for i in range(count):
             e = scratch.hit_entity[i]

@@ -23,11 +23,13 @@ class Recipe(NamedTuple):
     entropy_coef: float
     passes: int
     beam: int
+    constants: int
 
 
 RECIPES = {
-    "rules": Recipe(40, 100_000, True, 0.05, 4, 0.01, 8, 0),
-    "neural": Recipe(0, 500_000, False, 0.02, 2, 0.05, 0, 256),
+    "rules": Recipe(40, 100_000, True, 0.05, 4, 0.01, 8, 0, 0),
+    "neural": Recipe(0, 500_000, False, 0.02, 2, 0.05, 0, 256, 0),
+    "answers": Recipe(0, 1_400_000, False, 0.1, 2, 0.0, 0, 0, 1000),
 }
 
 
@@ -54,10 +56,14 @@ class ProverConfig(RunConfig):
     """Mined rules to keep for each relation, the best."""
     min_confidence: float = 0.01
     """Lowest confidence of a mined rule."""
+    constants: int | Auto = "auto"
+    """Rules with constants to mine for each end of a relation, for the policy answers; auto: 1,000
+    for it, 0 for the others."""
 
-    policy: Literal["rules", "neural"] = "rules"
+    policy: Literal["rules", "neural", "answers"] = "rules"
     """rules: a logit for each rule, facts uniformly; neural: an actor-critic that embeds
-    predicates, constants, variables and rules."""
+    predicates, constants, variables and rules; answers: follows all rules and chooses among the
+    answers that they prove by learned weights, trained by PPO alone."""
     width: int = 32
     """Embedding width of the neural policy."""
     constant_scale: float = 0.0
@@ -80,8 +86,8 @@ class ProverConfig(RunConfig):
     """Learning rate of behaviour cloning (Adam)."""
 
     ppo_steps: int | Auto = "auto"
-    """PPO steps of all environments together; 0: no PPO; auto: 100,000 for rules, 500,000 for
-    neural."""
+    """PPO steps of all environments together, for answers the answers given; 0: no PPO; auto:
+    100,000 for rules, 500,000 for neural, 1,400,000 for answers."""
     curriculum: bool | Auto = "auto"
     """Curriculum over proof depth: start with short proofs, one step more in each part of PPO;
     auto: for rules only."""
@@ -99,9 +105,10 @@ class ProverConfig(RunConfig):
     accept: float | None = None
     """Minimum probability of p_kge(X,Y) in --rules; default: chosen on valid.txt."""
     lr: float | Auto = "auto"
-    """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.02 for neural."""
+    """PPO learning rate, annealed to zero in each part; auto: 0.05 for rules, 0.02 for neural, 0.1
+    for answers (Adagrad)."""
     ppo_epochs: int | Auto = "auto"
-    """PPO epochs: passes over each rollout; auto: 4 for rules, 2 for neural."""
+    """PPO epochs: passes over each rollout; auto: 4 for rules, 2 for neural and answers."""
     minibatches: int = 4
     """Minibatches in a pass."""
     gamma: float = 0.99
@@ -109,7 +116,11 @@ class ProverConfig(RunConfig):
     clip: float = 0.2
     """PPO clip range."""
     entropy_coef: float | Auto = "auto"
-    """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural."""
+    """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural, 0 for answers."""
+    draws: int = 16
+    """Answers that the policy answers gives to each query of a rollout."""
+    decay: float = 3e-4
+    """How much each query of a minibatch draws the weights of the policy answers back to equal."""
 
     passes: int | Auto = "auto"
     """Supervised passes of the rules policy over train queries, each with its own fact hidden: they
@@ -121,7 +132,8 @@ class ProverConfig(RunConfig):
 
     beam: int | Auto = "auto"
     """Partial proofs of a query that beam search keeps in evaluations on valid; 0: the exact sum
-    over all proofs, which only rules have; auto: 0 for rules, 256 for neural."""
+    over all proofs, which neural does not have; auto: 0 for rules and answers, 256 for
+    neural."""
     eval_every: int = 10
     """Rounds (updates or passes) between evaluations on valid, besides the end of every part."""
     eval_triples: int = 700
@@ -143,9 +155,12 @@ class ProverConfig(RunConfig):
         self.at_least(1, "most", "width", "num_steps", "minibatches")
         self.at_least(1, "eval_every", "save_every")
         self.at_least(
-            0, *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam")
+            0,
+            *self._given("clone_updates", "ppo_steps", "passes", "entropy_coef", "beam"),
+            *self._given("constants"),
         )
-        self.at_least(0, "clone_questions", "negatives", "constant_scale")
+        self.at_least(2, "draws")
+        self.at_least(0, "clone_questions", "negatives", "constant_scale", "decay")
         self.at_least(0, "pass_questions", "eval_triples", "stop_after", "save_minutes")
         self.above_zero(*self._given("lr"), "clone_lr", "rate", "clip")
         self.from_0_to_1("gamma", "min_confidence")
@@ -167,6 +182,30 @@ class ProverConfig(RunConfig):
             raise ConfigError(
                 f"the exact sum over all proofs is for --policy rules: with neural, --passes must "
                 f"be 0 and --beam at least 1, got {self.recipe.passes} and {self.recipe.beam}"
+            )
+
+        if self.policy == "answers":
+            self._only_answers()
+        elif self.recipe.constants:
+            raise ConfigError(
+                f"rules with constants are followed by --policy answers only; leave --constants "
+                f"out with {self.policy}"
+            )
+
+    def _only_answers(self) -> None:
+        """Refuse what the policy `answers` does not have."""
+        own, recipe = RECIPES["answers"], self.recipe
+        given = [
+            name
+            for name in ("clone_updates", "passes", "curriculum", "beam")
+            if getattr(recipe, name) != getattr(own, name)
+        ]
+        default = {"negatives": 0, "reward": "proved_signed", "end_action": True}
+        given += [name for name, value in default.items() if getattr(self, name) != value]
+        if given:
+            raise ConfigError(
+                f"--policy answers is trained by PPO alone, on answers that are right or wrong; "
+                f"leave out {', '.join(self.flag(name) for name in given)}"
             )
 
     @property

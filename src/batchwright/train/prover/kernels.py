@@ -3,15 +3,23 @@
 A policy draws a rule for a query by its weight, and then a fact for each step of the rule's body,
 uniformly. Edges are followed in both directions, as `batchwright.logic.mine.Steps` lists them: the
 ends of step s from x are `ends[ptr[s * n + x] : ptr[s * n + x + 1]]`.
+
+Another policy follows every rule and draws one of the answers they prove, by the summed weights of
+the rules that prove it: `find_answers` draws, and `improve_answers` has the gradient of PPO.
 """
+
+# Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
+# mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 from batchwright.logic.mine.kernels import walk
+from batchwright.logic.mine.score import Program, gather, new_scratch
+from batchwright.permutation import mix
 
-__all__ = ["answer", "learn"]
+__all__ = ["answer", "find_answers", "improve_answers", "learn"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -126,3 +134,162 @@ def learn(
                 squares[first + r] += gradient * gradient
                 logits[first + r] -= rate * gradient / np.sqrt(squares[first + r])
     return loss / max(1, counted), counted
+
+
+@kernel
+def find_answers(
+    questions: Longs,
+    program: Program,
+    n: int,
+    preds: int,
+    limit: int,
+    weights: Doubles,
+    key: np.uint64,
+    ptr: Longs,
+    hit_rule: Ints,
+    hit_answer: Ints,
+    answers: Longs,
+    right: Longs,
+    drawn: Ints,
+    logp: Doubles,
+) -> int:
+    """Follow every rule of questions (x, step, y), and draw from the answers that they prove.
+
+    The fact of each question is hidden, and its other known answers are left out. Answers are
+    numbered as they are found: `answers[q]` of them, y being number `right[q]` (-1: not proved). Hit
+    i of `ptr[q]` to `ptr[q + 1]` says that rule `hit_rule[i]` proves answer `hit_answer[i]`. Row q
+    of `drawn` are draws from the softmax of the summed weights, the number of draw d being named
+    by (key, q, d), and `logp` their log-probabilities. Returns how many questions there was room
+    for in the hits.
+    """
+    scratch = new_scratch(n)
+    seen = np.full(n, -1, np.int64)
+    true = np.full(n, -1, np.int64)
+    place = np.zeros(n, np.int32)
+    score = np.zeros(n)
+    now = at = 0
+    for q in range(len(questions)):
+        x, step, y = questions[q, 0], questions[q, 1], questions[q, 2]
+        for i in range(program.ptr[step * n + x], program.ptr[step * n + x + 1]):
+            true[program.ends[i]] = q
+        count, now, _, scratch = gather(x, step, y, program, n, preds, limit, now, scratch)
+        if at + count > len(hit_rule):
+            return q
+        ptr[q] = at
+        reached = 0
+        for i in range(count):
+            e = scratch.hit_entity[i]
+            if true[e] == q and e != y:
+                continue
+            if seen[e] != q:
+                seen[e] = q
+                place[e] = reached
+                score[reached] = 0.0
+                reached += 1
+            hit_rule[at] = scratch.hit_rule[i]
+            hit_answer[at] = place[e]
+            score[place[e]] += weights[hit_rule[at]]
+            at += 1
+        ptr[q + 1] = at
+        answers[q] = reached
+        right[q] = place[y] if seen[y] == q else -1
+        if not reached:
+            continue
+        top, total = _shares(score, reached)
+        for d in range(drawn.shape[1]):
+            # 53 bits of the hash, in [0, 1).
+            bits = mix(mix(key, np.uint64(q)), np.uint64(d)) >> np.uint64(11)
+            aim = np.float64(bits) * 2.0**-53 * total
+            passed = 0.0
+            chosen = 0
+            for k in range(reached):
+                if score[k] > 0.0:
+                    passed += score[k]
+                    chosen = k
+                    if passed > aim:
+                        break
+            drawn[q, d] = chosen
+            logp[q, d] = np.log(score[chosen] / total)
+    return len(questions)
+
+
+@kernel
+def _shares(score: Doubles, count: int) -> tuple[float, float]:
+    """Put exp(score - top) in place of the first `count` scores; top, and their sum."""
+    top = -np.inf
+    for k in range(count):
+        top = max(top, score[k])
+    total = 0.0
+    for k in range(count):
+        score[k] = np.exp(score[k] - top)
+        total += score[k]
+    return top, total
+
+
+@kernel
+def improve_answers(
+    some: Longs,
+    n: int,
+    ptr: Longs,
+    hit_rule: Ints,
+    hit_answer: Ints,
+    answers: Longs,
+    right: Longs,
+    drawn: Ints,
+    logp: Doubles,
+    weights: Doubles,
+    clip: float,
+    entropy_coef: float,
+    slope: Doubles,
+) -> tuple[float, float, float]:
+    """Add the gradient of PPO's clipped objective at questions `some`, as `find_answers` left them.
+
+    The reward of an answer is 1 if it is right and 0 if not. Its advantage is how far that lies
+    from the mean over the draws of its question, in their standard deviations; if all draws are
+    right or all wrong, nothing is learned from them. Returns sums over the draws: how many were
+    clipped, the approximate KL divergence, and the entropy of the policy.
+    """
+    share = np.zeros(n)
+    gain = np.zeros(n)
+    draws = drawn.shape[1]
+    clipped = kl = entropies = 0.0
+    for q in some:
+        count = answers[q]
+        if not count:
+            continue
+        for k in range(count):
+            share[k] = gain[k] = 0.0
+        for i in range(ptr[q], ptr[q + 1]):
+            share[hit_answer[i]] += weights[hit_rule[i]]
+        _, total = _shares(share, count)
+        entropy = 0.0
+        for k in range(count):
+            share[k] /= total
+            if share[k] > 0.0:
+                entropy -= share[k] * np.log(share[k])
+        entropies += entropy * draws
+        hits = 0
+        for d in range(draws):
+            hits += drawn[q, d] == right[q]
+        mean = hits / draws
+        spread = np.sqrt(mean * (1.0 - mean))
+        moved = 0.0
+        for d in range(draws):
+            k = drawn[q, d]
+            ratio = share[k] / np.exp(logp[q, d])
+            kl += ratio - 1.0 - np.log(max(ratio, 1e-300))
+            if spread == 0.0:
+                continue
+            advantage = ((1.0 if k == right[q] else 0.0) - mean) / spread
+            if (advantage > 0.0 and ratio > 1.0 + clip) or (advantage < 0.0 and ratio < 1.0 - clip):
+                clipped += 1.0
+                continue
+            gain[k] += advantage * ratio / draws
+            moved += advantage * ratio / draws
+        for k in range(count):
+            gain[k] -= moved * share[k]
+            if share[k] > 0.0:
+                gain[k] -= entropy_coef * share[k] * (np.log(share[k]) + entropy)
+        for i in range(ptr[q], ptr[q + 1]):
+            slope[hit_rule[i]] += gain[hit_answer[i]]
+    return clipped, kl, entropies

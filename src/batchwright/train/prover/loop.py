@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,13 +23,22 @@ from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.kge import load_scorer, read_rules, vocab_digest
 from batchwright.logic.loaders import Graph, load_graph
+from batchwright.logic.mine.constants import mine_constants
 from batchwright.logic.mine.mining import mine, write_rules
 from batchwright.logic.rank.ranking import evenly_spread, rank
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.rl.policy import Policy
+from batchwright.train.prover.answers import (
+    Answering,
+    AnswerPolicy,
+    AnswerScorer,
+    Weighed,
+    answer_once,
+)
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.episodes import Episodes
 from batchwright.train.prover.learners import (
+    Asking,
     Cloning,
     Learner,
     Passes,
@@ -44,15 +53,20 @@ from batchwright.train.prover.scorer import PolicyScorer
 from batchwright.train.prover.search import BeamScorer
 from batchwright.train.run import Run, threads
 
-__all__ = ["ProverResult", "fit_prover", "load_prover", "train_prover"]
+__all__ = ["Proofs", "ProverResult", "fit_prover", "load_prover", "train_prover"]
 
 Ints = NDArray[np.int32]
 Progress = Callable[[int, int, str], object]
 Weights = dict[str, torch.Tensor]
-Proofs = PolicyScorer | BeamScorer
+Proofs = PolicyScorer | BeamScorer | AnswerScorer
+Program = Asked | Weighed
+AnyPolicy = Policy | AnswerPolicy
 
 SIZES = ("n_envs", "n_eval_envs")
 """Settings that may be `auto`."""
+
+SEARCHED = 256
+"""Queries that the policy answers searches for at once where `n_envs` is `auto`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +190,7 @@ def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
     wider, rules = _program(config, graph, run / "rules.txt")
     if found.state["rules"] != rules.fingerprint:
         raise Mismatch(f"the prover {run} was trained with other rules than its rules.txt holds")
-    asked = Asked.of(wider, rules)
+    asked = _followed(config, wider, rules)
     policy = _policy(config, asked)
     _load(policy, found.state["policy"], found.path)
     return _scorer(config, asked, policy)
@@ -192,13 +206,13 @@ def _train(
 ) -> tuple[Proofs, ProverResult]:
     """Train on the queries of `graph`; `wider` also has what an embedding accepts as facts."""
     began = time.perf_counter()
-    asked = Asked.of(wider, rules)
-    potential = _potential(config, graph, asked)
+    asked = _followed(config, wider, rules)
+    potential = _potential(config, graph, wider)
     config = run.config = _sized(config, asked)
     policy = _policy(config, asked)
     questions = asked.questions(graph.train)
     valid = evenly_spread(graph.valid, config.eval_triples)
-    plan = _plan(config, asked.depth)
+    plan = _plan(config, asked.depth if isinstance(asked, Asked) else 1)
     facts = digest("prover", vocab_digest(graph), digest_array(wider.train), rules.fingerprint)
     at, best, saved = _At(), _copied(policy), None
     if found := run.latest():
@@ -212,9 +226,11 @@ def _train(
             at, saved = _At(**before["at"]), before["learner"]
             _load(policy, before["policy"], found.path)
             best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
-    begun_at, used = at.round, len(asked.rules) // 2
+    begun_at, used = at.round, asked.num_rules // 2
     run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
-    episodes = Episodes(asked, rules, wider.vocab) if run.writes else None
+    episodes = None
+    if run.writes and isinstance(asked, Asked):
+        episodes = Episodes(asked, rules, wider.vocab)
 
     def evaluated(at: _At) -> _At:
         """Measure the policy on valid, and keep it if it is the best so far."""
@@ -223,15 +239,7 @@ def _train(
             return replace(at, best_round=at.round)
         scorer = _scorer(config, asked, policy)
         mrr = rank(scorer, valid, graph.known).metrics().mrr
-        shares = ask_once(
-            asked,
-            policy,
-            valid,
-            int(config.n_eval_envs),
-            config.ask,
-            seed=config.seed,
-            episodes=episodes,
-        )
+        shares = _asked_once(config, asked, policy, valid, episodes)
         if episodes is not None:
             episodes.write(run.folder / "rollouts" / f"{at.round:06d}.jsonl")
         run.event("eval", round=at.round, mrr=mrr, proofs=scorer.how(), **shares._asdict())
@@ -308,7 +316,7 @@ def _train(
         stopped_by=stopping,
         rounds=at.round,
         rules=used,
-        skipped=asked.chains.skipped,
+        skipped=asked.skipped,
         first_proved=at.first_proved,
         proved=at.proved,
         right=at.right,
@@ -329,7 +337,8 @@ def _plan(config: ProverConfig, depth: int) -> list[_Round]:
     plan = [
         _Round("imitation", depth, n, recipe.clone_updates) for n in range(recipe.clone_updates)
     ]
-    updates = -(-recipe.ppo_steps // (config.num_steps * config.num_envs))
+    each = config.draws if config.policy == "answers" else config.num_steps
+    updates = -(-recipe.ppo_steps // (each * config.num_envs))
     depths = list(range(2, depth + 1)) if recipe.curriculum else [depth]
     bounds = [updates * i // len(depths) for i in range(len(depths) + 1)]
     for level, low, high in zip(depths, bounds[:-1], bounds[1:], strict=True):
@@ -337,8 +346,17 @@ def _plan(config: ProverConfig, depth: int) -> list[_Round]:
     return plan + [_Round("supervised", depth, n, recipe.passes) for n in range(recipe.passes)]
 
 
-def _sized(config: ProverConfig, asked: Asked) -> ProverConfig:
+def _followed(config: ProverConfig, graph: Graph, rules: Rules) -> Program:
+    """The graph and its rules as the policy follows them."""
+    return Weighed(graph, rules) if config.policy == "answers" else Asked.of(graph, rules)
+
+
+def _sized(config: ProverConfig, asked: Program) -> ProverConfig:
     """The settings with numbers of environments that fit into memory where they are `auto`."""
+    if isinstance(asked, Weighed):
+        # A search holds one hit for each rule and entity, whose memory grows as it needs.
+        autos = {name: SEARCHED for name in SIZES if getattr(config, name) == "auto"}
+        return replace(config, **autos)
     shape = asked.goals, asked.width, asked.depth
     if config.n_envs == "auto":
         config = replace(config, n_envs=auto_batch(*shape, config.num_steps, config.width))
@@ -347,27 +365,51 @@ def _sized(config: ProverConfig, asked: Asked) -> ProverConfig:
     return config
 
 
-def _policy(config: ProverConfig, asked: Asked) -> Policy:
+def _policy(config: ProverConfig, asked: Program) -> AnyPolicy:
+    if isinstance(asked, Weighed):
+        return AnswerPolicy(asked.num_rules)
     if config.policy == "neural":
         return neural_policy(asked, config.width, config.constant_scale, config.seed)
     return rule_policy(asked, config.seed)
 
 
-def _scorer(config: ProverConfig, asked: Asked, policy: Policy) -> Proofs:
-    beam = config.recipe.beam
+def _scorer(config: ProverConfig, asked: Program, policy: AnyPolicy) -> Proofs:
+    if isinstance(asked, Weighed):
+        return AnswerScorer(asked, cast(AnswerPolicy, policy))
+    policy, beam = cast(Policy, policy), config.recipe.beam
     if not beam:
         return PolicyScorer(asked, policy)
     return BeamScorer(asked, policy, beam, ask=config.ask, num_envs=int(config.n_eval_envs))
 
 
+def _asked_once(
+    config: ProverConfig, asked: Program, policy: AnyPolicy, valid: Ints, episodes: Episodes | None
+) -> Asking:
+    """Both queries of every triple, each answered by one sample of the policy."""
+    if isinstance(asked, Weighed):
+        return answer_once(asked, cast(AnswerPolicy, policy), valid, config.seed)
+    return ask_once(
+        asked,
+        cast(Policy, policy),
+        valid,
+        int(config.n_eval_envs),
+        config.ask,
+        seed=config.seed,
+        episodes=episodes,
+    )
+
+
 def _learner(
     here: _Round,
     config: ProverConfig,
-    asked: Asked,
-    policy: Policy,
-    questions: Ints,
+    asked: Program,
+    policy: AnyPolicy,
+    questions: NDArray[Any],
     potential: Potential | None,
 ) -> Learner:
+    if isinstance(asked, Weighed):
+        return Answering(asked, cast(AnswerPolicy, policy), questions, config, here.of)
+    policy = cast(Policy, policy)
     if here.part == "imitation":
         return Cloning(asked, policy, questions, config)
     if here.part == "supervised":
@@ -375,10 +417,10 @@ def _learner(
     return Practice(asked, policy, questions, config, here.depth, here.of, potential)
 
 
-def _potential(config: ProverConfig, graph: Graph, asked: Asked) -> Potential | None:
+def _potential(config: ProverConfig, graph: Graph, wider: Graph) -> Potential | None:
     if config.kge is None or not config.negatives:
         return None
-    return kge_potential(load_scorer(config.kge, graph).kge, asked.steps.num_predicates)
+    return kge_potential(load_scorer(config.kge, graph).kge, wider.vocab.num_predicates)
 
 
 def _program(config: ProverConfig, graph: Graph, file: Path | None) -> tuple[Graph, Rules]:
@@ -404,14 +446,18 @@ def _program(config: ProverConfig, graph: Graph, file: Path | None) -> tuple[Gra
         most=config.most,
         min_confidence=config.min_confidence,
     )
-    return graph, mined.rules
+    rules = mined.rules
+    if most := config.recipe.constants:
+        rules = rules.plus(mine_constants(graph.train, graph.vocab, most=most))
+    return graph, rules
 
 
 def _said(here: _Round, metrics: Mapping[str, float], at: _At) -> str:
     """The note next to the progress bar."""
     parts = [here.part]
     if "proved" in metrics:
-        parts.append(f"depth {here.depth}, proved {metrics['proved']:.1%}")
+        depth = "" if "reward" in metrics else f"depth {here.depth}, "
+        parts.append(f"{depth}proved {metrics['proved']:.1%}")
     elif "loss" in metrics:
         parts.append(f"loss {metrics['loss']:.3f}")
     if at.best_mrr is not None:
@@ -419,11 +465,11 @@ def _said(here: _Round, metrics: Mapping[str, float], at: _At) -> str:
     return ", ".join(parts)
 
 
-def _copied(policy: Policy) -> Weights:
+def _copied(policy: AnyPolicy) -> Weights:
     return {name: tensor.clone() for name, tensor in policy.state_dict().items()}
 
 
-def _load(policy: Policy, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
+def _load(policy: AnyPolicy, arrays: Mapping[str, NDArray[Any]], path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in policy.state_dict().items()}
     if shapes != {name: array.shape for name, array in arrays.items()}:
         raise Mismatch(f"{path} is of another graph or other rules; restore those of the run")

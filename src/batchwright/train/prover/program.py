@@ -78,6 +78,16 @@ class Asked:
         )
 
     @property
+    def num_rules(self) -> int:
+        """Of both ends together."""
+        return len(self.rules)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Names of the rules that are not chains."""
+        return self.chains.skipped
+
+    @property
     def first_question(self) -> int:
         """The lowest predicate that is a question."""
         return 2 * self.steps.num_predicates

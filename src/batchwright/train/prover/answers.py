@@ -1,0 +1,212 @@
+"""The policy `answers`: it follows every rule, and chooses among the answers that they prove.
+
+A decision is one answer. Its logit is the sum of the weights of the rules that prove it, chains and
+rules with constants, so evidence adds up; untrained, all rules weigh the same. PPO learns the
+weights from rewards alone: a query of train, its own fact hidden, is answered several times, and an
+answer is worth 1 if it is the hidden one. The baseline is the mean reward of the query's answers
+(and their standard deviation the scale, as in GRPO), so there is no critic.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from batchwright import rng
+from batchwright.errors import Mismatch
+from batchwright.logic.loaders import Graph
+from batchwright.logic.rank.ranking import Side
+from batchwright.logic.rank.scorers import LIMIT, RuleScorer
+from batchwright.logic.rules import Rules
+from batchwright.permutation import permutation
+from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.kernels import find_answers, improve_answers
+from batchwright.train.prover.learners import SMALL_SQUARE, Asking, Metrics
+from batchwright.train.prover.scorer import log_scores
+
+__all__ = ["AnswerPolicy", "AnswerScorer", "Answering", "Weighed", "answer_once"]
+
+Ints = NDArray[np.int32]
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Doubles = NDArray[np.float64]
+
+ALIKE = 0.1
+"""The weight of every rule of an untrained policy, and what weights decay to."""
+
+ROOM = 1 << 20
+"""Hits that there is room for at first."""
+
+
+class Weighed:
+    """A graph and all of its rules that can be followed, each from both ends."""
+
+    def __init__(self, graph: Graph, rules: Rules) -> None:
+        self._scorer = RuleScorer(graph.facts, rules)
+        self.program = self._scorer._program
+        self.num_entities, self.num_predicates = (
+            graph.vocab.num_entities,
+            graph.vocab.num_predicates,
+        )
+        self.num_rules = len(self._scorer.evidence)
+        self.skipped = self._scorer.skipped
+
+    def questions(self, triples: Ints) -> Longs:
+        """Both questions of each triple as (entity, step, answer), those for tails first."""
+        h, p, t = triples.astype(np.int64).T
+        tails, heads = np.stack([h, p, t], 1), np.stack([t, p + self.num_predicates, h], 1)
+        return np.concatenate([tails, heads])
+
+    def scorer(self, weights: Doubles) -> RuleScorer:
+        """Summed weights of the rules that reach each entity, 0 where none does."""
+        other = self._scorer.copied(1.0, 0.0, 1.0)
+        other.evidence, other.left_out = weights, 0
+        return other
+
+
+class AnswerPolicy(nn.Module):
+    """A weight for each rule of a `Weighed`, at each of its ends."""
+
+    def __init__(self, num_rules: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.full((num_rules,), ALIKE, dtype=torch.float64))
+
+    def array(self) -> Doubles:
+        return self.weights.detach().numpy()
+
+
+class AnswerScorer:
+    """Scores log(1 + probability / FLOOR) of the answers that rules prove."""
+
+    def __init__(self, weighed: Weighed, policy: AnswerPolicy) -> None:
+        if len(policy.weights) != weighed.num_rules:
+            raise Mismatch("the policy was trained with other rules; use those of its run")
+        self._scorer = weighed.scorer(policy.array().copy())
+        self.num_entities, self.num_predicates = weighed.num_entities, weighed.num_predicates
+
+    def how(self) -> dict[str, Any]:
+        """How proofs were found, ready for JSON."""
+        return {"search": "all proofs by all rules", "left_out": self._scorer.left_out}
+
+    def mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
+        """The probability that the policy answers with each entity, [Q, N]."""
+        logits = self._scorer.scores(given, predicates, side).astype(np.float64)
+        # Weights are learned numbers: that those of a proved answer sum to 0 does not happen.
+        proved = logits != 0
+        top = np.max(logits, axis=1, initial=-np.inf, where=proved, keepdims=True)
+        shares = np.exp(logits - top, where=proved, out=np.zeros_like(logits))
+        total = shares.sum(1, keepdims=True)
+        return np.divide(shares, total, where=total > 0, out=shares)
+
+    def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
+        return log_scores(self.mass(given, predicates, side))
+
+
+class _Searched:
+    """What the rules prove of some questions, and what was drawn from it."""
+
+    def __init__(self, weighed: Weighed, draws: int) -> None:
+        self._weighed, self._draws = weighed, draws
+        self._rule, self._answer = np.empty(ROOM, np.int32), np.empty(ROOM, np.int32)
+
+    def search(self, questions: Longs, weights: Doubles, key: int) -> None:
+        weighed, count = self._weighed, len(questions)
+        self.ptr = np.zeros(count + 1, np.int64)
+        self.answers, self.right = np.zeros(count, np.int64), np.full(count, -1, np.int64)
+        self.drawn = np.full((count, self._draws), -2, np.int32)
+        self.logp = np.zeros(self.drawn.shape)
+        while (
+            find_answers(
+                questions, weighed.program, weighed.num_entities, weighed.num_predicates, LIMIT,
+                weights, np.uint64(key), self.ptr, self._rule, self._answer, self.answers,
+                self.right, self.drawn, self.logp,
+            )
+            < count
+        ):  # fmt: skip
+            self._rule, self._answer = (np.empty(2 * len(self._rule), np.int32) for _ in range(2))
+
+    def improve(
+        self, some: Longs, weights: Doubles, clip: float, entropy_coef: float, slope: Doubles
+    ) -> tuple[float, float, float]:
+        return improve_answers(
+            some, self._weighed.num_entities, self.ptr, self._rule, self._answer, self.answers,
+            self.right, self.drawn, self.logp, weights, clip, entropy_coef, slope,
+        )  # fmt: skip
+
+
+class Answering:
+    """PPO over answers: each round searches for `n_envs` queries and answers each several times.
+
+    Every minibatch is a step of Adagrad, at a rate annealed to zero over all rounds.
+    """
+
+    def __init__(
+        self,
+        weighed: Weighed,
+        policy: AnswerPolicy,
+        questions: Longs,
+        config: ProverConfig,
+        of: int,
+    ) -> None:
+        self._weighed, self._questions, self._config, self._of = weighed, questions, config, of
+        self._weights = policy.array()
+        self._squares = np.full(weighed.num_rules, SMALL_SQUARE)
+        self._found = _Searched(weighed, config.draws)
+        self._done = 0
+
+    def step(self) -> Metrics:
+        config, found, recipe = self._config, self._found, self._config.recipe
+        rounds = -(-len(self._questions) // config.num_envs)
+        epoch, number = divmod(self._done, rounds)
+        order = permutation(
+            len(self._questions), np.uint64(rng.key(config.seed, "prover/answers", epoch))
+        )
+        asked = order[number * config.num_envs : (number + 1) * config.num_envs]
+        key = rng.key(config.seed, "prover/draws", self._done)
+        found.search(self._questions[asked], self._weights, key)
+        lr = recipe.lr * (1.0 - self._done / self._of)
+        sums = np.zeros(3)
+        bounds = np.linspace(0, len(asked), config.minibatches + 1).astype(np.int64)
+        for turn in range(recipe.ppo_epochs):
+            shuffle = rng.key(config.seed, "prover/answers/minibatches", self._done, turn)
+            mixed = permutation(len(asked), np.uint64(shuffle))
+            for part in np.split(mixed, bounds[1:-1]):
+                slope = config.decay * len(part) * (ALIKE - self._weights)
+                sums += found.improve(part, self._weights, config.clip, recipe.entropy_coef, slope)
+                self._squares += slope * slope
+                self._weights += lr * slope / np.sqrt(self._squares)
+        self._done += 1
+        answered = found.answers > 0
+        clipfrac, kl, entropy = sums / max(1, answered.sum() * config.draws * recipe.ppo_epochs)
+        right = (found.drawn == found.right[:, None])[answered]
+        return {
+            "reward": float(right.mean()) if right.size else 0.0,
+            "proved": float(answered.mean()),
+            "clipfrac": float(clipfrac),
+            "approx_kl": float(kl),
+            "entropy": float(entropy),
+            "learning_rate": lr,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self._done, "squares": self._squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._done = int(state["done"])
+        self._squares[:] = state["squares"]
+
+
+def answer_once(weighed: Weighed, policy: AnswerPolicy, triples: Ints, seed: int) -> Asking:
+    """Answer both questions of every triple once; known answers other than its own are left out."""
+    found = _Searched(weighed, 1)
+    questions = weighed.questions(triples)
+    proved = right = 0
+    for start in range(0, len(questions), 256):
+        part = questions[start : start + 256]
+        found.search(part, policy.array(), rng.key(seed, "prover/ask", start))
+        proved += int((found.answers > 0).sum())
+        right += int((found.drawn[:, 0] == found.right).sum())
+    return Asking(proved / len(questions), right / len(questions))
