@@ -99,7 +99,8 @@ class AnswerScorer:
         top = np.max(logits, axis=1, initial=-np.inf, where=proved, keepdims=True)
         shares = np.exp(logits - top, where=proved, out=np.zeros_like(logits))
         total = shares.sum(1, keepdims=True)
-        return np.divide(shares, total, where=total > 0, out=shares)
+        shares /= np.where(total > 0, total, 1.0)
+        return shares
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
         return log_scores(self.mass(given, predicates, side))

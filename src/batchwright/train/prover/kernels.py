@@ -156,11 +156,11 @@ def find_answers(
     """Follow every rule of questions (x, step, y), and draw from the answers that they prove.
 
     The fact of each question is hidden, and its other known answers are left out. Answers are
-    numbered as they are found: `answers[q]` of them, y being number `right[q]` (-1: not proved). Hit
-    i of `ptr[q]` to `ptr[q + 1]` says that rule `hit_rule[i]` proves answer `hit_answer[i]`. Row q
-    of `drawn` are draws from the softmax of the summed weights, the number of draw d being named
-    by (key, q, d), and `logp` their log-probabilities. Returns how many questions there was room
-    for in the hits.
+    numbered as they are found: `answers[q]` of them, y being number `right[q]` (-1: not proved).
+    Hit i of `ptr[q]` to `ptr[q + 1]` says that rule `hit_rule[i]` proves answer `hit_answer[i]`.
+    Row q of `drawn` are draws from the softmax of the summed weights, the number of draw d being
+    named by (key, q, d), and `logp` their log-probabilities. Returns how many questions there was
+    room for in the hits.
     """
     scratch = new_scratch(n)
     seen = np.full(n, -1, np.int64)
@@ -195,7 +195,7 @@ def find_answers(
         right[q] = place[y] if seen[y] == q else -1
         if not reached:
             continue
-        top, total = _shares(score, reached)
+        total = _shares(score, reached)
         for d in range(drawn.shape[1]):
             # 53 bits of the hash, in [0, 1).
             bits = mix(mix(key, np.uint64(q)), np.uint64(d)) >> np.uint64(11)
@@ -214,8 +214,8 @@ def find_answers(
 
 
 @kernel
-def _shares(score: Doubles, count: int) -> tuple[float, float]:
-    """Put exp(score - top) in place of the first `count` scores; top, and their sum."""
+def _shares(score: Doubles, count: int) -> float:
+    """Put exp(score - greatest) in place of the first `count` scores; their sum."""
     top = -np.inf
     for k in range(count):
         top = max(top, score[k])
@@ -223,7 +223,7 @@ def _shares(score: Doubles, count: int) -> tuple[float, float]:
     for k in range(count):
         score[k] = np.exp(score[k] - top)
         total += score[k]
-    return top, total
+    return total
 
 
 @kernel
@@ -261,7 +261,7 @@ def improve_answers(
             share[k] = gain[k] = 0.0
         for i in range(ptr[q], ptr[q + 1]):
             share[hit_answer[i]] += weights[hit_rule[i]]
-        _, total = _shares(share, count)
+        total = _shares(share, count)
         entropy = 0.0
         for k in range(count):
             share[k] /= total

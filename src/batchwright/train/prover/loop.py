@@ -355,8 +355,10 @@ def _sized(config: ProverConfig, asked: Program) -> ProverConfig:
     """The settings with numbers of environments that fit into memory where they are `auto`."""
     if isinstance(asked, Weighed):
         # A search holds one hit for each rule and entity, whose memory grows as it needs.
-        autos = {name: SEARCHED for name in SIZES if getattr(config, name) == "auto"}
-        return replace(config, **autos)
+        size, eval_size = (
+            SEARCHED if n == "auto" else n for n in (config.n_envs, config.n_eval_envs)
+        )
+        return replace(config, n_envs=size, n_eval_envs=eval_size)
     shape = asked.goals, asked.width, asked.depth
     if config.n_envs == "auto":
         config = replace(config, n_envs=auto_batch(*shape, config.num_steps, config.width))
