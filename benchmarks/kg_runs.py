@@ -23,13 +23,15 @@ from batchwright.logic.mine.constants import mine_constants
 from batchwright.logic.mine.mining import mine
 from batchwright.logic.rank.ranking import Scorer, average_precision, rank, summary
 from batchwright.logic.rank.scorers import Hybrid, choose_beta, choose_rules
+from batchwright.logic.rules import parse_rules
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.kge.loop import train_kge
+from batchwright.train.prover.answers import AnswerPolicy, AnswerScorer, Weighed
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.loop import load_prover, train_prover
 
 __all__ = [
-    *("DATA", "GRAPHS", "PHASES", "RL_GRAPHS", "TARGETS", "Settings"),
+    *("DATA", "GRAPHS", "PHASES", "PHASE_GRAPHS", "RL_GRAPHS", "TARGETS", "Settings"),
     *("kept_or_run", "phases", "rl_seed"),
 ]
 
@@ -86,17 +88,28 @@ GRAPHS = {
     ),
 }  # fmt: skip
 
-EVEN = ProverConfig(eval_triples=0, passes=10)
+ANSWERS = ProverConfig(policy="answers", eval_triples=0, eval_every=50)
 RL_GRAPHS: dict[str, tuple[ProverConfig, float]] = {
-    "family": (replace(EVEN, most=1000, passes=4, eval_triples=1400), 300.0),
-    "umls": (replace(EVEN, rate=1.0), 300.0),
-    "kinship": (replace(EVEN, most=600, rate=1.0), 300.0),
+    "family": (replace(ANSWERS, most=1000, eval_triples=1400), 300.0),
+    "umls": (ANSWERS, 300.0),
+    "kinship": (replace(ANSWERS, most=600), 300.0),
     "wn18rr": (
-        replace(EVEN, length=3, most=1000, min_confidence=0.001, passes=5, eval_triples=1500),
+        replace(
+            ANSWERS, length=3, most=1000, min_confidence=0.001, ppo_steps=5_600_000,
+            eval_every=200, eval_triples=1500,
+        ),
         1800.0,
     ),
+}  # fmt: skip
+"""Settings of the policy `answers`, and the processor seconds it may take."""
+
+EVEN = ProverConfig(eval_triples=0, passes=10)
+PHASE_GRAPHS = {
+    "family": replace(EVEN, most=1000, passes=4, eval_triples=1400),
+    "umls": replace(EVEN, rate=1.0),
+    "kinship": replace(EVEN, most=600, rate=1.0),
 }
-"""Settings, and the processor seconds it may take."""
+"""Settings of the policy `rules`, whose phases are left out one after the other."""
 
 TARGETS: dict[str, dict[str, float]] = {
     "umls": {"rl": 0.90, "hybrid": 0.975},
@@ -108,13 +121,14 @@ TARGETS: dict[str, dict[str, float]] = {
 """The MRR to reach on test."""
 
 PHASES: dict[str, dict[str, Any]] = {
+    "all phases": {},
     "imitation alone": {"ppo_steps": 0, "passes": 0},
     "PPO alone": {"clone_updates": 0, "passes": 0},
     "supervised passes alone": {"clone_updates": 0, "ppo_steps": 0},
     "imitation and PPO": {"passes": 0},
     "all but PPO": {"ppo_steps": 0},
 }
-"""The prover's training with phases left out."""
+"""The training of the policy `rules` with phases left out."""
 
 
 class Clock:
@@ -216,7 +230,7 @@ def phases(runs: Path, name: str, seed: int) -> dict[str, float]:
     """MRR on test with each phase alone and with some left out, kept by valid like the whole."""
     found = {}
     for phase, off in PHASES.items():
-        settings = replace(RL_GRAPHS[name][0], **off)
+        settings = replace(PHASE_GRAPHS[name], **off)
         kept = rl_seed(DATA, runs, name, seed, settings, f"{phase.replace(' ', '-')}-")
         found[phase] = float(kept["rl"]["both"]["mrr"])
     return found
@@ -230,7 +244,10 @@ def rl_seed(
     settings: ProverConfig | None = None,
     label: str = "",
 ) -> dict[str, Any]:
-    """The row of one seed, of the prover alone: {"rl": ..., "rl_parts": ...}."""
+    """The row of one seed, of the prover alone: {"rl": ..., "rl_parts": ...}.
+
+    Of the policy `answers` also {"untrained": ...}: the same rules and search without PPO.
+    """
     settings = settings or RL_GRAPHS[name][0]
     runs.mkdir(parents=True, exist_ok=True)
     path = runs / f"rl-{label}{name}-{seed}.json"
@@ -252,6 +269,11 @@ def rl_seed(
         "rl": measured(graph, load_prover(run, graph), spent),
         "rl_parts": parts(run),
     }
+    if config.policy == "answers":
+        seen = graph.without_test()
+        weighed = Weighed(seen, parse_rules(run / "rules.txt", seen.vocab))
+        untrained = AnswerScorer(weighed, AnswerPolicy(weighed.num_rules))
+        found["untrained"] = measured(graph, untrained, {"wall_s": 0.0, "cpu_s": 0.0})
     path.write_text(json.dumps(found, indent=1))
     return found
 

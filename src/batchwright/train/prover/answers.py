@@ -47,10 +47,8 @@ class Weighed:
     def __init__(self, graph: Graph, rules: Rules) -> None:
         self._scorer = RuleScorer(graph.facts, rules)
         self.program = self._scorer._program
-        self.num_entities, self.num_predicates = (
-            graph.vocab.num_entities,
-            graph.vocab.num_predicates,
-        )
+        self.num_entities = graph.vocab.num_entities
+        self.num_predicates = graph.vocab.num_predicates
         self.num_rules = len(self._scorer.evidence)
         self.skipped = self._scorer.skipped
 
@@ -97,7 +95,7 @@ class AnswerScorer:
         # Weights are learned numbers: that those of a proved answer sum to 0 does not happen.
         proved = logits != 0
         top = np.max(logits, axis=1, initial=-np.inf, where=proved, keepdims=True)
-        shares = np.exp(logits - top, where=proved, out=np.zeros_like(logits))
+        shares: Doubles = np.where(proved, np.exp(np.minimum(logits - top, 0.0)), 0.0)
         total = shares.sum(1, keepdims=True)
         shares /= np.where(total > 0, total, 1.0)
         return shares
