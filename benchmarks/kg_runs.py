@@ -95,8 +95,8 @@ RL_GRAPHS: dict[str, tuple[ProverConfig, float]] = {
     "kinship": (replace(ANSWERS, most=600), 300.0),
     "wn18rr": (
         replace(
-            ANSWERS, length=3, most=1000, min_confidence=0.001, ppo_steps=5_600_000,
-            eval_every=200, eval_triples=1500,
+            ANSWERS, length=3, most=1000, min_confidence=0.001, ppo_steps=5_600_000, decay=0.0,
+            eval_every=350, eval_triples=1000,
         ),
         1800.0,
     ),
