@@ -1,320 +1,224 @@
-"""The policy that chooses among proved answers: what it finds, what PPO learns, and its command."""
+"""Answers: where a text has its answer, what it is worth, and that no wrong one is accepted."""
 
-import dataclasses
-import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Callable
+import threading
+from collections import Counter
+from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.errors import ConfigError, Mismatch
-from batchwright.logic.loaders import Graph, load_graph, shipped_graph
-from batchwright.logic.mine.mining import mine
-from batchwright.logic.rank.ranking import rank
-from batchwright.logic.rank.scorers import LIMIT
-from batchwright.logic.rules import Rules, parse_rules
-from batchwright.train.prover.answers import AnswerPolicy, AnswerScorer, Weighed
-from batchwright.train.prover.config import ProverConfig
-from batchwright.train.prover.kernels import find_answers, improve_answers
-from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
+from batchwright.errors import MissingExtra
+from batchwright.rewards import Math, Numeric, Part, Response, RewardsConfig, Rule, score_all
+from batchwright.rewards.answers import find_answer, read_answer, read_truth
+from batchwright.rewards.numbers import Number
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from prover_checks import same_end
+from answer_formats import Entry, entries
 
-FAMILY = shipped_graph()
-SMALL: dict[str, Any] = {
-    "policy": "answers", "n_envs": 64, "draws": 4, "ppo_steps": 1536, "eval_triples": 40,
-    "eval_every": 2, "save_every": 1, "most": 40, "constants": 20,
-}  # fmt: skip
-FLAGS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SMALL.items())
-
-
-@pytest.fixture(scope="module")
-def family() -> Graph:
-    return load_graph(FAMILY)
-
-
-@pytest.fixture(scope="module")
-def rules(family: Graph) -> Rules:
-    return mine(family.train, family.vocab, most=30).rules
-
-
-@pytest.fixture(scope="module")
-def weighed(family: Graph, rules: Rules) -> Weighed:
-    return Weighed(family, rules)
-
-
-class Found:
-    """One search of `find_answers`, with room for its hits."""
-
-    def __init__(
-        self, weighed: Weighed, questions: Any, weights: Any, draws: int, room: int = 1 << 20
-    ) -> None:
-        count = len(questions)
-        self.ptr = np.zeros(count + 1, np.int64)
-        self.rule, self.answer = np.empty(room, np.int32), np.empty(room, np.int32)
-        self.answers, self.right = np.zeros(count, np.int64), np.zeros(count, np.int64)
-        self.drawn = np.zeros((count, draws), np.int32)
-        self.logp = np.zeros((count, draws))
-        self.done = find_answers(
-            questions, weighed.program, weighed.num_entities, weighed.num_predicates, LIMIT,
-            weights, np.uint64(5), self.ptr, self.rule, self.answer, self.answers, self.right,
-            self.drawn, self.logp,
-        )  # fmt: skip
-
-
-def test_what_is_found_is_what_each_rule_reaches_with_the_fact_hidden(
-    family: Graph, rules: Rules, weighed: Weighed
-) -> None:
-    questions = weighed.questions(family.train[::97])
-    found = Found(weighed, questions, np.ones(weighed.num_rules), 2)
-    assert found.done == len(questions)
-    chains = weighed.program
-    for q, (x, step, y) in enumerate(questions.tolist()):
-        side = step >= weighed.num_predicates
-        p = step % weighed.num_predicates
-        own = (y, p, x) if side else (x, p, y)
-        ways: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-        known = set()
-        for number, (h, r, t) in enumerate(family.train.tolist()):
-            if (h, r, t) != own:
-                ways[h, r].add((t, number))
-                ways[t, r + weighed.num_predicates].add((h, number))
-                if r == p and (t if side else h) == x:
-                    known.add(h if side else t)
-        wanted = []
-        for rule in range(chains.rule_ptr[step], chains.rule_ptr[step + 1]):
-            at = {(x, -1)}
-            for s in chains.bodies[rule, : chains.lengths[rule]].tolist():
-                at = {(e, f) for z, came in at for e, f in ways[z, s] if f != came}
-            ends = {e for e, _ in at} - known
-            wanted += [(rule, e) for e in ends if e != x or chains.reflexive[step]]
-        part = slice(found.ptr[q], found.ptr[q + 1])
-        hits: dict[int, set[int]] = defaultdict(set)
-        for rule, number in zip(
-            found.rule[part].tolist(), found.answer[part].tolist(), strict=True
-        ):
-            hits[number].add(rule)
-        by_entity: dict[int, set[int]] = defaultdict(set)
-        for rule, e in wanted:
-            by_entity[e].add(rule)
-        assert sorted(map(sorted, hits.values())) == sorted(map(sorted, by_entity.values()))
-        assert found.answers[q] == len(by_entity)
-        assert hits.get(int(found.right[q]), set()) == by_entity.get(y, set())
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    clip=st.sampled_from([0.05, 0.2, 10.0]),
-    entropy_coef=st.sampled_from([0.0, 0.1]),
+CORPUS = entries()
+KINDS = sorted({entry.kind for entry in CORPUS} - {"expression"})
+installed = pytest.mark.skipif(
+    find_spec("math_verify") is None,
+    reason="math-verify is not installed: pip install 'batchwright[math]'",
 )
-def test_the_gradient_is_that_of_ppos_objective(
-    seed: int, clip: float, entropy_coef: float
-) -> None:
-    """Against torch's derivative of the objective as it is written in the paper."""
-    rng = np.random.default_rng(seed)
-    queries, num_rules, draws = 4, 6, 5
-    answers = rng.integers(1, 5, queries)
-    hits = [
-        sorted({(int(rng.integers(num_rules)), int(a)) for _ in range(3) for a in range(k)})
-        for k in answers
-    ]
-    ptr = np.cumsum([0, *map(len, hits)]).astype(np.int64)
-    flat = np.array([hit for some in hits for hit in some], np.int32)
-    right = np.array([rng.integers(-1, k) for k in answers])
-    drawn = np.array([rng.integers(0, k, draws) for k in answers], np.int32)
-    weights = rng.normal(size=num_rules)
-    logp = np.log(rng.uniform(0.05, 1.0, drawn.shape))
-    slope = np.zeros(num_rules)
-    clipped, _, entropies = improve_answers(
-        np.arange(queries), 5, ptr, flat[:, 0].copy(), flat[:, 1].copy(), answers, right, drawn,
-        logp, weights, clip, entropy_coef, slope,
-    )  # fmt: skip
 
-    w = torch.tensor(weights, requires_grad=True)
-    objective, cut, entropy_sum = torch.zeros((), dtype=torch.float64), 0, 0.0
-    for q in range(queries):
-        logits = torch.stack(
-            [
-                sum((w[r] for r, a in hits[q] if a == k), start=w.sum() * 0)
-                for k in range(answers[q])
-            ]
-        )
-        all_logp = torch.log_softmax(logits, 0)
-        rewards = (drawn[q] == right[q]).astype(float)
-        entropy = -(all_logp.exp() * all_logp).sum()
-        entropy_sum += float(entropy.detach()) * draws
-        objective = objective + entropy_coef * entropy
-        if rewards.std() == 0:
+
+def verdict(rule: Rule, text: str, truth: object) -> bool | None:
+    part = rule.part_of(Response(text, truth), ())
+    assert part.valid or part.why == "ambiguous", part.error
+    return bool(part.value) if part.valid else None
+
+
+def mistakes(rule: Rule, kind: str) -> list[Entry]:
+    chosen = [entry for entry in CORPUS if entry.kind == kind]
+    assert {entry.verdict for entry in chosen} >= {True, False}
+    return [one for one in chosen if verdict(rule, one.text, one.truth) is not one.verdict]
+
+
+def test_the_corpus_has_hundreds_of_formats_and_holds_a_third_of_them_out() -> None:
+    assert len(CORPUS) == len({(entry.truth, entry.text) for entry in CORPUS}) >= 400
+    held = Counter(entry.held_out for entry in CORPUS)
+    assert 0.25 < held[True] / len(CORPUS) < 0.42
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_is_read_as_it_was_judged_by_hand(kind: str) -> None:
+    assert mistakes(Numeric(), kind) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_math_part_reads_numbers_as_the_numeric_part_does(kind: str) -> None:
+    # Without math-verify, too: only other expressions need it.
+    for entry in CORPUS:
+        if entry.kind == kind and Numeric().part_of(Response("1", entry.truth), ()).valid:
+            numeric = Numeric().part_of(Response(entry.text, entry.truth), ())
+            if numeric.facts["number"] is not None:
+                assert verdict(Math(), entry.text, entry.truth) is entry.verdict
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_format_is_right_for_a_neighbour_of_its_truth(kind: str) -> None:
+    for entry in CORPUS:
+        truth = read_truth(entry.truth)
+        if entry.kind != kind or not entry.verdict or truth is None or not truth.readings:
             continue
-        advantage = torch.tensor((rewards - rewards.mean()) / rewards.std())
-        ratio = (all_logp[torch.tensor(drawn[q]).long()] - torch.tensor(logp[q])).exp()
-        bounded = ratio.clamp(1 - clip, 1 + clip)
-        objective = objective + torch.min(ratio * advantage, bounded * advantage).mean()
-        out = torch.where(advantage > 0, ratio > 1 + clip, ratio < 1 - clip)
-        cut += int(out.sum())
-    torch.autograd.backward(objective)
-    assert w.grad is not None
-    np.testing.assert_allclose(slope, w.grad.numpy(), atol=1e-9)
-    assert clipped == cut
-    assert entropies == pytest.approx(entropy_sum)
+        first = truth.readings[0].value
+        if isinstance(first, Number):
+            value = first.value
+            near = {value + 1, value - 1, -value, 10 * value, value / 10, 1000 * value} - {value}
+            for other in near:
+                assert verdict(Numeric(), entry.text, str(other)) is not True, (entry, other)
 
 
-def test_answers_are_drawn_as_often_as_they_are_probable(family: Graph, weighed: Weighed) -> None:
-    questions = weighed.questions(family.train[:3])
-    weights = np.linspace(-0.3, 0.3, weighed.num_rules)
-    found = Found(weighed, questions, weights, 20_000)
-    for q in range(len(questions)):
-        logits = np.zeros(found.answers[q])
-        part = slice(found.ptr[q], found.ptr[q + 1])
-        np.add.at(logits, found.answer[part], weights[found.rule[part]])
-        chances = np.exp(logits) / np.exp(logits).sum()
-        often = np.bincount(found.drawn[q], minlength=len(chances)) / 20_000
-        np.testing.assert_allclose(often, chances, atol=0.02)
-        np.testing.assert_allclose(np.exp(found.logp[q]), chances[found.drawn[q]], atol=1e-12)
+@installed
+def test_expressions_are_compared_as_mathematics() -> None:
+    assert mistakes(Math(), "expression") == []
 
 
-def test_a_search_without_room_says_how_far_it_came(family: Graph, weighed: Weighed) -> None:
-    questions = weighed.questions(family.train[:50])
-    weights = np.ones(weighed.num_rules)
-    whole, small = Found(weighed, questions, weights, 2), Found(weighed, questions, weights, 2, 90)
-    assert whole.done == len(questions)
-    assert 0 < small.done < len(questions)
-    same = slice(small.done + 1)
-    assert (small.ptr[same] == whole.ptr[same]).all()
+def test_an_expression_is_no_truth_of_the_numeric_part() -> None:
+    for entry in CORPUS:
+        if entry.kind == "expression":
+            part = Numeric().part_of(Response(entry.text, entry.truth), ())
+            assert part.why == "bad_truth"
+            assert "the part math" in part.error
 
 
-def test_probabilities_are_a_softmax_over_what_is_proved_and_order_the_ranking(
-    family: Graph, weighed: Weighed
-) -> None:
-    policy = AnswerPolicy(weighed.num_rules)
-    with torch.no_grad():
-        policy.weights.copy_(torch.linspace(-1, 1, weighed.num_rules, dtype=torch.float64))
-    scorer = AnswerScorer(weighed, policy)
-    h, p, _ = family.valid[:20].T
-    mass = scorer.mass(h, p, "tail")
-    logits = weighed.scorer(policy.array()).scores(h, p, "tail")
-    assert ((mass > 0) == (logits != 0)).all()
-    answered = mass.any(1)
-    assert answered.any()
-    np.testing.assert_allclose(mass.sum(1)[answered], 1.0)
-    scores = scorer.scores(h, p, "tail")
-    for row, proved, score in zip(logits, mass > 0, scores, strict=True):
-        assert (
-            np.argsort(row[proved], kind="stable") == np.argsort(score[proved], kind="stable")
-        ).all()
-        assert (score[~proved] == 0).all()
-    with pytest.raises(Mismatch, match="other rules"):
-        AnswerScorer(weighed, AnswerPolicy(3))
+@installed
+def test_the_math_part_works_in_threads_and_stops_what_takes_too_long() -> None:
+    found: list[Part] = []
+    texts = [r"\boxed{9^{9^{9^{9}}}x}", r"\boxed{\frac{2}{\sqrt{2}}}", r"\boxed{\sqrt{3}}"]
+
+    def score() -> None:
+        rule = Math(timeout_s=2)
+        found.extend(rule.part_of(Response(text, r"\sqrt{2}"), ()) for text in texts)
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join(60)
+
+    assert found[0].why in ("timeout", "")
+    assert found[0].value != 1.0
+    assert [part.value for part in found[1:]] == [1.0, 0.0]
 
 
-def test_ppo_learns_from_rewards_alone_which_rule_is_right(tmp_path: Path) -> None:
-    """Two rules agree on a wrong answer and one has the right one: counting proofs is misled."""
-    n = 60
-    true, wrong = (np.roll(np.arange(n), k) for k in (7, 23))
-    lines: dict[str, list[str]] = {"train.txt": [], "valid.txt": [], "test.txt": []}
-    for x in range(n):
-        for relation, end in (("good", true), ("bad", wrong), ("worse", wrong)):
-            lines["train.txt"].append(f"e{x}\t{relation}\te{end[x]}")
-        part = ("valid.txt", "test.txt")[x % 2] if x % 5 < 2 else "train.txt"
-        lines[part].append(f"e{x}\tp\te{true[x]}")
-    for name, some in lines.items():
-        (tmp_path / name).write_text("\n".join(some) + "\n")
-    graph = load_graph(tmp_path)
-    text = "\n".join(f"{r}:0.5:{r}(X,Y) -> p(X,Y)" for r in ("good", "bad", "worse"))
-    rules = parse_rules(text, graph.vocab)
-    seen = graph.without_test()
-    weighed = Weighed(seen, rules.over(seen.vocab))
-    untrained = AnswerScorer(weighed, AnswerPolicy(weighed.num_rules))
-    assert rank(untrained, graph.test, graph.known).metrics().mrr == 0.5
-
-    config = ProverConfig(policy="answers", n_envs=64, ppo_steps=40_000, eval_every=100)
-    trained, result = fit_prover(config, graph, rules)
-
-    assert (result.before_ppo_mrr, result.after_ppo_mrr) == (0.5, 1.0)
-    assert rank(trained, graph.test, graph.known).metrics().mrr == 1.0
+@pytest.mark.skipif(find_spec("math_verify") is not None, reason="math-verify is installed")
+def test_without_math_verify_the_math_part_says_what_to_install() -> None:
+    with pytest.raises(MissingExtra, match=r"pip install 'batchwright\[math\]'"):
+        Math().part_of(Response(r"\boxed{\sqrt{2}}", r"\sqrt{2}"), ())
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing stopped."""
-    run = tmp_path_factory.mktemp("answers") / "whole"
-    assert train_prover(ProverConfig(data=str(FAMILY), run_dir=run, **SMALL)).finished
-    return run
+@given(st.fractions(max_denominator=10**6))
+def test_any_fraction_is_read_exactly_in_each_notation(value: Fraction) -> None:
+    above, below = value.numerator, value.denominator
+    for text in (
+        f"{above}/{below}",
+        rf"so \boxed{{\frac{{{above}}}{{{below}}}}}.",
+        f"The answer is {above}/{below}.",
+        f"#### {above}/{below}",
+    ):
+        assert verdict(Numeric(), text, str(value)) is True
+        assert verdict(Numeric(), text, str(value + Fraction(1, 10**9))) is False
 
 
-@pytest.mark.parametrize("rounds", [1, 3, 5])
-def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_bits(
-    rounds: int, tmp_path: Path, whole: Path
-) -> None:
-    config = ProverConfig(data=str(FAMILY), run_dir=tmp_path / "run", **SMALL)
-    first = train_prover(dataclasses.replace(config, stop_after=rounds))
-    assert (first.rounds, first.finished) == (rounds, False)
-    assert train_prover(config, resume=True).finished
-    same_end(tmp_path / "run", whole)
+@given(st.integers(-(10**30), 10**30))
+def test_no_neighbour_of_an_integer_is_accepted(value: int) -> None:
+    for other in {value + 1, value - 1, -value, 10 * value} - {value}:
+        for text in (f"#### {other}", f"It is {other:,}.", rf"\boxed{{{other}}}", f"{other}.0"):
+            assert verdict(Numeric(), text, str(value)) is not True
+    for text in (f"#### {value}", f"It is {value:,}.", rf"\boxed{{{value}}}", f"{value}.0"):
+        assert verdict(Numeric(), text, str(value)) is True
 
 
-def test_another_test_file_changes_nothing_that_is_learned(tmp_path: Path, whole: Path) -> None:
-    data = tmp_path / "data"
-    shutil.copytree(FAMILY, data)
-    lines = (data / "test.txt").read_text().splitlines()
-    (data / "test.txt").write_text("\n".join(lines[::-2]) + "\n")
-    train_prover(ProverConfig(data=str(data), run_dir=tmp_path / "run", **SMALL))
-    same_end(tmp_path / "run", whole)
+@given(st.decimals(-1000, 1000, places=4))
+def test_decimals_agree_to_the_last_written_digit_and_no_further(value: object) -> None:
+    assert verdict(Numeric(), f"It is {value}0.", str(value)) is True
+    shifted = Fraction(str(value)) + Fraction(1, 10**4)
+    assert verdict(Numeric(), f"It is {float(shifted):.4f}.", str(value)) is False
 
 
-def test_the_command_trains_evaluates_and_proves(
-    tmp_path: Path, family: Graph, whole: Path, call: Callable[..., Any]
-) -> None:
-    outcome = call(f"train prover --data {FAMILY} {FLAGS} --run-dir run --format json", tmp_path)
-    assert outcome.code == 0, outcome.err
-    assert outcome.data["rounds"] == 6
-    assert outcome.data["after_ppo_right"] > outcome.data["before_ppo_right"]
-    same_end(tmp_path / "run", whole)
+def test_both_parts_are_configured_by_their_kind() -> None:
+    kinds = [{"kind": "numeric", "tolerance": 0.01}, {"kind": "math", "ambiguous": "wrong"}]
+    config = RewardsConfig.of({"part": kinds})
+    rewards = score_all([Response("9.85", "9.81"), Response("1.200", "1200")], config.part)
+    values = [[part.value for part in reward.parts.values()] for reward in rewards]
+    assert values[0] == [1.0, 0.0]
+    assert rewards[1].why == "ambiguous"
+    assert values[1][1] == 0.0
 
-    line = f"evaluate prover --data {FAMILY} --mode rl --prover run --format json"
-    outcome = call(line, tmp_path)
-    assert outcome.code == 0, outcome.err
-    expected = rank(load_prover(whole, family), family.test, family.known).metrics()
-    assert outcome.data["both"]["mrr"] == expected.mrr
-    assert outcome.data["proofs"] == {"search": "all proofs by all rules", "left_out": 0}
 
-    h, p, _ = (int(v) for v in family.test[0])
-    query = f"{family.vocab.predicates[p]}({family.vocab.entities[h]},X)"
-    outcome = call(f"prove {query} --data {FAMILY} --prover run", tmp_path)
-    assert outcome.code == 0, outcome.err
+def test_a_tolerance_is_for_decimals_only() -> None:
+    assert verdict(Numeric(tolerance=0.01), "9.85", "9.81") is True
+    assert verdict(Numeric(tolerance=0.01), "1000", "1001") is False
+    assert verdict(Numeric(tolerance=0.01), "9.95", "9.81") is False
+
+
+def test_an_ambiguous_answer_is_invalid_or_wrong_by_name() -> None:
+    response = Response("It costs 1.200 euros.", "1200")
+    part = Numeric().part_of(response, ())
+    assert (part.valid, part.why) == (False, "ambiguous")
+    assert "1.200" in part.error
+    assert Numeric(ambiguous="wrong").part_of(response, ()).value == 0.0
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("text", "where", "place"),
     [
-        ({"passes": 2}, "--passes"),
-        ({"clone_updates": 5, "negatives": 2}, "--clone-updates, --negatives"),
-        ({"reward": "balanced"}, "--reward"),
-        ({"beam": 8}, "--beam"),
-        ({"end_action": False}, "--end-action"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}} of 8", "boxed", r"\frac{1}{2}"),
+        ("#### 5 apples\nThe answer is 6", "hashes", "5 apples"),
+        ("#### Step 2\nThe answer is 6.", "said", "6"),
+        ("It follows that $x = 7$.", "formula", "x = 7"),
+        ("<think>9</think>so 7", "last", "so 7"),
+        ("<think>9", "last", ""),
     ],
 )
-def test_what_the_policy_does_not_have_is_refused(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"leave out {named}$"):
-        ProverConfig(data="x", policy="answers", **given)
-    with pytest.raises(ConfigError, match="--policy answers only"):
-        ProverConfig(data="x", constants=5)
+def test_the_place_of_the_answer_follows_the_documented_order(
+    text: str, where: str, place: str
+) -> None:
+    found = find_answer(text)
+    assert (found.where, found.text.strip()) == (where, place)
 
 
-def test_rules_of_a_file_are_followed_and_the_others_named(tmp_path: Path, family: Graph) -> None:
-    config = ProverConfig(
-        data=str(FAMILY), rules=FAMILY / "rules.txt", run_dir=tmp_path / "run", **SMALL
-    )
-    result = train_prover(config)
-    horn = parse_rules(FAMILY / "rules.txt", family.vocab)
-    assert result.rules + len(result.skipped) == len(horn)
+HOSTILE = (
+    *("1 ", "(", r"\boxed{", "the answer to ", "$", "-", "1/", r"\frac", "9", "1,", "<answer>"),
+    *("^2", "not 1 ", "1. ", "#### ", "one ", "twenty-", r"\text{", "***", "<<", "1 = ", "1 ("),
+)
+
+
+@pytest.mark.parametrize("piece", HOSTILE)
+def test_what_a_policy_repeats_thousands_of_times_is_still_read_in_time(piece: str) -> None:
+    (reward,) = score_all([Response(piece * 10_000 + "1", "1")], [Numeric(ambiguous="wrong")])
+    assert reward.valid
+
+
+@given(st.text(alphabet="0123456789.,-+*/^(){}[]$%!=: abx\\frac\n#½²−–", max_size=60))  # noqa: RUF001
+@settings(max_examples=500)
+def test_no_text_of_digits_and_signs_breaks_the_reader(text: str) -> None:
+    (reward,) = score_all([Response(text, "7")], [Numeric()])
+    assert reward.why in ("", "ambiguous")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("I cannot determine the answer; 5 is given", None),
+        ("I cannot determine the answer. 5 is given.", None),
+        ("There are 5 apples, so I can't say.", None),
+        ("It cannot be determined from the 5 numbers.", None),
+        ("The answer is: cannot be determined with 5 equations", None),
+        ("There is not enough information. 5 is given.", None),
+        ("I am unable to answer 5", None),
+        # Others may be unable to do things, and what follows may say more.
+        ("Tom can't give away 3 apples, he has 5.", 5),
+        ("They could not find 3 of the 8 toys. 5 toys are left.", 5),
+        ("It cannot be found exactly, but it is about 5", 5),
+        ("We cannot compute x directly. So x + 3 = 8, x = 5", 5),
+    ],
+)
+def test_a_refusal_is_no_answer(text: str, value: int | None) -> None:
+    found = [reading.value for reading in read_answer(text).readings or ()]
+    assert found == ([] if value is None else [Number(Fraction(value))])
