@@ -107,7 +107,10 @@ _MOST_BOXES = 9
 _LONGEST = 600
 """Characters of an answer; of a text without a mark only so many are searched for it."""
 _PROSE = re.compile(r"\n|[.!?]\s+\w|(?s:.){200}")
-_ABBREVIATED = re.compile(r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m)\.(?=\s|$)")
+_ABBREVIATED = re.compile(
+    r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m|Mio|Mrd|Tsd|tys|mln|тыс|млн|млрд)\.(?=\s|$)"
+    r"|(?<=\d)\.(?=\s(?:Januar|Februar|März|April|Mai|Juni|Juli|August|Oktober|Dezember)\b)"
+)
 
 
 def find_answer(text: str) -> Place:
@@ -131,7 +134,9 @@ def find_answer(text: str) -> Place:
     if said is not None:
         claim, behind = _first_sentence(text[said.end() :])
         denied = denied_before(text[max(0, said.start() - 200) : said.start()])
-        denied = denied or taken_back(claim + behind) or _HEDGED.search(claim) is not None
+        denied = (
+            denied or taken_back(claim) or taken_back(behind) or _HEDGED.search(claim) is not None
+        )
         return Place("said", claim, "denied" if denied else "")
     formulas = [
         (match.start(), match.end(), next(group for group in match.groups() if group is not None))
@@ -167,7 +172,7 @@ def read_answer(text: str) -> Answer:
     elif latex:
         found = readings(shown, latex=True)
     else:
-        found = None if _PROSE.search(shown) else readings(shown, latex=False)
+        found = None if _PROSE.search(shown) else readings(marked(shown), latex=False)
         where = "whole"
         if found is None or _no_number(found):
             found, where = _last(shown), "last"
@@ -179,7 +184,8 @@ def read_answer(text: str) -> Answer:
         found = None
     elif not latex and re.match(r"-\s+\d[\d.,]*\s*$", shown):
         # A list item, or less than nothing?
-        found = _doubtful([found, readings(shown.lstrip("- "), latex=False)])
+        positive = _doubtful([readings(shown.lstrip("- "), latex=False)])
+        found = None if found is None else (*found, *(positive or ()))
     elif place.doubt and found:
         found = _doubtful([found])
     return Answer(where, written, found, place.doubt)
@@ -264,7 +270,10 @@ def _outlined(text: str, parts: Sequence[tuple[int, int, str]], where: Where) ->
 
 
 def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, str]:
-    """Where it starts: the last part, with those before it if only `and`, `or`, commas stand between them."""
+    """The last part, with those before it if only `and`, `or`, commas stand between them.
+
+    Behind the place where it starts.
+    """
     start, _, last = parts[-1]
     found, size = [last], len(last)
     for begin, end, inside in reversed(parts[:-1]):
@@ -297,7 +306,7 @@ def _is_number_word(text: str, mark: re.Match[str]) -> bool:
 
 def _first_sentence(text: str) -> tuple[str, str]:
     """The first sentence and what comes behind it."""
-    text = _ABBREVIATED.sub(r"\1", text.lstrip())
+    text = _ABBREVIATED.sub(lambda match: match[1] or "", text.lstrip())
     # The letter of a multiple choice is no sentence.
     text = re.sub(r"^[A-J]\.\s+(?=[-$\\(]*\d)", "", text)
     end = _SENTENCE.search(text)
@@ -336,7 +345,7 @@ def _last(text: str) -> tuple[Reading, ...] | None:
     It is doubtful if another number stands right behind the last `is`, `has`, `costs`.
     """
     text = _LISTED.sub("\n", text)
-    text = _ABBREVIATED.sub(r"\1", text)
+    text = _ABBREVIATED.sub(lambda match: match[1] or "", text)
     sentences, ends, at = [], [], 0
     for start, end in [*(m.span() for m in _SENTENCE.finditer(text)), (len(text), len(text))]:
         if text[at:start].strip():

@@ -36,12 +36,12 @@ _DENIED = re.compile(
 _LISTED = re.compile(rf"(∎\d[\d.,/]*\s+n?or\s+[-(]*)(?={_NUMERAL})")
 _DENIED_HAN = re.compile(r"((?:不是|不等于|不等於|并非|並非|不会是|不可能是|不為|不为)\s*-?)(?=\d)")
 _WRONG_BEHIND = re.compile(
-    rf"(?i)(?<![\w.,])(?=\d[\d.,/]*(?:\s+[^\W\d]+){{0,2}}?\W{{0,3}}\s+{_IS}\s+{_ADVERB}{_RULED_OUT}\b"
+    rf"(?i)(?<![\w.,])(?=\d[\d.,/]*(?:\s+(?!{_BREAK}\b|it\b|and\b|if\b)[^\W\d]+){{0,2}}?\W{{0,3}}\s+{_IS}\s+{_ADVERB}{_RULED_OUT}\b"
     r"|\d+\s*(?:ではな|ではあり|じゃな|が?\s*아니|가\s*아니|이\s*아니|가\s*아닙|이\s*아닙))"
 )
 _BEFORE = re.compile(
     rf"""(?ix)
-    (?: \b(?:{_DENY}|doubt|doubts|deny|denies|disagree|nobody|none|if|unless|whether|suppose|imagine
+    (?: \b(?:{_DENY}(?!\s+(?:only|hard|difficult|surpris\w*)\b)|doubt|doubts|deny|denies|disagree|nobody|none|if|unless|whether|suppose|imagine
              |pretend|no[ ]way|no[ ]reason|mistakenly|wrongly|incorrectly|falsely)\b
       | \b{_WRONG} (?=\s+(?:that|to)\b) )
     (?: \s+ (?!{_BREAK}\b) [^\W\d]+ ){{0,7}} [\s"'*_`$({{\[]* $"""
@@ -60,7 +60,7 @@ _COMPARED = re.compile(
 _TAKEN_BACK = re.compile(
     rf"""(?ix)
     \b(?:that|this|it|which|the[ ]above|my[ ](?:\w+[ ])?(?:answer|result|guess))
-        (?:['’]s|\s+{_IS}|\s+(?:can|does)(?:[ ]not|n['’]t|not)(?:[ ](?:be|look|seem))?) \s+
+        (?:['’]s|\s+{_IS}|\s+(?:can[ ]?not|can['’]t|does(?:[ ]not|n['’]t))(?:[ ](?:be|look|seem))?) \s+
         {_ADVERB} (?:{_WRONG}|impossible|absurd|(?<=be[ ])(?:right|correct|true)
                    |(?<=look[ ])right|(?<=seem[ ])right)
         (?=\s*(?:[.,;:!…)*—]|$|\n)|\s+(?:because|since|as|again|too)\b)

@@ -34,7 +34,11 @@ _REWRITES = [
         (r"(\d+)\s*(?:分之|분의)\s*(\d+)", r"\2/\1"),
         (r"百\s*分之\s*(\d+(?:\.\d+)?)", r"\1%"),
         (rf"(?<=\d)\s?({_HAN_SCALE})", r" \1 "),
-        (r"(?<![\w.])(?=\d{1,4}\s*[年월月년]\s*\d{1,2}\s*[月日월일])", "∎"),
+        (r"(\d{1,4}\s*[年월月년])\s*(?=\d{1,2}\s*[月日월일])", r"∎\1∎"),
+        (
+            r"(?i)(?<=\d)-(?=(?:halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)t?[dh]s)\b)",
+            " ",
+        ),
         # A date or a number in another base is no subtraction and no product: ∎ is never read.
         (r"(?<![\d/-])(?=\d{4}-\d\d?-\d\d?(?![\d-])|\d{1,2}/\d{1,2}/\d{4}(?!\d))", "∎"),
         (r"(?<![\w.])(?=0[xob][0-9a-fA-F]+\b|\d+\.{2,}\d)", "∎"),
@@ -52,7 +56,7 @@ _REWRITES = [
         (r"(?<=\d)\s+point\s+(?=\d)", "."),
         (r"(?<=\d),\s*\\!\s*(?=\d{3})", ","),
         (
-            r"\\?[$€£]\s?(\d[\d,]*),?\s+(?:and\s+)?(\d{1,2})\s?(?:cents?\b|\\?¢|pence\b|p\b)",
+            r"\\?[$€£]\s?(\d+(?:,\d{3})*),?\s+(?:and\s+)?(\d{1,2})\s?(?:cents?\b|\\?¢|pence\b|p\b)",
             r"\1 dollars \2 cents",
         ),
         (r"\\\\(?=[a-zA-Z({\[$%])", r"\\"),
@@ -171,9 +175,8 @@ _PARTS = re.compile(
     rf"(?i)(?:(?<!\w)(\d+)\s+and\s+)?\b(?:(\d+|an?)[\s-])\s*({'|'.join(_BELOW)})s?\b"
     r"|^\s*(half)\b(?!\s+(?:of|the|as)\b)"
 )
-_PHRASE = re.compile(
-    rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join([*_WORDS, *_ENGLISH, 'dozen'])}))*\b"
-)
+_NUMBER_WORDS = "|".join([*_WORDS, *_ENGLISH, "dozen"])
+_PHRASE = re.compile(rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{_NUMBER_WORDS}))*\b")
 
 
 _DIGIT_WORDS = "|".join(_ONES.split()[:10])

@@ -71,7 +71,7 @@ class _Irrational(_Other):
 
 
 _TOKEN = re.compile(
-    r"(?P<number>(?:\d{1,3}(?: \d{3})+(?:,\d{1,2})?(?![\d,/])|\d+(?:[.,'’_\u00a0]\d+)*|\.\d+)"
+    r"(?P<number>(?:\d{1,3}(?: \d{3})+(?:,\d{1,2}|\.\d+)?(?![\d,/])|\d+(?:[.,'’_\u00a0]\d+)*|\.\d+)"
     r"(?:[eE][-+]?\d+(?!\w))?)"
     r"|(?P<word>[^\W\d_]\w*)|(?P<command>\\[a-zA-Z]+)|(?P<mark>\S)"
 )
@@ -378,18 +378,31 @@ _HAN_COMPARES = (
     *("不是", "不等于", "未满", "并非", "除了"),
 )
 _HAN_BOUNDS = ("以上", "以下", "以内", "未満", "未满", "多", "余", "이상", "이하", "미만", "초과")
-_SOFTENERS = _HEDGES_TEXT.split() + ["the", "number", "value", "just", "nearly", "almost"]
+_SOFTENERS = frozenset(f"{_HEDGES_TEXT} the number value just nearly almost".split())
 _DOUBTFUL_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def _turned_before(line: Sequence[_Token], at: int) -> bool:
     """Whether what stands right before a number compares with it, or makes it a date or a name."""
-    if at and line[at].text in _OPEN and line[at].glued and line[at - 1].kind == "word":
+    if at and line[at].glued and line[at - 1].kind == "word":
         # f(5), a_{5}
-        return True
+        named = line[at].text == "(" or (line[at].text == "{" and line[at - 1].text[-1] == "_")
+        if named:
+            return True
     words = [token.text.lower() for token in line[max(0, at - 4) : at]]
     if words and (_month(line[at - 1]) or words[-1].endswith(_HAN_COMPARES)):
         return True
+    if (
+        len(words) > 1
+        and line[at - 2].kind == "number"
+        and words[-1] in ("over", "by", "base", "r")
+    ):
+        return True
+    if len(words) > 1 and words[-1] == "of" and line[at].kind == "number":
+        # 5% of 200, 3/4 of 20, 2 thirds of 9.
+        share = words[-2] == "%" or SCALES.get(words[-2], 1) < 1
+        if share or (line[at - 2].kind == "number" and words[-3:-2] == ["/"]):
+            return True
     while words and words[-1] in _SOFTENERS and " ".join(words[-2:]) not in _COMPARING_PAIRS:
         words.pop()
     if not words:
@@ -482,7 +495,7 @@ class _Parser:
         """A value that starts here; what comes behind it is left, unless it goes on."""
         before = self.line[self.at - 1].text if self.at else ""
         if before in _COMPARES or before in ("^", "_"):
-            self.at += 1
+            self._skip()
             raise _Other
         if before in ("*", "/", "+") or self._subtracted():
             self.at += 1
@@ -490,7 +503,7 @@ class _Parser:
         first = self.at
         turned = _turned_before(self.line, first) or (before == "|" and self.line[first].glued)
         if turned or _strange(_before(self.line, first)):
-            self.at += 1
+            self._skip()
             raise _Unread
         items = [self.item()]
         while self._joined(items[-1].unit):
@@ -506,7 +519,10 @@ class _Parser:
             items.append(following)
         behind = self.line[self.at : self.at + 4]
         goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
-        goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued) or self._rebased()
+        goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued)
+        if self._rebased():
+            self._skip()
+            raise _Unread
         read = self.line[first : self.at + (self._kind() == "number")]
         if goes_on or _strange(read) or _strange(_phrase(behind)):
             self.at += 1
@@ -514,9 +530,16 @@ class _Parser:
         if self.peek() in ("^", "*", "/", "_", "±", *_COMPARES) or self._kind() == "command":
             stuck = self.stuck()
             self.at += 1
+            if self.peek() and self.peek() in _OPEN:
+                self._skip()
             raise stuck
         words = [token.text.lower() for token in self.line[max(first - 1, 0) : self.at]]
         return _combined(items, words)
+
+    def _skip(self) -> None:
+        """Behind this token, or the brackets that it opens."""
+        end = _closing(self.line, self.at) if self.peek() in _OPEN else None
+        self.at = (self.at if end is None else end) + 1
 
     def _rebased(self) -> bool:
         """Whether a remark says that the number is not what it looks like: `101 (base 2)`."""
@@ -690,17 +713,17 @@ class _Parser:
         signed = (
             self.peek() == "-" and self._kind(1) == "number" and not self.line[self.at + 1].glued
         )
-        ahead = self.line[self.at : self.at + 5]
-        shape = [token.text if token.kind == "mark" else token.kind for token in ahead]
-        if shape == ["number", "-", "number", "/", "number"] and ahead[1].glued:
+        five = self.line[self.at : self.at + 5]
+        shape = [token.text if token.kind == "mark" else token.kind for token in five]
+        if shape == ["number", "-", "number", "/", "number"] and five[1].glued:
             # 3-1/2 is three and a half in a recipe.
-            others.append(_Parser([ahead[0], *ahead[2:]], latex=False)._expression())
+            others.append(_Parser([five[0], *five[2:]], latex=False)._expression())
         number = self._expression()
-        share = self.peek() == "%" or number.value.denominator != 1
-        if share and self.peek(self.peek() == "%") == "of":
-            if self._kind(1 + (self.peek() == "%")) == "number":
-                # 5% of 200 is calculated further.
-                raise _Unread
+        ahead = int(self.peek() == "%")
+        share = ahead or number.value.denominator != 1
+        if share and self.peek(ahead) == "of" and self._kind(ahead + 1) == "number":
+            # 5% of 200 is calculated further.
+            raise _Unread
         if self._take("%"):
             if self._kind() == "number":
                 raise _Unread
@@ -716,9 +739,10 @@ class _Parser:
             others.append(number)
             number = _scaled(number, self._scale() or 1)
             self.at += 1
-            self._abbreviated()
             if self._kind() == "number":
                 # Two million 300 thousand.
+                while self._kind() == "number" or self._scale() is not None:
+                    self.at += 1
                 raise _Unread
         if self.peek() in _DOUBTFUL_SCALES and self.peek(1) not in ("/", "*", "^"):
             # 5k is five thousand; 5 K may be kelvin, 5 M may be molar.
@@ -744,11 +768,6 @@ class _Parser:
         if self._kind() == "word" and self.at and self.line[self.at - 1].text == "1":
             word = word if word in SCALES or word in ("second", "quarter") else f"{word}s"
         return SCALES.get(word)
-
-    def _abbreviated(self) -> None:
-        """The full stop of `5 Mio.` in a sentence that goes on."""
-        if self.peek() == "." and self.line[self.at].glued and self._kind(1) == "word":
-            self.at += 1
 
     def _unit(self) -> str:
         """Words behind a number, with exponents: `m/s^2`, `square feet`, `hours per week`."""
