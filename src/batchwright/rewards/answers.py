@@ -4,8 +4,11 @@ r"""Where the answer of a text is, and whether it is the true one.
 The answer stands, in this order, in the last `\boxed{...}`; behind the last `####` that a number
 follows; behind the last "the answer is", "Answer:" or the like; in formulas that close the text;
 else it is the last number, or what the last `=` of its sentence
-says. Only the text behind `</think>` counts, and inside `<answer>` if there
-is one.
+says. Only the text behind `</think>` counts, before the next question that a model asks
+itself (`Q:`, `<|im_end|>`), and inside `<answer>` if there is one.
+
+What stands around it counts, too: a sign, scale or factor outside of a box belongs to the value, and
+an answer that the text denies, compares with or takes back is doubtful.
 """
 
 import re
@@ -109,6 +112,7 @@ _LONGEST = 600
 _PROSE = re.compile(r"\n|[.!?]\s+\w|(?s:.){200}")
 _ABBREVIATED = re.compile(
     r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m|Mio|Mrd|Tsd|tys|mln|тыс|млн|млрд)\.(?=\s|$)"
+    r"|\b(Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.(?=\s\d)"
     r"|(?<=\d)\.(?=\s(?:Januar|Februar|März|April|Mai|Juni|Juli|August|Oktober|Dezember)\b)"
 )
 
@@ -133,9 +137,11 @@ def find_answer(text: str) -> Place:
         pass
     if said is not None:
         claim, behind = _first_sentence(text[said.end() :])
-        denied = denied_before(text[max(0, said.start() - 200) : said.start()])
         denied = (
-            denied or taken_back(claim) or taken_back(behind) or _HEDGED.search(claim) is not None
+            denied_before(text[max(0, said.start() - 200) : said.start()])
+            or taken_back(claim[:_LONGEST])
+            or taken_back(behind)
+            or _HEDGED.search(claim) is not None
         )
         return Place("said", claim, "denied" if denied else "")
     formulas = [
@@ -304,9 +310,13 @@ def _is_number_word(text: str, mark: re.Match[str]) -> bool:
     return re.search(r"\d", line) is not None or in_digits(line)[:1].isdigit()
 
 
+def _undotted(match: re.Match[str]) -> str:
+    return match[1] or match[2] or ""
+
+
 def _first_sentence(text: str) -> tuple[str, str]:
     """The first sentence and what comes behind it."""
-    text = _ABBREVIATED.sub(lambda match: match[1] or "", text.lstrip())
+    text = _ABBREVIATED.sub(_undotted, text.lstrip())
     # The letter of a multiple choice is no sentence.
     text = re.sub(r"^[A-J]\.\s+(?=[-$\\(]*\d)", "", text)
     end = _SENTENCE.search(text)
@@ -345,7 +355,7 @@ def _last(text: str) -> tuple[Reading, ...] | None:
     It is doubtful if another number stands right behind the last `is`, `has`, `costs`.
     """
     text = _LISTED.sub("\n", text)
-    text = _ABBREVIATED.sub(lambda match: match[1] or "", text)
+    text = _ABBREVIATED.sub(_undotted, text)
     sentences, ends, at = [], [], 0
     for start, end in [*(m.span() for m in _SENTENCE.finditer(text)), (len(text), len(text))]:
         if text[at:start].strip():

@@ -28,23 +28,33 @@ _CONTRACTED = re.compile(
     r"(?i)\b(is|are|was|were|do|does|did|ca|could|would|should|wo|must|has|have|had)n['’]?t\b"
 )
 _CANNOT = re.compile(r"(?i)\bcannot\b")
-_NOT = re.compile(rf"(?i)\bnot\s+(?:[-+(]|\\?\$)*{_NUMERAL}\S*(?:\s*,)?(?:\s+but(?:\s+rather)?)?")
+_NOT = re.compile(
+    rf"(?i)\bnot\s+(?:[-+(]|\\?\$)*{_NUMERAL}\S*(?:\s*,)?(?:\s+but(?:\s+rather)?)?"
+    rf"|,\s*(?:no|pas|nicht|não|non|niet|ikke|inte|не)\s+-?{_NUMERAL}\S*"
+    r"|,\s*而?不是\s*-?\d[^\s,。]*"
+)
+_OPINION = r"(?:think|say|guess|expect|believe|assume|claim|suspect)"
 _DENIED = re.compile(
-    rf"(?i)\b{_DENY}\b(?!\s+(?:only|hard|difficult|surpris\w*)\b)"
-    rf"((?:\s+(?!{_BREAK}\b)[^\W\d]+){{0,6}}?[\s(+-]*)(?={_NUMERAL})"
+    rf"(?i)\b(?:{_DENY}|refuse[sd]?|unlikely|(?:used|thought|believed|supposed)[ ]to[ ]be)\b"
+    rf"(?!\s+(?:only|hard|difficult|surpris\w*)\b)"
+    rf"((?:\s+(?!{_BREAK}\b|and\b)[^\W\d][\w'’]*){{0,6}}?[\s(+=-]*)(?={_NUMERAL})"
 )
 _LISTED = re.compile(rf"(∎\d[\d.,/]*\s+n?or\s+[-(]*)(?={_NUMERAL})")
 _DENIED_HAN = re.compile(r"((?:不是|不等于|不等於|并非|並非|不会是|不可能是|不為|不为)\s*-?)(?=\d)")
 _WRONG_BEHIND = re.compile(
-    rf"(?i)(?<![\w.,])(?=\d[\d.,/]*(?:\s+(?!{_BREAK}\b|it\b|and\b|if\b)[^\W\d]+){{0,2}}?\W{{0,3}}\s+{_IS}\s+{_ADVERB}{_RULED_OUT}\b"
+    rf"(?i)(?<![\w.,])(?=\d[\d.,/]*(?:\s+(?!{_BREAK}\b|it\b|and\b|if\b)[^\W\d]+){{0,2}}?"
+    rf"\W{{0,3}}\s+{_IS}\s+{_ADVERB}{_RULED_OUT}\b"
     r"|\d+\s*(?:ではな|ではあり|じゃな|が?\s*아니|가\s*아니|이\s*아니|가\s*아닙|이\s*아닙))"
 )
 _BEFORE = re.compile(
     rf"""(?ix)
-    (?: \b(?:{_DENY}(?!\s+(?:only|hard|difficult|surpris\w*)\b)|doubt|doubts|deny|denies|disagree|nobody|none|if|unless|whether|suppose|imagine
-             |pretend|no[ ]way|no[ ]reason|mistakenly|wrongly|incorrectly|falsely)\b
+    (?: \b(?:{_DENY}(?!\s+(?:only|hard|difficult|surpris\w*)\b)|doubt|doubts|deny|denies|disagree
+             |nobody|none|if|unless|whether|suppose|imagine|pretend|no[ ]way|no[ ]reason|refuse
+             |mistakenly|wrongly|incorrectly|falsely|unlikely|myth|misconception|fallacy|mistake
+             |thought|tempt\w*|(?:might|may|could|would|people|many|some|others)[ ]{_OPINION})\b
       | \b{_WRONG} (?=\s+(?:that|to)\b) )
-    (?: \s+ (?!{_BREAK}\b) [^\W\d]+ ){{0,7}} [\s"'*_`$({{\[]* $"""
+    (?: \s+ (?!{_BREAK}\b) [^\W\d][\w'’]* ){{0,7}} [\s"'*_`$({{\[]* $
+    | \b(?:wrong|incorrect|false|mistaken|erroneous|previous|earlier|initial|naive|tempting)\s*$"""
 )
 _COMPARED = re.compile(
     r"""(?ix)
@@ -59,22 +69,25 @@ _COMPARED = re.compile(
 )
 _TAKEN_BACK = re.compile(
     rf"""(?ix)
-    \b(?:that|this|it|which|the[ ]above|my[ ](?:\w+[ ])?(?:answer|result|guess))
-        (?:['’]s|\s+{_IS}|\s+(?:can[ ]?not|can['’]t|does(?:[ ]not|n['’]t))(?:[ ](?:be|look|seem))?) \s+
+    (?<!if[ ])\b(?:that|this|it|which|the[ ]above|my[ ](?:\w+[ ])?(?:answer|result|guess))
+        (?:['’]s|\s+{_IS}
+          |\s+(?:can[ ]?not|can['’]t|does(?:[ ]not|n['’]t))(?:[ ](?:be|look|seem))?) \s+
         {_ADVERB} (?:{_WRONG}|impossible|absurd|(?<=be[ ])(?:right|correct|true)
                    |(?<=look[ ])right|(?<=seem[ ])right)
         (?=\s*(?:[.,;:!…)*—]|$|\n)|\s+(?:because|since|as|again|too)\b)
     | \b(?:scratch|strike|ignore|disregard)[ ](?:that|this|the[ ]above)\b
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
+    | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
     | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back)\b
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
 )
 _REFUTED = re.compile(
-    r"""(?ix) [\s"'*_`$)}\]]* (?:
+    rf"""(?ix) [\s"'*_`$)}}\]]* (?:
+    \s {_IS} \s+ {_ADVERB} {_RULED_OUT} \b |
     \? [\s"'*_`$)]* (?:no|nope|wrong|not|incorrect|false|nein|non)\b
-    | [.!…]+ \s* (?:(?:wait|hmm+|oh|oops|ah|well|actually|sorry)[\s,.!…—-]+){0,3}
+    | [.!…]+ \s* (?:(?:wait|hmm+|oh|oops|ah|well|actually|sorry)[\s,.!…—-]+){{0,3}}
         (?:no (?=\s*[,.!…—]|\s+wait) | nope\b | (?:wrong|incorrect|false) (?=\s*[,.!…—]|\s*$)
          | not[ ](?:quite|really|right|correct)\b )
     | \s*[,—–-]\s* (?:no[ ]wait|wait,?[ ]no|which[ ]is[ ](?:wrong|incorrect|impossible))\b )"""
@@ -129,7 +142,7 @@ _SIGN = re.compile(r"(-|−|\\pm|±)(\s*)(?:\\?[$({\[]|\\left|\*\*)*$")
 _OPERATOR = re.compile(
     r"(?:[+×·]|(?<![<\w])/|[\^_]\{?"
     r"|\\(?:times|cdot|div|log|ln|sin|cos|tan|sqrt)\s*\{?"
-    r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\()\s*$"
+    r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
 )
 _PERCENT = re.compile(rf"{_SKIP}(?:\\text\s*\{{\s*)?(?:\\?%|％|per\s?cent\b|pct\b)")
@@ -137,8 +150,12 @@ _FACTOR = re.compile(
     rf"{_SKIP}(\\sqrt\s*(?:\{{[^{{}}]*\}}|\d)|√\d+|\\pi(?![a-z])|π|[A-Za-z](?![A-Za-z'’]))"
 )
 _WORD = re.compile(rf"{_SKIP}(?:\\(?:text|mathrm|mbox)\s*\{{\s*)?([^\W\d_]+)")
+_NAMES = (
+    r"(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|log|ln|sin|cos|tan|cot|sec|csc|exp|sqrt|frac"
+    r"|dfrac|binom|int|sum)"
+)
 _OPERAND = re.compile(
-    rf"{_SKIP}(?:\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
+    rf"{_SKIP}(?:\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])|\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
     r"|[-−]\s?[\d\\]|\\(?:times|cdot|div|pm|le|ge|leq|geq|lt|gt|neq?)(?![a-z])|[<>≤≥≠±]\s*[\dA-Za-z]"
     r"|(?:\(?(?:in\s+)?base\s+\w|\(?in\s+(?:binary|octal|hex)|remainder\b|R\s?\d)"
     r"|(?:or|to)\s+[-$]*\d)"

@@ -316,7 +316,7 @@ def _strange(line: Sequence[_Token]) -> bool:
             if behind and _turned_behind(line, at):
                 return True
             if words[at] in _BASES and (
-                at and words[at - 1] in ("in", "as") or at + 1 == len(line)
+                (at and words[at - 1] in ("in", "as")) or at + 1 == len(line)
             ):
                 return True
             if words[at] in _SHARES and words[at + 1 : at + 2] == ["of"]:
