@@ -7,11 +7,17 @@ lm-evaluation-harness contain; the sentences are our own. `⏎` stands for a lin
 An entry is (class, truth, text, verdict): True if the text gives the truth, False if it gives
 something else, None if nobody could tell from the text and the truth alone. Entries whose hash is
 divisible by three were held out while the reader was written; the few that failed their first run
-were repaired since.
+were repaired since. Of the classes in `TOGETHER`, written with what reads them, none was held out.
 """
 
 import zlib
 from dataclasses import dataclass
+
+TOGETHER = (
+    *("denial", "comparison", "date", "outside the box", "scale words", "fraction words"),
+    *("bases and functions", "roots and powers", "markup", "grouping by spaces"),
+    "compound quantities",
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Entry:
 
     @property
     def held_out(self) -> bool:
+        if self.kind in TOGETHER:
+            return False
         return zlib.crc32(f"{self.truth}|{self.text}".encode()) % 3 == 0
 
 
@@ -1438,6 +1446,10 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
                 "The answer is 37. No other value works.",
                 "The answer can't be 36. The answer is 37.",
             ),
+            *("Wait, that's wrong. The answer is 37.", "He ate 3, not 4. 37 are left."),
+            *("The answer is 37. If this is wrong, let me know.", "37 students did not pass."),
+            *("I am not sure, but the answer is 37.", "If x = 2, the answer is 37."),
+            *("他有37个苹果，不是36个", "Quedan 37 manzanas, no 36", "37 apples were not eaten."),
             *(
                 "答案不是36，答案是37",
                 "La réponse est 37, pas 36.",
@@ -1451,6 +1463,21 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             *(r"37 was wrong. \boxed{36}", "The answer can't be 37. The answer is 36."),
         ],
         [
+            *(
+                "I don't believe it's 37",
+                "It's not the case that x = 37",
+                "The answer used to be 37",
+            ),
+            *(
+                "The answer is 37, no wait, 38",
+                "The answer is 37. Correction: 38.",
+                "I refuse to say 37",
+            ),
+            *("The answer is 37. Sorry, I meant 38.", r"\boxed{37} is wrong", "$37$ is incorrect."),
+            *("The wrong answer is 37", "An incorrect answer is 37.", "The previous answer was 37"),
+            *("One might think the answer is 37", "It's a myth that the answer is 37"),
+            *("A common mistake is to say the answer is 37.", "Many people say the answer is 37."),
+            *("It's unlikely that the answer is 37", "The answer was thought to be 37"),
             *(
                 "I do not believe that the answer is 37.",
                 "I doubt the answer is 37.",
@@ -1533,6 +1560,7 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
                 "el 12 de agosto",
                 "12 января",
             ),
+            *("Apr. 12", "May 12th", "12 de mayo", "12th April"),
             *(
                 "4月12日",
                 "The answer is May 12, 1999",
@@ -1593,6 +1621,8 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
                 r"$\boxed{7}/3$",
                 r"$f(\boxed{7})$",
             ),
+            *(r"$\boxed{7}\sqrt[3]{2}$", r"$\boxed{7}\theta$", r"$\boxed{7}\log 2$"),
+            *(r"$\left(\boxed{7}\right)^2$", r"$|\boxed{7}|$", r"$\boxed{7}\frac{1}{2}$"),
             *(
                 r"$3 \cdot \boxed{7}$",
                 r"\boxed{7} in base 8",
