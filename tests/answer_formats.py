@@ -1459,7 +1459,7 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
         [
             *("The answer is not 37.", "It is not 37 but 36.", "The answer is 36, not 37."),
             *("The answer isn't 37.", "The answer wasn't 37.", "I don't think the answer is 36."),
-            *("Is it 37? No, it is 36."),
+            "Is it 37? No, it is 36.",
             *(r"37 was wrong. \boxed{36}", "The answer can't be 37. The answer is 36."),
         ],
         [

@@ -120,8 +120,10 @@ _ABBREVIATED = re.compile(
 def find_answer(text: str) -> Place:
     r"""The place of the answer, as the module tells.
 
-    >>> find_answer(r"so \boxed{\frac{1}{2}} of 8"), find_answer("#### 12 apples in 3 days")
-    (Place(where='boxed', text='\\frac{1}{2}'), Place(where='hashes', text='12 apples in 3 days'))
+    >>> find_answer(r"so \boxed{\frac{1}{2}} of 8")
+    Place(where='boxed', text='\\frac{1}{2}', doubt='')
+    >>> find_answer("#### 12 apples in 3 days")
+    Place(where='hashes', text='12 apples in 3 days', doubt='')
     """
     text = _spoken(text)
     boxes = _boxes(text)

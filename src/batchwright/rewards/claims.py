@@ -98,7 +98,7 @@ def marked(text: str) -> str:
     """A plain sentence in which every number that it denies stands behind ∎: it is not read.
 
     >>> marked("It can't be 5, not 6 but 7"), marked("My first guess, 5, was wrong.")
-    ("It ca not be ∎5,  7", 'My first guess, ∎5, was wrong.')
+    ('It ca not be ∎5,   7', 'My first guess, ∎5, was wrong.')
     """
     text = _CANNOT.sub("can not", _CONTRACTED.sub(r"\1 not", text))
     text = _NOT.sub(" ", text)
