@@ -7,11 +7,17 @@ lm-evaluation-harness contain; the sentences are our own. `⏎` stands for a lin
 An entry is (class, truth, text, verdict): True if the text gives the truth, False if it gives
 something else, None if nobody could tell from the text and the truth alone. Entries whose hash is
 divisible by three were held out while the reader was written; the few that failed their first run
-were repaired since.
+were repaired since. Of the classes in `TOGETHER`, written with what reads them, none was held out.
 """
 
 import zlib
 from dataclasses import dataclass
+
+TOGETHER = (
+    *("denial", "comparison", "date", "outside the box", "scale words", "fraction words"),
+    *("bases and functions", "roots and powers", "markup", "grouping by spaces"),
+    "compound quantities",
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,8 @@ class Entry:
 
     @property
     def held_out(self) -> bool:
+        if self.kind in TOGETHER:
+            return False
         return zlib.crc32(f"{self.truth}|{self.text}".encode()) % 3 == 0
 
 
@@ -1416,5 +1424,446 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             r"\boxed{\begin{pmatrix} 1 \\ 3 \end{pmatrix}}",
         ],
         [],
+    ),
+    (
+        "denial",
+        "37",
+        [
+            *(
+                "The answer is 37, not 36.",
+                "It is not 36 but 37.",
+                "36 is wrong. The answer is 37.",
+            ),
+            *("Since 36 is not prime, the answer is 37.", "It isn't 36, so it is 37."),
+            *("She did not eat 3 of the 40 plums, so 40 - 3 = 37 are gone.", "Not bad: 37"),
+            *("The answer is 37. If you got 36, you forgot one.", "Is it 36? No, it is 37."),
+            *("It is not hard to see that the answer is 37.", r"That is wrong. \boxed{37}"),
+            *(
+                "The answer is 37 because it is impossible to buy half a plum.",
+                "I was wrong: #### 37",
+            ),
+            *(
+                "The answer is 37. No other value works.",
+                "The answer can't be 36. The answer is 37.",
+            ),
+            *("Wait, that's wrong. The answer is 37.", "He ate 3, not 4. 37 are left."),
+            *("The answer is 37. If this is wrong, let me know.", "37 students did not pass."),
+            *("I am not sure, but the answer is 37.", "If x = 2, the answer is 37."),
+            *("他有37个苹果，不是36个", "Quedan 37 manzanas, no 36", "37 apples were not eaten."),
+            *(
+                "答案不是36，答案是37",
+                "La réponse est 37, pas 36.",
+                "Die Antwort ist 37, nicht 36.",
+            ),
+        ],
+        [
+            *("The answer is not 37.", "It is not 37 but 36.", "The answer is 36, not 37."),
+            *("The answer isn't 37.", "The answer wasn't 37.", "I don't think the answer is 36."),
+            "Is it 37? No, it is 36.",
+            *(r"37 was wrong. \boxed{36}", "The answer can't be 37. The answer is 36."),
+        ],
+        [
+            *(
+                "I don't believe it's 37",
+                "It's not the case that x = 37",
+                "The answer used to be 37",
+            ),
+            *(
+                "The answer is 37, no wait, 38",
+                "The answer is 37. Correction: 38.",
+                "I refuse to say 37",
+            ),
+            *("The answer is 37. Sorry, I meant 38.", r"\boxed{37} is wrong", "$37$ is incorrect."),
+            *("The wrong answer is 37", "An incorrect answer is 37.", "The previous answer was 37"),
+            *("One might think the answer is 37", "It's a myth that the answer is 37"),
+            *("A common mistake is to say the answer is 37.", "Many people say the answer is 37."),
+            *("It's unlikely that the answer is 37", "The answer was thought to be 37"),
+            *(
+                "I do not believe that the answer is 37.",
+                "I doubt the answer is 37.",
+                "It won't be 37.",
+            ),
+            *("The answer is definitely not equal to 37.", "There is no way the answer is 37."),
+            *("It would be wrong to say that the answer is 37.", "The answer is never 37"),
+            *("Nobody believes the answer is 37", "We aren't sure it is 37."),
+            *("The answer is 37. Wait, that is not right.", "#### 37⏎Oops, that's incorrect."),
+            *(
+                r"\boxed{37}. No, wait.",
+                r"The answer is not \boxed{37}.",
+                r"I doubt that it is $37$.",
+            ),
+            *("The answer is 37? Nope.", "So 37 is not the answer.", "37 apples is too many."),
+            *("The answer is 37. That can't be right.", "The answer is 37. Scratch that."),
+            *("I got 37, but that was a mistake.", "The answer is neither 37 nor 38."),
+            *("If the answer is 37 then all is well.", "The answer is incorrect: 37"),
+            *("La respuesta no es 37.", "La réponse n'est pas 37.", "Die Antwort ist nicht 37."),
+            *(
+                "A resposta não é 37",
+                "La risposta non è 37",
+                "Ответ не 37",
+                "答案不是37",
+                "答えは37ではない",
+            ),
+        ],
+    ),
+    (
+        "comparison",
+        "64",
+        [
+            *("The answer is at least 64.", "She has 64 more", "He is 64 years older than Tom."),
+            *("Over 8 days she sold 64.", "It is about 64"),
+            *("Tom is over the hill, and 64", "8 is less than 9, so the answer is 64."),
+            *("所以一共有64个苹果", "その数は64です", "답은 64개"),
+        ],
+        ["The answer is at least 63", "It is 65.", "所以一共有63个苹果", "Answer: >64"],
+        [
+            *(
+                "It is taller than 64",
+                "The answer is strictly larger than 64",
+                "It is just over 64.",
+            ),
+            *("The total is well above 64.", "It costs a little under 64", "It must be below 64"),
+            *("The answer is older than 64", "He needs in excess of 64", "Everything but 64"),
+            *("The answer is far from 64", "The sum exceeds 64", "It is instead of 64"),
+            *("64 is more than she had.", "The answer is more than 63", "It is above 65."),
+            *(
+                "mehr als 64",
+                "La réponse est plus de 64",
+                "La respuesta es menos de 64",
+                "больше 64",
+            ),
+            *("答案大于64", "答案是超过64", "64以上", r"It is greater than \boxed{64}."),
+            *(r"$x$ is less than $64$.", r"$x > \boxed{64}$", "The answer is rather than 64"),
+        ],
+    ),
+    (
+        "date",
+        "12",
+        [
+            *(
+                "In April, 12 people came.",
+                "It may be 12",
+                "She may sell 12",
+                "They march 12 miles.",
+            ),
+            *("The answer is 12 apples in May.", "12 months", "The answer is 12 days"),
+            "Since March she has sold 12.",
+        ],
+        ["The answer is 13 days after April 12.", "In May, 13 people came.", "12. März"],
+        [
+            *("The answer is April 12", "It opens on 12 December.", "Sunday, June 12", "Dec 12"),
+            *(
+                "The 12th of July",
+                "12 juillet",
+                "Antwort: 12. März",
+                "The answer is April 13",
+                "el 12 de agosto",
+                "12 января",
+            ),
+            *("Apr. 12", "May 12th", "12 de mayo", "12th April"),
+            *(
+                "4月12日",
+                "The answer is May 12, 1999",
+                "Answer: 12 May",
+                "12 Oct 2020",
+                "2020年12月3日",
+            ),
+        ],
+    ),
+    (
+        "outside the box",
+        "-8",
+        [
+            *(r"-\boxed{8}", r"$y = -\boxed{8}$", r"So it is $-\boxed{8}$.", r"−\boxed{8}"),
+            *(r"\[ z = - \boxed{8} \]", r"The answer is -$8$", r"\boxed{-8}", r"**-\boxed{8}**"),
+        ],
+        [r"\boxed{8}", r"- \boxed{8}", r"Answer - \boxed{8}", r"$x = \boxed{8}$", r"= \boxed{8}"],
+        [r"$x - \boxed{-8}$", r"$3-\boxed{-8}$", r"$2\boxed{-8}$"],
+    ),
+    (
+        "outside the box",
+        "7",
+        [
+            *(
+                r"\boxed{7} meters",
+                r"\boxed{7}m",
+                r"$\boxed{7}$ cm",
+                r"\boxed{7}!",
+                r"\boxed{7}^\circ",
+            ),
+            *(r"- \boxed{7}", r"Answer – \boxed{7}", r"**\boxed{7}**", r"a > b, so \boxed{7}"),
+            *(
+                r"$\frac{14}{2} = \boxed{7}$",
+                r"1. \boxed{7}",
+                r"\text{Answer: }\boxed{7}",
+                r"=> \boxed{7}",
+            ),
+            *(r"\boxed{7} of the 9", r"\boxed{7} (see 3)", r"\boxed{7}\%", r"$3 + 4 = \boxed{7}$."),
+            *(r"\boxed{7}. I added 3.", r"$\boxed{7}$ is the answer to a.", r"A \boxed{7}"),
+        ],
+        [
+            *(r"-\boxed{7}", r"\boxed{7}\sqrt{2}", r"\boxed{7}\pi", r"\boxed{7}x"),
+            *(r"\boxed{7}y^2", r"$\pm\boxed{7}$", r"\boxed{7}i"),
+        ],
+        [
+            *(r"$\boxed{7}\,\text{billion}$", r"\boxed{7} million"),
+            *(r"\boxed{7} thousand", r"$7$ million", r"\boxed{7} tenths", r"\boxed{7} Mio. Euro"),
+            *(
+                r"\boxed{7}^2",
+                r"$2\boxed{7}$",
+                r"$x^\boxed{7}$",
+                r"$\boxed{7} + 3$",
+                r"\boxed{7}_8",
+            ),
+            *(
+                r"$\frac{1}{\boxed{7}}$",
+                r"$\boxed{7} \times 10^3$",
+                r"$\boxed{7}/3$",
+                r"$f(\boxed{7})$",
+            ),
+            *(r"$\boxed{7}\sqrt[3]{2}$", r"$\boxed{7}\theta$", r"$\boxed{7}\log 2$"),
+            *(r"$\left(\boxed{7}\right)^2$", r"$|\boxed{7}|$", r"$\boxed{7}\frac{1}{2}$"),
+            *(
+                r"$3 \cdot \boxed{7}$",
+                r"\boxed{7} in base 8",
+                r"\boxed{7} or 8",
+                r"\boxed{7} remainder 2",
+            ),
+        ],
+    ),
+    (
+        "outside the box",
+        "3000000",
+        [
+            *(
+                r"\boxed{3} million",
+                r"\boxed{3}\text{ million}",
+                r"$\boxed{3}$ millions of dollars",
+            ),
+            *(r"$3$ million", r"\boxed{3000} thousand", r"\boxed{3} Millionen", r"\boxed{300}万"),
+            r"$\boxed{3}\ \mathrm{million}$",
+        ],
+        [r"\boxed{3}", r"\boxed{3} thousand", r"-\boxed{3} million", r"\boxed{3} meters"],
+        [],
+    ),
+    (
+        "scale words",
+        "40000",
+        [
+            *(
+                "4万",
+                "答案是4万",
+                r"\boxed{4万}",
+                "4 万元",
+                "一共4萬",
+                "4만원",
+                "정답은 4만",
+                "40 Tsd.",
+            ),
+            *("40 tausend Euro", "40 mille", "40 mila", "40 тысяч", "40 тыс. рублей", "40 duizend"),
+            *("#### 4万", "40 tys.", "40 ribu", "40千", "400百", "forty thousand", "40 thousand"),
+        ],
+        ["5万", "4亿", "40万", "4千克", "4 Mio.", "4 milliards", "40 thousandths", "4 million"],
+        ["4万5千", "40 thousand 500", "40000万", "40000 тысяч"],
+    ),
+    (
+        "scale words",
+        "9",
+        ["9 apples", "9个", "9千克", "9千米", "9 bins", "9 mm", "9点", "9 points", "9 m", "9人"],
+        ["九十", "90", "9000", "1 million"],
+        [
+            *(
+                "9万",
+                "9亿",
+                "9千",
+                "9 milliards",
+                "9 Mio.",
+                "9 Mrd. Euro",
+                "9 Tsd.",
+                "9 mil millones",
+            ),
+            *(
+                "9 lakh",
+                "9 crores",
+                "9 millones",
+                "9 milioni",
+                "9 млн",
+                "9 миллиардов",
+                "9억",
+                "9 tỷ",
+            ),
+            *("9 tenths", "9 hundredths", "9 halves", "9 sevenths", "9 Zehntel", "9 dixièmes"),
+            *("9 milésimas", "The answer is 9 sixteenths", "#### 9 eighths", "9B", "9 score"),
+        ],
+    ),
+    (
+        "fraction words",
+        "5/8",
+        [
+            *("5 eighths", "five eighths", "five-eighths", "5-eighths", "The answer is 5 eighths."),
+            *(
+                "5 Achtel",
+                "10 sixteenths",
+                "8分之5",
+                "#### 5 eighths",
+                "625 thousandths",
+                "5 octavos",
+            ),
+            *("5 out of 8", "The chance is 5 in 8.", "5 huitièmes", "zero point six two five"),
+        ],
+        ["5 ninths", "5 halves", "8分之3", "five", "3 in 8", "one point six"],
+        ["5 eighths of 2"],
+    ),
+    (
+        "fraction words",
+        "2.25",
+        [
+            *("two and a quarter", "two and one quarter", "2 and 1 quarters", "2 and a quarter"),
+            *("two point two five", "2 point 25", "9 quarters", "The answer is two and one fourth"),
+            "two point two five meters",
+        ],
+        ["two and three quarters", "two point five", "two", "2", "two and a third"],
+        [],
+    ),
+    (
+        "bases and functions",
+        "110",
+        [
+            "110",
+            "110 bits",
+            "The base is 110",
+            "The answer is 110 base hits",
+            "f(2) = 110",
+            "x_1 = 110",
+        ],
+        ["111", r"\boxed{a_{110}}", "x_110", "P110", r"\boxed{x_{110}}", "a₁₁₀"],
+        [
+            *(
+                "110₂",
+                "110_2",
+                "110 in binary",
+                "binary 110",
+                "110 (base 2)",
+                "110 base 2",
+                "110_{2}",
+            ),
+            *(
+                r"\boxed{110_2}",
+                "The answer is 110 in base 8",
+                "110 (binary)",
+                "110 in hex",
+                "0b110",
+            ),
+            *(
+                "f(110)",
+                "The answer is g(110)",
+                "The answer is $f(110)$",
+                r"\boxed{f(110)}",
+                "C(110, 2)",
+            ),
+            *("max(110, 3)", "gcd(110, 7)", "110 R3", "110 r 3", "110 over 3", "110 by 20", "110+"),
+            *(
+                "110% of 20",
+                "110 percent of 7",
+                "110<sub>2</sub>",
+                "P(110)",
+                "3/110 of 110",
+                "a_{110}",
+            ),
+        ],
+    ),
+    (
+        "roots and powers",
+        "6",
+        [
+            *("√36", "The answer is √36", "sqrt(36)", "sqrt 36", r"\boxed{36^{1/2}}", "36^(1/2)"),
+            *("216^{1/3}", "√36 cm", r"\boxed{\sqrt{36}}", "The side is √36."),
+        ],
+        ["√35", "√3", "6^{1/2}", "√49", "36^(1/3)", "√6", "3√6"],
+        ["∛216", "max(4, 6)", "C(6,1)", "gcd(12, 18)"],
+    ),
+    (
+        "markup",
+        "14",
+        [
+            *(
+                "The answer is <b>14</b>",
+                "<strong>14</strong> apples",
+                "~~13~~ 14",
+                "<del>13</del> 14",
+            ),
+            *(
+                "The answer is _14_.",
+                "* 14",
+                "• 14",
+                "14&nbsp;km",
+                "Answer: B. 14",
+                "Answer: D. $14",
+            ),
+            *(r"\boxed{\large 14}", r"\boxed{\color{blue}14}", r"\boxed{\textcolor{blue}{14}}"),
+            *(
+                r"\boxed{\underline{14}}",
+                r"\boxed{14\ }",
+                r"\boxed{14\\}",
+                "<p>14</p>",
+                "<i>14</i>",
+            ),
+            '<span class="n">14</span>',
+        ],
+        [
+            "~~14~~ 13",
+            "<s>14</s> 13",
+            "&minus;14",
+            "14<sup>2</sup>",
+            "&frac12;14",
+            "&#45;14",
+            "&lt;14",
+            "<b>14</b> or 15",
+        ],
+        ["14&times;"],
+    ),
+    (
+        "grouping by spaces",
+        "98765.4",
+        [
+            *(
+                "98 765,4",
+                "The answer is 98 765,4",
+                "98 765,40 €",
+                "98 765.4",
+                "It costs 98 765,4 zł.",
+            ),
+            *(r"$98\,765,4$", "#### 98 765,4", "98\u202f765,4", "98 765,4 m"),
+        ],
+        ["98 765", "98 765,5", "765,4"],
+        [],
+    ),
+    (
+        "compound quantities",
+        "3.45",
+        [
+            "$3 and 45 cents",
+            "$3, 45 cents",
+            "3 dollars and 45 cents",
+            "€3 and 45 cents",
+            "$3 and 45¢",
+        ],
+        ["$3 and 4 cents", "$3", "45 cents and 3 dimes", "£3 and 54p"],
+        [],
+    ),
+    (
+        "compound quantities",
+        "31",
+        ["31 days", "31 weeks", "It takes her 31 days."],
+        ["4 weeks and 2 days", "31 days and 4 hours", "30 days"],
+        [
+            *(
+                "4 weeks and 3 days",
+                "2 years and 7 months",
+                "1 pound 15 ounces",
+                "2 years 7 months",
+            ),
+            *("4 weeks 3 days", "1 day and 7 hours"),
+        ],
     ),
 ]

@@ -18,7 +18,7 @@ from batchwright.rewards.numbers import Number
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from answer_formats import Entry, entries
+from answer_formats import TOGETHER, Entry, entries
 
 CORPUS = entries()
 KINDS = sorted({entry.kind for entry in CORPUS} - {"expression"})
@@ -42,8 +42,13 @@ def mistakes(rule: Rule, kind: str) -> list[Entry]:
 
 def test_the_corpus_has_hundreds_of_formats_and_holds_a_third_of_them_out() -> None:
     assert len(CORPUS) == len({(entry.truth, entry.text) for entry in CORPUS}) >= 400
-    held = Counter(entry.held_out for entry in CORPUS)
-    assert 0.25 < held[True] / len(CORPUS) < 0.42
+    held = Counter(entry.held_out for entry in CORPUS if entry.kind not in TOGETHER)
+    assert 0.25 < held[True] / held.total() < 0.42
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_every_class_of_what_changes_a_number_has_many_formats(kind: str) -> None:
+    assert sum(entry.kind == kind for entry in CORPUS) >= 8
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,6 +179,9 @@ def test_an_ambiguous_answer_is_invalid_or_wrong_by_name() -> None:
         ("It follows that $x = 7$.", "formula", "x = 7"),
         ("<think>9</think>so 7", "last", "so 7"),
         ("<think>9", "last", ""),
+        ("#### 5\n\nQ: And 7 apples?\nA: #### 7", "hashes", "5"),
+        ("#### 5\n#### 7", "hashes", "7"),
+        (r"so $x = -\boxed{5}$ million", "boxed", "-5 million"),
     ],
 )
 def test_the_place_of_the_answer_follows_the_documented_order(
@@ -185,6 +193,18 @@ def test_the_place_of_the_answer_follows_the_documented_order(
 
 HOSTILE = (
     *("1 ", "(", r"\boxed{", "the answer to ", "$", "-", "1/", r"\frac", "9", "1,", "<answer>"),
+    *("~~", "<b>", "&minus;", "5万", "don't think ", "than ", "f(", "a_{", "5₂", "one point "),
+    *(
+        "that is ",
+        "? No",
+        "if ",
+        "5 tenths ",
+        "1 in 6 ",
+        "March 5 ",
+        "$1 and 2 ",
+        r"-\boxed{5}",
+        "it ",
+    ),
     *("^2", "not 1 ", "1. ", "#### ", "one ", "twenty-", r"\text{", "***", "<<", "1 = ", "1 ("),
 )
 

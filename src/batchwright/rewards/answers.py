@@ -4,8 +4,11 @@ r"""Where the answer of a text is, and whether it is the true one.
 The answer stands, in this order, in the last `\boxed{...}`; behind the last `####` that a number
 follows; behind the last "the answer is", "Answer:" or the like; in formulas that close the text;
 else it is the last number, or what the last `=` of its sentence
-says. Only the text behind `</think>` counts, and inside `<answer>` if there
-is one.
+says. Only the text behind `</think>` counts, before the next question that a model asks
+itself (`Q:`, `<|im_end|>`), and inside `<answer>` if there is one.
+
+What stands around it counts, too: a sign, scale or factor outside of a box belongs to it, and
+an answer that the text denies, compares with or takes back is doubtful.
 """
 
 import re
@@ -15,13 +18,16 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, Literal
 
-from batchwright.rewards.notation import in_digits, plain
+from batchwright.rewards.claims import around, denied_before, marked, taken_back
+from batchwright.rewards.notation import SCALES, in_digits, plain
 from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
 
 __all__ = ["Answer", "Place", "Verdict", "compare", "find_answer", "read_answer", "read_truth"]
 
 Where = Literal["boxed", "hashes", "said", "formula", "whole", "last", "none"]
 Verdict = Literal["right", "wrong", "ambiguous"]
+Doubt = Literal["", "denied", "part"]
+"""The text around an answer takes it back, or makes it a part of something larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class Place:
 
     where: Where
     text: str
+    doubt: Doubt = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class Answer:
     text: str
     readings: tuple[Reading, ...] | None
     """Empty: the text has no number; None: an expression that is not evaluated here."""
+    doubt: Doubt = ""
 
 
 _STOP = re.compile(r"<\|[^|<>]*\|>|</s>|\n(?:Question|Q|Problem|User|Human):")
@@ -74,7 +82,6 @@ _FORMULA = re.compile(
     r"|(?<![\\\w])\$([^$\n]+?)(?<!\\)\$(?!\d)",
     re.DOTALL,
 )
-_NOT = re.compile(r"(?i)\bnot\s+\S+(?:\s*,)?(?:\s+but)?")
 _CANNOT = r"(?:can(?:not|'t|’t|[ ]not)|could(?:n't|n’t|[ ]not)|(?:am|are|was|were)?\s*unable[ ]to)"
 _REFUSED = re.compile(
     rf"""(?ix)
@@ -92,42 +99,61 @@ _LISTED = re.compile(r"(?im)^\s*(?:\d+[.)]\s+(?=\D)|#*\s*\**step\s*\d+\b\**:?)")
 _SENTENCE = re.compile(r"(?<=[^\W_])[.!?](?:\s|$)|(?<=[)}\]$*%])[.!?](?:\s|$)|\n")
 _VERBS = "is are was be equals makes gives get has have costs cost needs need pays earns"
 _NAMED = frozenset((":", *_VERBS.split()))
+_WRONG_SAID = re.compile(r"(?i)\W*(?:\w+ly\s+)?(?:wrong|incorrect|false|unknown)\b")
+_HEDGED = re.compile(
+    r"(?i)\bif\b.*\b(?:were|was|had)\b|\bbut\s+(?:it|that)\s+(?:is|was)\s*n[o']t\b"
+)
+_SCALE_NAMES = frozenset(SCALES)
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
 _NO_NUMBER = (Several("other"), Several("irrational"))
 _MOST_BOXES = 9
 _LONGEST = 600
 """Characters of an answer; of a text without a mark only so many are searched for it."""
 _PROSE = re.compile(r"\n|[.!?]\s+\w|(?s:.){200}")
-_ABBREVIATED = re.compile(r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m)\.(?=\s|$)")
+_ABBREVIATED = re.compile(
+    r"\b(Rs|sq|cu|approx|ft|in|lbs?|oz|a\.m|p\.m|Mio|Mrd|Tsd|tys|mln|тыс|млн|млрд)\.(?=\s|$)"
+    r"|\b(Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)\.(?=\s\d)"
+    r"|(?<=\d)\.(?=\s(?:Januar|Februar|März|April|Mai|Juni|Juli|August|Oktober|Dezember)\b)"
+)
 
 
 def find_answer(text: str) -> Place:
     r"""The place of the answer, as the module tells.
 
-    >>> find_answer(r"so \boxed{\frac{1}{2}} of 8"), find_answer("#### 12 apples in 3 days")
-    (Place(where='boxed', text='\\frac{1}{2}'), Place(where='hashes', text='12 apples in 3 days'))
+    >>> find_answer(r"so \boxed{\frac{1}{2}} of 8")
+    Place(where='boxed', text='\\frac{1}{2}', doubt='')
+    >>> find_answer("#### 12 apples in 3 days")
+    Place(where='hashes', text='12 apples in 3 days', doubt='')
     """
     text = _spoken(text)
-    boxed = _boxed(text)
-    if boxed is not None:
-        return Place("boxed", boxed)
+    boxes = _boxes(text)
+    if boxes:
+        return _outlined(text, boxes, "boxed")
     marks = [m for m in _HASHES.finditer(text) if _is_number_word(text, m)]
     if marks:
-        return Place("hashes", text[marks[-1].end() :].partition("\n")[0])
+        line = text[marks[-1].end() :].partition("\n")[0]
+        back = taken_back(text[marks[-1].end() + len(line) :])
+        return Place("hashes", line, "denied" if back else "")
     said = None
     for said in _SAID.finditer(text):  # noqa: B007
         pass
     if said is not None:
-        return Place("said", _first_sentence(text[said.end() :]))
+        claim, behind = _first_sentence(text[said.end() :])
+        denied = (
+            denied_before(text[max(0, said.start() - 200) : said.start()])
+            or taken_back(claim[:_LONGEST])
+            or taken_back(behind)
+            or _HEDGED.search(claim) is not None
+        )
+        return Place("said", claim, "denied" if denied else "")
     formulas = [
         (match.start(), match.end(), next(group for group in match.groups() if group is not None))
         for match in _FORMULA.finditer(text)
     ]
     if formulas and not re.search(r"\d", text[formulas[-1][1] :]):
-        inside = _joined(text, formulas)
-        if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", inside):
-            percent = re.match(r"\s*(?:%|percent|pct)", text[formulas[-1][1] :])
-            return Place("formula", inside + (" %" if percent else ""))
+        place = _outlined(text, formulas, "formula")
+        if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", place.text):
+            return place
     return Place("last", text)
 
 
@@ -141,7 +167,7 @@ def read_answer(text: str) -> Answer:
     written = place.text.strip()
     if len(written) > _LONGEST:
         if place.where in ("boxed", "formula"):
-            return Answer(place.where, written, None)
+            return Answer(place.where, written, None, place.doubt)
         written = written[-_LONGEST:] if place.where == "last" else written[:_LONGEST]
     shown = plain(written)
     if not re.search(r"\d", shown):
@@ -154,7 +180,7 @@ def read_answer(text: str) -> Answer:
     elif latex:
         found = readings(shown, latex=True)
     else:
-        found = None if _PROSE.search(shown) else readings(shown, latex=False)
+        found = None if _PROSE.search(shown) else readings(marked(shown), latex=False)
         where = "whole"
         if found is None or _no_number(found):
             found, where = _last(shown), "last"
@@ -162,7 +188,15 @@ def read_answer(text: str) -> Answer:
         found = (Reading(Several("irrational")),)
     if not found and found is not None and _ZERO.search(shown):
         found = (Reading(Number(Fraction(0)), "meaning"),)
-    return Answer(where, written, found)
+    if place.doubt == "part":
+        found = None
+    elif not latex and re.match(r"-\s+\d[\d.,]*\s*$", shown):
+        # A list item, or less than nothing?
+        positive = _doubtful([readings(shown.lstrip("- "), latex=False)])
+        found = None if found is None else (*found, *(positive or ()))
+    elif place.doubt and found:
+        found = _doubtful([found])
+    return Answer(where, written, found, place.doubt)
 
 
 def read_truth(truth: Any) -> Answer | None:
@@ -213,8 +247,8 @@ def _spoken(text: str) -> str:
     return str(tags[-1]) if tags else text
 
 
-def _boxed(text: str) -> str | None:
-    """The last box, or the last boxes if only `and`, `or` and the like stand between them."""
+def _boxes(text: str) -> list[tuple[int, int, str]]:
+    """The last boxes: start, end and content."""
     boxes: list[tuple[int, int, str]] = []
     for match in list(_BOX.finditer(text))[-_MOST_BOXES:]:
         end = _brace_end(text, match.end())
@@ -227,13 +261,27 @@ def _boxed(text: str) -> str | None:
         else:
             # The text was cut off inside the box.
             boxes.append((match.start(), len(text), ""))
-    if not boxes:
-        return None
-    return _joined(text, boxes)
+    return boxes
 
 
-def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
-    """The last part, with those before it if only `and`, `or`, commas stand between them."""
+def _outlined(text: str, parts: Sequence[tuple[int, int, str]], where: Where) -> Place:
+    """The last of the boxes or formulas, with the sign, scale or factor outside of it."""
+    start, inside = _joined(text, parts)
+    before, behind = text[max(0, start - 200) : start], text[parts[-1][1] :]
+    outside = around(before, behind[:200], _SCALE_NAMES)
+    if outside.part:
+        return Place(where, inside, "part")
+    if outside.before and re.search(r"\S\s*[-+]", inside):
+        inside = f"({inside})"
+    denied = denied_before(before) or taken_back(behind)
+    return Place(where, outside.before + inside + outside.behind, "denied" if denied else "")
+
+
+def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, str]:
+    """The last part, with those before it if only `and`, `or`, commas stand between them.
+
+    Behind the place where it starts.
+    """
     start, _, last = parts[-1]
     found, size = [last], len(last)
     for begin, end, inside in reversed(parts[:-1]):
@@ -243,7 +291,7 @@ def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> str:
         found.append(inside)
         size += len(inside) + 2
         start = begin
-    return ", ".join(reversed(found))
+    return start, ", ".join(reversed(found))
 
 
 def _brace_end(text: str, start: int) -> int | None:
@@ -264,21 +312,30 @@ def _is_number_word(text: str, mark: re.Match[str]) -> bool:
     return re.search(r"\d", line) is not None or in_digits(line)[:1].isdigit()
 
 
-def _first_sentence(text: str) -> str:
-    text = text.lstrip()
-    text = _ABBREVIATED.sub(r"\1", text)
+def _undotted(match: re.Match[str]) -> str:
+    return match[1] or match[2] or ""
+
+
+def _first_sentence(text: str) -> tuple[str, str]:
+    """The first sentence and what comes behind it."""
+    text = _ABBREVIATED.sub(_undotted, text.lstrip())
+    # The letter of a multiple choice is no sentence.
+    text = re.sub(r"^[A-J]\.\s+(?=[-$\\(]*\d)", "", text)
     end = _SENTENCE.search(text)
-    if re.fullmatch(r"\d+!\s*", text):
+    if end is None or re.fullmatch(r"\d+!\s*", text):
         # Perhaps a factorial.
-        return text
-    return text if end is None else text[: end.start()]
+        return text, ""
+    return text[: end.start()], text[end.start() :]
 
 
 def _in_sentence(text: str, *, said: bool) -> tuple[Reading, ...] | None:
     """The first value; if words stand before it and it is not the only one, all are doubtful."""
     if said and _refuses(text):
         return ()
-    text = _NOT.sub(" ", text) if said else text
+    if said:
+        if _WRONG_SAID.match(text) and re.search(r"\d", text):
+            return None
+        text = marked(text)
     whole = readings(text, latex=False)
     if whole is not None and not _no_number(whole):
         return whole
@@ -300,10 +357,16 @@ def _last(text: str) -> tuple[Reading, ...] | None:
     It is doubtful if another number stands right behind the last `is`, `has`, `costs`.
     """
     text = _LISTED.sub("\n", text)
-    sentences = [part for part in _SENTENCE.split(_ABBREVIATED.sub(r"\1", text)) if part.strip()]
+    text = _ABBREVIATED.sub(_undotted, text)
+    sentences, ends, at = [], [], 0
+    for start, end in [*(m.span() for m in _SENTENCE.finditer(text)), (len(text), len(text))]:
+        if text[at:start].strip():
+            sentences.append(text[at:start])
+            ends.append(start)
+        at = end
     for place in reversed(range(len(sentences))):
         sentence = sentences[place]
-        found = values(_NOT.sub(" ", sentence)) if re.search(r"\d", sentence) else []
+        found = values(marked(sentence)) if re.search(r"\d", sentence) else []
         if not found:
             if _refuses(sentence):
                 return ()
@@ -312,6 +375,8 @@ def _last(text: str) -> tuple[Reading, ...] | None:
             place and _refuses(sentences[place - 1]) and not _AND_YET.search(sentence)
         ):
             return ()
+        if taken_back(sentence) or taken_back(text[ends[place] :]) or _HEDGED.search(sentence):
+            return _doubtful([found[-1][1]])
         equal = [value for before, value in found if before in ("=", "≈")]
         if equal:
             return equal[-1]
@@ -418,4 +483,4 @@ def _near(one: Number, truth: Number, tolerance: float | None) -> bool:
     if one.value.denominator == truth.value.denominator == 1:
         return False
     places = [place for place in (one.place, truth.place) if place is not None]
-    return apart <= min(abs(truth.value) / 10**6, max(places) / 2)
+    return apart <= min(max(abs(one.value), abs(truth.value)) / 10**6, max(places) / 2)

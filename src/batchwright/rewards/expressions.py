@@ -52,6 +52,9 @@ class Math(Rule):
             return Part.missing("bad_truth", f"the truth {response.truth!r} is empty")
         truth = read_truth(response.truth)
         answer = read_answer(response.text)
+        if answer.doubt and (truth is None or answer.readings is None):
+            # What stands around an expression is not evaluated.
+            return verdict_part("ambiguous", answer, self.ambiguous)
         if truth is not None and answer.readings is not None:
             single = not any(isinstance(known.value, Several) for known in truth.readings or ())
             read = any(known.value != Several("other") for known in answer.readings)

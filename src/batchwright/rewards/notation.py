@@ -1,18 +1,44 @@
 # ruff: noqa: RUF001
 """One notation for all: signs, LaTeX, markdown, currencies and number words of a written answer."""
 
+import html
 import re
 import unicodedata
+from fractions import Fraction
 
 __all__ = ["SCALES", "in_digits", "plain"]
 
 _SUPER = {**dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789", strict=True)), "⁻": "-", "⁺": "+"}
+_SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_HAN = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_HAN_SCALE = "千(?![克米瓦卡帕赫焦伏字])|百(?![分科])|[十万萬亿億兆백천만억조]"
+_ENTITY = re.compile(r"&(?:[a-zA-Z]{2,10}[0-9]{0,2}|#[0-9]{1,6}|#[xX][0-9a-fA-F]{1,6});")
 _COMMANDS = r"text|textbf|textit|textrm|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|emph"
 # In this order; each is (pattern, replacement).
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"<<[^<>\n]*>>", ""),
+        # What is struck out is not said; other tags only change how it looks.
+        (r"~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>", " "),
+        (r"<sup>\s*(?=[-+\d])", "^"),
+        (r"<sub>\s*(?=\d)", "_"),
+        (
+            r"</?(?:b|i|u|em|strong|span|p|br|code|mark|big|small|font|div|sup|sub|center)\b[^<>\n]{0,99}>",
+            " ",
+        ),
+        (r"(?<![\w}])_(\d[^_\n]{0,40})_(?!\w)", r"\1"),
+        (r"^\s*[*•]\s+(?=\S)|(?<=\d)_(?=\s|$|[.,!])", ""),
+        # Chinese, Japanese and Korean have no spaces around numbers.
+        (rf"(?<=[{_HAN}])(?=-?\d)", " "),
+        (r"(\d+)\s*(?:分之|분의)\s*(\d+)", r"\2/\1"),
+        (r"百\s*分之\s*(\d+(?:\.\d+)?)", r"\1%"),
+        (rf"(?<=\d)\s?({_HAN_SCALE})", r" \1 "),
+        (r"(\d{1,4}\s*[年월月년])\s*(?=\d{1,2}\s*[月日월일])", r"∎\1∎"),
+        (
+            r"(?i)(?<=\d)-(?=(?:halves|(?:thir|four|fif|six|seven|eigh|nin|ten|hundred|thousand)t?[dh]s)\b)",
+            " ",
+        ),
         # A date or a number in another base is no subtraction and no product: ∎ is never read.
         (r"(?<![\d/-])(?=\d{4}-\d\d?-\d\d?(?![\d-])|\d{1,2}/\d{1,2}/\d{4}(?!\d))", "∎"),
         (r"(?<![\w.])(?=0[xob][0-9a-fA-F]+\b|\d+\.{2,}\d)", "∎"),
@@ -20,13 +46,24 @@ _REWRITES = [
         (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[kK]\b", r"\1 thousand"),
         (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[mM]\b", r"\1 million"),
         (r"\\?[$€£¥₹]\s?(\d[\d.,]*)\s?[bB]\b", r"\1 billion"),
-        (r"(?i)\bsqrt\s*(?=[({\d])|√", r"\\sqrt "),
+        (r"(?i)(?:(?<![a-z\\])sqrt|√)\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
+        (r"(?i)(?<![a-z\\])sqrt\s*(?=[({])|√", r"\\sqrt "),
         (r"(?<=[\d\s(/*+-])pi\b|\bpi(?=[\s/*+-])|π|\bPi\b", r"\\pi "),
         (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+half\b", " 1/2"),
         (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+quarter\b", " 1/4"),
         (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+third\b", " 1/3"),
+        (r"(?i)(?<=\d)\s+and\s+(\d+)\s+quarters\b", r" \1/4"),
+        (r"(?<=\d)\s+point\s+(?=\d)", "."),
         (r"(?<=\d),\s*\\!\s*(?=\d{3})", ","),
+        (
+            r"\\?[$€£]\s?(\d+(?:,\d{3})*),?\s+(?:and\s+)?(\d{1,2})\s?(?:cents?\b|\\?¢|pence\b|p\b)",
+            r"\1 dollars \2 cents",
+        ),
         (r"\\\\(?=[a-zA-Z({\[$%])", r"\\"),
+        (r"\\(?:tiny|small|large|Large|LARGE|huge|Huge|bf|it|rm)(?![a-z])|\\color\s*\{\w+\}", ""),
+        (r"\\textcolor\s*\{\w+\}\s*(?=\{)", ""),
+        (r"\\(?:underline|overbrace|underbrace|boldsymbol|bm)\s*(?=\{)", ""),
+        (r"\\+\s*$", ""),
         (r"\\left(?![a-z])|\\right(?![a-z])|\\[bB]igg?[lr]?(?![a-z])|\\displaystyle|\\!", ""),
         (rf"\\(?:{_COMMANDS})\s*\{{([^{{}}]*)\}}", r" \1 "),
         (r"\{,\}", ","),
@@ -71,30 +108,81 @@ _ONES += " fifteen sixteen seventeen eighteen nineteen"
 _WORDS = {word: number for number, word in enumerate(_ONES.split())}
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
 _WORDS |= {word: 20 + 10 * number for number, word in enumerate(_TENS.split())}
-SCALES = {
-    "hundred": 10**2,
-    "thousand": 10**3,
-    "million": 10**6,
-    "billion": 10**9,
-    "trillion": 10**12,
-    "quadrillion": 10**15,
-    "quintillion": 10**18,
-    "dozen": 12,
-    "lakh": 10**5,
-    "crore": 10**7,
-    "mn": 10**6,
-    "bn": 10**9,
-    "tn": 10**12,
+_FACTORS = """
+10 十
+12 dozen
+20 score
+100 hundred 百 백 cientos cem
+1000 thousand 千 천 tausend tsd mille millier milliers mil mila duizend тысяча тысячи тысяч тыс tys
+     tusen ribu nghìn ngàn हज़ार हजार ألف
+10000 万 萬 만
+100000 lakh लाख
+10000000 crore करोड़
+1000000 million mn millionen mio millón millones milhão milhões milione milioni miljoen mln
+        миллион миллиона миллионов млн milyon miljon miljoner juta triệu مليون
+100000000 亿 億 억
+1000000000 billion bn milliard milliards milliarde milliarden mrd miliardo miliardi miljard mld
+           миллиард миллиарда миллиардов млрд milyar miljarder miliar bilhão bilhões tỷ مليار
+1000000000000 trillion tn billionen 조
+1000000000000000 quadrillion
+1000000000000000000 quintillion
+"""
+_BELOW_WORDS = """
+2 halves halbe demis medios mezzi
+3 thirds drittel tiers tercios terços terzi
+4 quarters fourths viertel cuartos quarti
+5 fifths fünftel cinquièmes quintos quinti
+6 sixths sechstel sixièmes sextos sesti
+7 sevenths siebtel septièmes séptimos sétimos settimi
+8 eighths achtel huitièmes octavos oitavos ottavi
+9 ninths neuntel neuvièmes novenos
+10 tenths zehntel dixièmes décimos décimas decimi
+11 elevenths
+12 twelfths
+15 fifteenths
+16 sixteenths
+20 twentieths
+32 thirty-seconds
+100 hundredths hundertstel centièmes centésimos centésimas centesimi
+1000 thousandths tausendstel millièmes milésimos milésimas millesimi
+1000000 millionths millionstel millionièmes
+"""
+
+
+def _by_word(table: str) -> dict[str, int]:
+    """Lines of a number and its words."""
+    found, number = {}, 0
+    for word in table.split():
+        if word.isdecimal():
+            number = int(word)
+        else:
+            found[word] = number
+    return found
+
+
+_SCALE_WORDS = _by_word(_FACTORS)
+_ENGLISH = ("hundred", "thousand", "million", "billion", "trillion", "quadrillion", "quintillion")
+SCALES: dict[str, Fraction] = {
+    **{word: Fraction(factor) for word, factor in _SCALE_WORDS.items()},
+    **{f"{word}s": Fraction(_SCALE_WORDS[word]) for word in (*_ENGLISH, "dozen", "lakh", "crore")},
+    **{word: Fraction(1, below) for word, below in _by_word(_BELOW_WORDS).items()},
 }
+"""What a number in front of such a word is multiplied by."""
 _ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
 _BELOW = {word: number for number, word in enumerate(_ORDINALS.split(), start=3)}
-_BELOW |= {"half": 2, "halves": 2, "quarter": 4}
+_BELOW |= {"half": 2, "halves": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000}
 _PARTS = re.compile(
     rf"(?i)(?:(?<!\w)(\d+)\s+and\s+)?\b(?:(\d+|an?)[\s-])\s*({'|'.join(_BELOW)})s?\b"
     r"|^\s*(half)\b(?!\s+(?:of|the|as)\b)"
 )
-_PHRASE = re.compile(
-    rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{'|'.join([*_WORDS, *SCALES])}))*\b"
+_NUMBER_WORDS = "|".join([*_WORDS, *_ENGLISH, "dozen"])
+_PHRASE = re.compile(rf"(?i)\b(?:{'|'.join(_WORDS)})(?:[\s-]+(?:and\s+)?(?:{_NUMBER_WORDS}))*\b")
+
+
+_DIGIT_WORDS = "|".join(_ONES.split()[:10])
+_POINT = re.compile(
+    rf"(?i)\b((?:{'|'.join(_WORDS)})(?:[\s-]+(?:{'|'.join([*_WORDS, *_ENGLISH])}))*)"
+    rf"\s+point\s+((?:{_DIGIT_WORDS})(?:[\s-]+(?:{_DIGIT_WORDS}))*)\b"
 )
 
 
@@ -105,8 +193,11 @@ def plain(text: str) -> str:
     '-\\\\frac{3}{4}  cm ^2 -  1/2'
     """
     found: list[str] = []
-    for char in text:
-        if char in _SUPER:
+    for char in _ENTITY.sub(lambda match: html.unescape(match[0]), text):
+        if char in _SUB and found and (found[-1][:1] == "_" or found[-1].isdecimal()):
+            # A number in another base.
+            found.append("_" + _SUB[char] if found[-1].isdecimal() else _SUB[char])
+        elif char in _SUPER:
             found.append("^" + _SUPER[char] if not found or found[-1][:1] != "^" else _SUPER[char])
         elif not char.isascii() and unicodedata.category(char) == "No":
             # A vulgar fraction such as ½; its compatibility form has a fraction slash.
@@ -145,9 +236,18 @@ def in_digits(text: str) -> str:
     '205 apples, 1 dozen pears'
     """
     text = re.sub(r"(?i)\ban? (?=(?:dozen|hundred|thousand|million|billion)\b)", "1 ", text)
+    text = re.sub(r"(?i)\ba (?:couple|pair)\b", "∎2", text)
+    text = _POINT.sub(_pointed, text)
     text = _PHRASE.sub(lambda match: _phrase(match[0]), text)
     text = _PARTS.sub(lambda match: _part(match), text)
     return re.sub(r"(?i)\b(?:minus|negative)\s+(?=\d)", "-", text)
+
+
+def _pointed(match: re.Match[str]) -> str:
+    """`one point two five` is 1.25."""
+    whole = _phrase(match[1])
+    digits = "".join(str(_WORDS[word]) for word in re.split(r"[\s-]+", match[2].lower()))
+    return f"{whole}.{digits}" if whole.isdecimal() else match[0]
 
 
 def _part(match: re.Match[str]) -> str:
@@ -164,11 +264,16 @@ def _phrase(written: str) -> str:
             continue
         if word == "hundred":
             part *= 100
-        elif word in SCALES:
-            total, part = total + part * SCALES[word], 0
+        elif word in _SCALE_WORDS:
+            total, part = total + part * _SCALE_WORDS[word], 0
         elif part % 10 or (part % 100 and _WORDS[word] >= 10) or (part and not _WORDS[word]):
-            # `one two` is no number.
-            return written
+            # `one two` is no number, `one and three` are two.
+            first, mark, rest = (
+                re.split(r"(?i)(\s+and\s+)", written, maxsplit=1)
+                if (re.search(r"(?i)\sand\s", written))
+                else (written, "", "")
+            )
+            return f"{_phrase(first)}{mark}{_phrase(rest)}" if mark else written
         else:
             part += _WORDS[word]
         last = part

@@ -71,7 +71,7 @@ class _Irrational(_Other):
 
 
 _TOKEN = re.compile(
-    r"(?P<number>(?:\d{1,3}(?: \d{3})+(?![\d,/])|\d+(?:[.,'’_\u00a0]\d+)*|\.\d+)"
+    r"(?P<number>(?:\d{1,3}(?: \d{3})+(?:,\d{1,2}|\.\d+)?(?![\d,/])|\d+(?:[.,'’_\u00a0]\d+)*|\.\d+)"
     r"(?:[eE][-+]?\d+(?!\w))?)"
     r"|(?P<word>[^\W\d_]\w*)|(?P<command>\\[a-zA-Z]+)|(?P<mark>\S)"
 )
@@ -80,6 +80,18 @@ _COMPOUND = {
     **dict.fromkeys(("hour", "hours", "hr", "hrs", "h"), ("time", 3600)),
     **dict.fromkeys(("minute", "minutes", "min", "mins"), ("time", 60)),
     **dict.fromkeys(("second", "seconds", "sec", "s"), ("time", 1)),
+    **dict.fromkeys(("day", "days"), ("time", 86_400)),
+    **dict.fromkeys(("week", "weeks"), ("time", 604_800)),
+    **dict.fromkeys(("year", "years"), ("age", 12)),
+    **dict.fromkeys(("month", "months"), ("age", 1)),
+    **dict.fromkeys(("pound", "pounds", "lb", "lbs"), ("weight", 16)),
+    **dict.fromkeys(("ounce", "ounces", "oz"), ("weight", 1)),
+    **dict.fromkeys(("kg", "kilogram", "kilograms"), ("mass", 1000)),
+    **dict.fromkeys(("g", "gram", "grams"), ("mass", 1)),
+    **dict.fromkeys(("km", "kilometer", "kilometers"), ("metric", 100_000)),
+    **dict.fromkeys(("m", "meter", "meters", "metre", "metres"), ("metric", 100)),
+    **dict.fromkeys(("cm", "centimeter", "centimeters"), ("metric", 1)),
+    **dict.fromkeys(("yard", "yards", "yd"), ("length", 36)),
     **dict.fromkeys(("foot", "feet", "ft"), ("length", 12)),
     **dict.fromkeys(("inch", "inches", "in"), ("length", 1)),
     **dict.fromkeys(("dollar", "dollars"), ("money", 100)),
@@ -187,6 +199,9 @@ def _tokens(text: str, mode: str) -> list[_Token]:
             grouped = _GROUPED.fullmatch(written) is not None
             inside = depth > 0 or written.count(",") > 1
             split = mode == "split" and (depth > 0 or not written.startswith("0,"))
+            if " " in written:
+                # 1 234,5: spaces group, so the comma is a decimal one.
+                inside = split = False
             if (not grouped and (inside or split)) or (split and depth > 0):
                 pieces = written.split(",")
         if kind == "number" and mode == "other":
@@ -294,12 +309,141 @@ def _strange(line: Sequence[_Token]) -> bool:
                 return True
             if words[at] in _CALCULATE or words[at : at + 2] in _PAIRS:
                 return True
+            if words[at : at + 2] == ["out", "of"]:
+                between = behind and [t.kind for t in line[at + 2 : at + 3]] == ["number"]
+                if not between:
+                    return True
+            if behind and _turned_behind(line, at):
+                return True
+            if words[at] in _BASES and (
+                (at and words[at - 1] in ("in", "as")) or at + 1 == len(line)
+            ):
+                return True
             if words[at] in _SHARES and words[at + 1 : at + 2] == ["of"]:
                 return True
     return False
 
 
-_PAIRS = [["less", "than"], ["more", "than"], ["fewer", "than"], ["out", "of"], ["is", "wrong"]]
+_PAIRS = [
+    *([word, "than"] for word in ("less", "more", "fewer")),
+    ["is", "wrong"],
+]
+_BASES = frozenset("binary ternary octal hex hexadecimal dezimal".split())  # noqa: SIM905
+_MONTHS = frozenset(
+    """january february march april may june july august september october november december
+    jan feb mar apr jun jul aug sep sept oct nov dec januar februar märz mai juni juli oktober
+    dezember janvier février mars avril juin juillet août septembre octobre novembre décembre enero
+    febrero marzo abril mayo junio julio agosto septiembre octubre noviembre diciembre gennaio
+    febbraio aprile maggio giugno luglio settembre ottobre dicembre janeiro fevereiro março maio
+    junho julho setembro outubro novembro dezembro января февраля марта апреля мая июня июля
+    августа сентября октября ноября декабря""".split()  # noqa: SIM905
+)
+# Right before a number: what is said is not that number.
+_COMPARING = frozenset(
+    """than over above below under beneath beyond past exceeding exceeds exceed except excluding
+    besides unlike versus vs binary octal hex hexadecimal больше меньше более менее кроме über
+    unter""".split()  # noqa: SIM905
+)
+_COMPARING_PAIRS = frozenset(
+    f"{first} {second}"
+    for firsts, seconds in (
+        ("anything everything all", "but"),
+        ("different differs differ apart aside far away distinct", "from"),
+        ("instead excess north south short shy upwards", "of"),
+        ("unequal inferior superior", "to"),
+        ("mehr weniger größer kleiner höher niedriger anders", "als"),
+        ("más menos plus moins mais meno più", "de di que"),
+        ("mayor menor grand petit grande pequeño maior", "que"),
+        ("supérieur inférieur superior inferior", "à a"),
+        ("meer minder groter kleiner", "dan"),
+    )
+    for first in firsts.split()
+    for second in seconds.split()
+)
+_HAN_COMPARES = (
+    *(
+        "大于",
+        "小于",
+        "大於",
+        "小於",
+        "超过",
+        "超過",
+        "不到",
+        "不足",
+        "少于",
+        "多于",
+        "高于",
+        "低于",
+    ),
+    *("不是", "不等于", "未满", "并非", "除了"),
+)
+_HAN_BOUNDS = ("以上", "以下", "以内", "未満", "未满", "多", "余", "이상", "이하", "미만", "초과")
+_SOFTENERS = frozenset(f"{_HEDGES_TEXT} the number value just nearly almost".split())
+_DOUBTFUL_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
+
+
+def _turned_before(line: Sequence[_Token], at: int) -> bool:
+    """Whether what stands right before a number compares with it, or makes it a date or a name."""
+    if at and line[at].glued and line[at - 1].kind == "word":
+        # f(5), a_{5}
+        named = line[at].text == "(" or (line[at].text == "{" and line[at - 1].text[-1] == "_")
+        if named:
+            return True
+    words = [token.text.lower() for token in line[max(0, at - 4) : at]]
+    if words and (_month(line[at - 1]) or words[-1].endswith(_HAN_COMPARES)):
+        return True
+    if (
+        len(words) > 1
+        and line[at - 2].kind == "number"
+        and words[-1] in ("over", "by", "base", "r")
+    ):
+        return True
+    if len(words) > 1 and words[-1] == "of" and line[at].kind == "number":
+        # 5% of 200, 3/4 of 20, 2 thirds of 9.
+        share = words[-2] == "%" or SCALES.get(words[-2], 1) < 1
+        if share or (line[at - 2].kind == "number" and words[-3:-2] == ["/"]):
+            return True
+    while words and words[-1] in _SOFTENERS and " ".join(words[-2:]) not in _COMPARING_PAIRS:
+        words.pop()
+    if not words:
+        return False
+    return words[-1] in _COMPARING or " ".join(words[-2:]) in _COMPARING_PAIRS
+
+
+def _turned_behind(line: Sequence[_Token], at: int) -> bool:
+    """Whether the word right behind a number makes it a part of something else."""
+    word, rest = line[at].text.lower(), line[at + 1 :]
+    number = bool(rest) and rest[0].kind == "number"
+    if word in ("over", "by", "base", "r") and number:
+        return True
+    if word == "base" and rest and rest[0].text.lower() in ("two", "eight", "ten", "sixteen"):
+        return True
+    if word in ("greater", "larger", "bigger", "smaller", "higher", "lower"):
+        return bool(rest) and rest[0].text.lower() == "than"
+    if re.fullmatch(r"r\d+", word) or word.startswith(_HAN_BOUNDS):
+        return True
+    if word in ("in", "st", "nd", "rd", "th", "of", "de") and rest and word != "in":
+        rest = rest[1:] if rest[0].text.lower() in ("of", "de") else rest
+        return bool(rest) and _month(rest[0])
+    if word == "in" and rest and rest[0].text.lower() == "base":
+        return True
+    return _month(line[at])
+
+
+def _rebases(remark: Sequence[_Token]) -> bool:
+    words = {token.text.lower() for token in remark}
+    return bool(words & {*_BASES, *_REMARKS})
+
+
+_REMARKS = frozenset("base thousands millions billions wrong incorrect negative".split())  # noqa: SIM905
+
+
+def _month(token: _Token) -> bool:
+    """A month's name: `may` and `march` only as names."""
+    word = token.text.lower()
+    if word in ("may", "march", "mar", "dec", "sep", "oct", "jan", "mars", "mai"):
+        return token.text[:1].isupper() or word in ("mars", "mai")
+    return word in _MONTHS
 
 
 def _name(char: str) -> str:
@@ -351,14 +495,15 @@ class _Parser:
         """A value that starts here; what comes behind it is left, unless it goes on."""
         before = self.line[self.at - 1].text if self.at else ""
         if before in _COMPARES or before in ("^", "_"):
-            self.at += 1
+            self._skip()
             raise _Other
         if before in ("*", "/", "+") or self._subtracted():
             self.at += 1
             raise _Unread
         first = self.at
-        if _strange(_before(self.line, first)) or (before == "|" and self.line[first].glued):
-            self.at += 1
+        turned = _turned_before(self.line, first) or (before == "|" and self.line[first].glued)
+        if turned or _strange(_before(self.line, first)):
+            self._skip()
             raise _Unread
         items = [self.item()]
         while self._joined(items[-1].unit):
@@ -374,15 +519,32 @@ class _Parser:
             items.append(following)
         behind = self.line[self.at : self.at + 4]
         goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
-        if goes_on or _strange(self.line[first : self.at]) or _strange(_phrase(behind)):
+        goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued)
+        if self._rebased():
+            self._skip()
+            raise _Unread
+        read = self.line[first : self.at + (self._kind() == "number")]
+        if goes_on or _strange(read) or _strange(_phrase(behind)):
             self.at += 1
             raise _Unread
         if self.peek() in ("^", "*", "/", "_", "±", *_COMPARES) or self._kind() == "command":
             stuck = self.stuck()
             self.at += 1
+            if self.peek() and self.peek() in _OPEN:
+                self._skip()
             raise stuck
         words = [token.text.lower() for token in self.line[max(first - 1, 0) : self.at]]
         return _combined(items, words)
+
+    def _skip(self) -> None:
+        """Behind this token, or the brackets that it opens."""
+        end = _closing(self.line, self.at) if self.peek() in _OPEN else None
+        self.at = (self.at if end is None else end) + 1
+
+    def _rebased(self) -> bool:
+        """Whether a remark says that the number is not what it looks like: `101 (base 2)`."""
+        end = _closing(self.line, self.at) if self.peek() == "(" else None
+        return end is not None and _rebases(self.line[self.at : end])
 
     def _joined(self, unit: str) -> bool:
         at = self.at
@@ -420,6 +582,8 @@ class _Parser:
             if at and not goes_on and token.text == "(" and _closing(line, at) == len(line) - 1:
                 word = any(t.kind == "word" and len(t.text) > 1 for t in line[:at])
                 if not token.glued and (word or any(t.kind == "word" for t in line[at:])):
+                    if _rebases(line[at:]):
+                        raise _Unread
                     return line[:at]
         return line
 
@@ -456,7 +620,8 @@ class _Parser:
                 break
             self.at += 1
         if self._kind() == "word":
-            raise _Other
+            # f(5) and C(5, 2) are not evaluated.
+            raise _Unread if self.peek(1) == "(" and self.line[self.at + 1].glued else _Other
         if self.peek() and self.peek() in _OPEN:
             group = self._group()
             if group is not None:
@@ -466,7 +631,7 @@ class _Parser:
             return _Item(Several("list", (size, replace(size, value=-size.value))))
         if self._kind() == "number" and self._kind(2) == "number" and self.peek(1) == ":":
             return self._ratio()
-        return self._range() or self._quantity()
+        return self._chance() or self._range() or self._quantity()
 
     def _group(self) -> _Item | None:
         """`(3, 4)`, `[0, 1)`, `{1, 2}`; None for parentheses of an expression."""
@@ -503,6 +668,23 @@ class _Parser:
             others = (Number(parts[0].value / parts[1].value),)
         return _Item(Several("ratio", tuple(parts)), others=others)
 
+    def _chance(self) -> _Item | None:
+        """`1 in 6` and `1 out of 6` are a sixth, or one of them."""
+        words = [token.text.lower() for token in self.line[self.at + 1 : self.at + 3]]
+        ahead = 3 if words == ["out", "of"] else 2 if words[:1] == ["in"] else 0
+        if not ahead or self._kind() != "number" or self._kind(ahead) != "number":
+            return None
+        start = self.at
+        part = self._numeral()
+        self.at += ahead - 1
+        whole = self._numeral()
+        fits = 0 < part.value < whole.value and part.place is None and whole.place is None
+        if not fits or (ahead == 2 and (self._kind() == "word" or whole.value > 1900)):
+            self.at = start
+            return None
+        self._unit()
+        return _Item(Number(part.value / whole.value), others=(part,))
+
     def _range(self) -> _Item | None:
         """`3-5`, `3 cm to 5 cm`; a hyphen may also be a minus."""
         start = self.at
@@ -531,12 +713,17 @@ class _Parser:
         signed = (
             self.peek() == "-" and self._kind(1) == "number" and not self.line[self.at + 1].glued
         )
-        ahead = self.line[self.at : self.at + 5]
-        shape = [token.text if token.kind == "mark" else token.kind for token in ahead]
-        if shape == ["number", "-", "number", "/", "number"] and ahead[1].glued:
+        five = self.line[self.at : self.at + 5]
+        shape = [token.text if token.kind == "mark" else token.kind for token in five]
+        if shape == ["number", "-", "number", "/", "number"] and five[1].glued:
             # 3-1/2 is three and a half in a recipe.
-            others.append(_Parser([ahead[0], *ahead[2:]], latex=False)._expression())
+            others.append(_Parser([five[0], *five[2:]], latex=False)._expression())
         number = self._expression()
+        ahead = int(self.peek() == "%")
+        share = ahead or number.value.denominator != 1
+        if share and self.peek(ahead) == "of" and self._kind(ahead + 1) == "number":
+            # 5% of 200 is calculated further.
+            raise _Unread
         if self._take("%"):
             if self._kind() == "number":
                 raise _Unread
@@ -548,13 +735,18 @@ class _Parser:
                 if number.value > 2 and self.at == 2:
                     return _Item(Several("other"), "", (number, product))
                 others.append(product)
-        while self.peek().lower().removesuffix("s") in SCALES:
+        while self._scale() is not None:
             others.append(number)
-            number = _scaled(number, SCALES[self.peek().lower().removesuffix("s")])
+            number = _scaled(number, self._scale() or 1)
             self.at += 1
-        if self.peek() in ("k", "K", "M") and self.peek(1) not in ("/", "*", "^"):
+            if self._kind() == "number":
+                # Two million 300 thousand.
+                while self._kind() == "number" or self._scale() is not None:
+                    self.at += 1
+                raise _Unread
+        if self.peek() in _DOUBTFUL_SCALES and self.peek(1) not in ("/", "*", "^"):
             # 5k is five thousand; 5 K may be kelvin, 5 M may be molar.
-            scaled = _scaled(number, 10**6 if self.peek() == "M" else 1000)
+            scaled = _scaled(number, _DOUBTFUL_SCALES[self.peek()])
             clear = self.peek() == "k" and self.line[self.at].glued
             self.at += 1
             if not clear:
@@ -569,6 +761,13 @@ class _Parser:
             others.append(replace(number, value=-number.value))
             return _Item(Several("other"), unit, (number, *others))
         return _Item(number, unit, tuple(others))
+
+    def _scale(self) -> Fraction | None:
+        """The factor of the word here: 5 million, 5 sixths, 1 sixth."""
+        word = self.peek().lower()
+        if self._kind() == "word" and self.at and self.line[self.at - 1].text == "1":
+            word = word if word in SCALES or word in ("second", "quarter") else f"{word}s"
+        return SCALES.get(word)
 
     def _unit(self) -> str:
         """Words behind a number, with exponents: `m/s^2`, `square feet`, `hours per week`."""
@@ -652,7 +851,10 @@ class _Parser:
         exponent = self._factor()
         size = max(base.value.numerator.bit_length(), base.value.denominator.bit_length())
         if exponent.value.denominator != 1:
-            raise _Other
+            base, exponent = (
+                _root(base, exponent.value.denominator),
+                _scaled(exponent, exponent.value.denominator),
+            )
         if size * abs(exponent.value) > _MOST_BITS or (not base.value and exponent.value < 0):
             raise _Unread
         raised = base.value ** int(exponent.value)
@@ -735,6 +937,24 @@ class _Parser:
         written = self.peek()
         self.at += 1
         return _decoded(written)
+
+
+def _root(number: Number, degree: int) -> Number:
+    """The exact root of a rational number."""
+    if number.value < 0:
+        raise _Other
+    parts = []
+    for part in (number.value.numerator, number.value.denominator):
+        if part.bit_length() > 1000 or degree > 100:
+            raise _Unread
+        low, high = 0, 1 << (part.bit_length() // degree + 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if middle**degree <= part else (low, middle - 1)
+        if low**degree != part:
+            raise _Irrational
+        parts.append(low)
+    return Number(Fraction(*parts))
 
 
 def _unlabelled(line: list[_Token]) -> list[_Token]:
