@@ -29,7 +29,9 @@ COMMANDS = {
     "models": "Download the small models that need no hub, and list them.",
     "demo": "Go from rows to verified, sharded batch plans, showing every command on the way.",
     "serve": "Serve a model with llama.cpp until Ctrl-C: chat, completions, /health, /metrics.",
-    "doctor": "Check versions, extras, disk, clock, ranks and a timed run of the packing kernels.",
+    "doctor": (
+        "Check versions, extras, disk, clock, ranks, nodes and a timed run of the packing kernels."
+    ),
     "prove": (
         "Prove a query from facts and rules: answers by all evidence for them, each with its proof."
     ),
