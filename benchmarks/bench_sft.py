@@ -152,9 +152,10 @@ def data_work(layout: str) -> Contender:
 
             tokenizer = load_model(task.model).tokenizer
             load = lap()
-            lengths = make_store(open_source(config.data), tokenizer)[0].lengths
+            store = make_store(open_source(config.data), tokenizer)[0]
+            store.link(run / "tokens")
             tokenise = lap()
-            BatchPlanBuilder(lengths, batching_config(config, 1)).build(1).save(run / "plan")
+            BatchPlanBuilder(store.lengths, batching_config(config, 1)).build(1).save(run / "plan")
             plan = lap()
             data = open_prepared(run)
             assert data is not None
