@@ -2,6 +2,8 @@
 
 import asyncio
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,7 @@ def test_a_try_that_hangs_is_made_again_long_before_the_deadline() -> None:
     assert stats["given_up"] == 1
 
 
-@pytest.mark.parametrize("limit", ["auto", 1, 4])
+@pytest.mark.parametrize("limit", ["auto", 4])
 def test_a_hang_of_the_first_call_costs_no_other_call(limit: Any) -> None:
     server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 0"}))
     with server.running() as url:
@@ -118,6 +120,19 @@ def test_a_hang_of_the_first_call_costs_no_other_call(limit: Any) -> None:
     assert outcomes[0].tries == 2
     assert stats["given_up"] == 1
     assert server.received == 21
+
+
+def test_a_number_is_not_exceeded_however_long_its_calls_are_silent() -> None:
+    server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 0"}))
+    with server.running() as url, Pool(url, limit=1, deadline_s=12.0, hedge=False) as pool:
+        waiting = pool.stream(prompts(3))
+        with ThreadPoolExecutor(1) as thread:
+            first = thread.submit(next, waiting)
+            # A quarter of the deadline is over by far, and the deadline is not.
+            time.sleep(5)
+            assert server.received == 1
+            waiting.close()
+            assert not first.result()[1]
 
 
 @pytest.mark.parametrize("hedge", [True, False])

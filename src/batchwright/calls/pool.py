@@ -319,12 +319,12 @@ class Pool:
 
     def _upstream(self, endpoint: Endpoint) -> Upstream:
         rules = self._rules
-        limit, found = limit_for(endpoint, self._limit, rules.remember, rules.deadline_s)
+        limit, learns = limit_for(endpoint, self._limit, rules.remember, rules.deadline_s)
         rates = None
         if self._rates != (None, None):
             rates = SharedRateLimit(models.home() / "rates.db", endpoint.name, *self._rates)
         alone = len(self.endpoints) == 1
-        return Upstream(endpoint, limit, found and rules.remember, rates, alone)
+        return Upstream(endpoint, limit, learns, rates, alone)
 
 
 def _forgotten(running: Background, engine: AnyEngine, own_cache: bool) -> None:

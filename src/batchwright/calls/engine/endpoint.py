@@ -135,7 +135,7 @@ class Upstream:
     endpoint: Endpoint
     limit: Limit
     learns: bool
-    """Whether the limit is found, not given, and so is worth saving for the next run."""
+    """Whether the limit is found, not given."""
     rates: SharedRateLimit | None = None
     alone: bool = False
     """Whether there is no other endpoint to send to."""

@@ -54,7 +54,7 @@ UNREACHABLE_S = 60.0
 """How long a server that cannot be reached is waited for."""
 SAVE_LIMITS_S = 30.0
 SILENT_SHARE = 0.25
-"""After this share of the deadline without any response, a full endpoint gets one more call."""
+"""After this share of the deadline without any response, a limit that is found allows one more."""
 MEMORY_RESPONSES, MEMORY_BYTES = 4096, 16 * 2**20
 """Exact responses that a pool without a cache remembers: so many, of so many bytes together."""
 
@@ -708,11 +708,13 @@ class Engine:
         """Send one call more than allowed where all that are allowed have been silent for long.
 
         The calls in flight may hang, all of them if there is one: without another call nobody
-        would know. A server that is merely slow has one call more in its queue.
+        would know. A server that is merely slow has one call more in its queue. A number that the
+        caller gave is never exceeded.
         """
         since = now - SILENT_SHARE * self._rules.deadline_s
         for upstream in self.upstreams:
-            if upstream.quiet_since > since or upstream.in_flight != upstream.limit.limit:
+            full = upstream.learns and upstream.in_flight == upstream.limit.limit
+            if not full or upstream.quiet_since > since:
                 continue
             tries = self._dispatcher.in_flight.values()
             started = max((one.started for one in tries if one.upstream is upstream), default=now)
@@ -765,7 +767,9 @@ class Engine:
                 self._start_slot(upstream, job, hedge=True)
 
     async def _save_limits(self) -> None:
-        """Save the limits that were found for the next run."""
+        """Save the limits that were found for the next run, if it is to remember them."""
+        if not self._rules.remember:
+            return
         learned = {
             upstream.endpoint.address: upstream.limit.state_dict()
             for upstream in self.upstreams
