@@ -505,6 +505,19 @@ assert "numba" in sys.modules
     assert done.returncode == 0, done.stderr
 
 
+def test_numba_that_somebody_else_imported_is_not_started_for_a_small_thing() -> None:
+    done = python("""
+import numba
+from batchwright.batching import BatchingConfig, BatchPlanBuilder
+from batchwright.permutation import permute
+plan = BatchPlanBuilder({str(i): i % 50 + 1 for i in range(100)}, BatchingConfig()).build()
+assert len(list(plan.iter_epoch(0)))
+assert "dispatcher" not in vars(permute)
+""")
+
+    assert done.returncode == 0, done.stderr
+
+
 def test_numba_is_loaded_when_many_small_things_are_done() -> None:
     done = python("""
 import sys

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +19,9 @@ _PATIENCE_US = 250_000
 """What a process may spend without numba: less than importing it takes."""
 
 _spent_us = 0
+_started = False
+"""Whether a kernel was compiled or loaded. That numba was imported, by whomever, says little: its
+first kernel takes longer than its import."""
 _interpreting = ContextVar("interpreting", default=False)
 
 
@@ -42,13 +44,13 @@ def cache_folder(function: Callable[..., object]) -> str | None:
 def quicker_without_numba(microseconds: float) -> bool:
     """Whether to do something that takes plain numpy this long without loading numba for it.
 
-    Never once numba is loaded, nor once a process has done many small things: then it pays.
+    Never once a kernel has run, nor once a process has done many small things: then it pays.
     Always where kernels are interpreted.
     """
     global _spent_us
     if _interpreting.get():
         return True
-    if "numba" in sys.modules or _spent_us + microseconds > _PATIENCE_US:
+    if _started or _spent_us + microseconds > _PATIENCE_US:
         return False
     _spent_us += int(microseconds)
     return True
@@ -86,6 +88,8 @@ class _Kernel:
     def dispatcher(self) -> Callable[..., Any]:
         import numba
 
+        global _started
+        _started = True
         if DEBUG:
             # Numba's cache does not tell code with checks from code without: another folder.
             base = numba.config.CACHE_DIR or Path(__file__).parent / "__pycache__"
