@@ -35,6 +35,7 @@ from batchwright.errors import (
     DuplicateId,
     MissingFile,
 )
+from batchwright.sealed import PAGE
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.prepare import prepare
 
@@ -572,8 +573,10 @@ def test_a_store_is_not_written_over_somebody_elses_folder(tmp_path: Path) -> No
 
 FILES = (
     *("manifest.json", "tokens.bin", "mask.bin", "offsets.bin", "loss.bin", "content.bin"),
-    *("id_offsets.bin", "id_data.bin"),
+    *("id_offsets.bin", "id_data.bin", "tokens_crc32.bin", "mask_crc32.bin"),
 )
+LATER = ("tokens.bin", "mask.bin", "tokens_crc32.bin", "mask_crc32.bin")
+"""Read with the samples, not when a store is opened."""
 
 
 def test_these_are_the_files_of_a_store(store: TokenStore) -> None:
@@ -595,7 +598,7 @@ def test_a_file_of_another_size_is_named(store: TokenStore, name: str, damage: s
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n not in ("tokens.bin", "mask.bin")])
+@pytest.mark.parametrize("name", [n for n in FILES if n not in LATER])
 def test_a_flipped_bit_outside_the_tokens_is_noticed(store: TokenStore, name: str) -> None:
     file = store.path / name
     raw = file.read_bytes()
@@ -611,16 +614,45 @@ def test_a_flipped_bit_outside_the_tokens_is_noticed(store: TokenStore, name: st
     assert len(TokenStore(store.path)) == len(ROWS)
 
 
-@pytest.mark.parametrize("name", ["tokens", "mask"])
+@pytest.mark.parametrize("name", LATER)
 def test_a_flipped_bit_in_the_tokens_is_refused_when_they_are_read(
     store: TokenStore, name: str
 ) -> None:
     """They are not read as a whole when a store is opened."""
-    file = store.path / f"{name}.bin"
+    file = store.path / name
     raw = bytearray(file.read_bytes())
     raw[0] ^= 1
     file.write_bytes(bytes(raw))
     opened = TokenStore(store.path)
 
-    with pytest.raises(BadFile, match=f"{name}.bin does not match its checksum"):
+    with pytest.raises(BadFile, match=f"{name} does not match its checksum"):
         opened(0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_damage_is_refused_where_it_is_and_nowhere_else(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """A sample is read with the pages it stands on: others may be damaged, or not there yet."""
+    folder = tmp_path_factory.mktemp("pages")
+    sizes = data.draw(st.lists(st.integers(1, 3000), min_size=5, max_size=60))
+    rows = [{"input_ids": [size % 7] * size} for size in sizes]
+    store = build(open_source(written(folder / "rows.jsonl", rows)), BYTES, folder / "tokens")
+    name, width = data.draw(st.sampled_from([("tokens", 4), ("mask", 1)]))
+    file = store.path / f"{name}.bin"
+    raw = bytearray(file.read_bytes())
+    place = data.draw(st.integers(0, len(raw) - 1))
+    raw[place] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(bytes(raw))
+    opened, page, end = TokenStore(store.path), place // PAGE, 0
+    for item, size in enumerate(sizes):
+        first, last = end * width // PAGE, ((end + size) * width - 1) // PAGE
+        end += size
+        if first <= page <= last:
+            with pytest.raises(BadFile, match=f"{name}.bin does not match its checksum"):
+                opened(item)
+        else:
+            assert opened(item).input_ids.tolist() == rows[item]["input_ids"]
+    with pytest.raises(BadFile):
+        getattr(opened, name).whole()

@@ -2,8 +2,10 @@
 
 A folder has a `manifest.json`: what it holds, in which version, with a checksum of each array or
 file and one of its own. Arrays are mapped, so opening one reads nothing: the manifest has a CRC of
-each block of them, and a block is checked before its first use. A small JSON file has a checksum
-as its last field, a text that people read a line on top of it. What is damaged is refused by name.
+each block of them, and a block is checked before its first use. An array of which a few samples
+are read at random has an array of CRCs beside it, one for each page. A small JSON file has a
+checksum as its last field, a text that people read a line on top of it. What is damaged is
+refused by name.
 """
 
 import hashlib
@@ -13,6 +15,7 @@ import mmap
 import os
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -38,7 +41,10 @@ from batchwright.files import (
 from batchwright.fingerprint import digest
 
 __all__ = [
+    "BLOCK",
     "MANIFEST",
+    "PAGE",
+    "SUMS",
     "ArrayWriter",
     "MappedArray",
     "SealedFolder",
@@ -55,6 +61,10 @@ MOST_BYTES = 64 * 2**20
 """The largest manifest: what claims to be longer is not even read."""
 BLOCK = 256 * 2**10
 """Bytes that are checked at once: a quarter of a millisecond."""
+PAGE = 4096
+"""Bytes that are checked at once where little is read: less than that a disk never reads."""
+SUMS = "_crc32"
+"""Ends the name of the array with the checksums of another."""
 MANY_BYTES = 8 * 2**20
 """From here on, several threads check an array."""
 
@@ -155,17 +165,21 @@ class SealedFolder:
         entry: Mapping[str, Any],
         *,
         dtype: str | None = None,
-        scattered: bool = False,
+        sums: "MappedArray | None" = None,
     ) -> "MappedArray":
         """Map an array of the folder; its type and size are checked now, each block when used.
 
-        A `scattered` array is read in small pieces at random, so readahead is switched off: it
-        can be megabytes for every piece.
+        The checksums of its blocks are in the manifest, or they are the array `sums`.
         """
         if not re.fullmatch(r"\w{1,100}", name):
             raise self.damaged(path, f"its manifest names an array {name!r}")
         file = path / f"{name}.bin"
         kind, shape = self._type(path, name, entry, dtype)
+        if name.endswith(SUMS) and len(shape) != 1:
+            raise self.damaged(path, f"its manifest does not describe {name} as a list")
+        block = entry.get("block", BLOCK)
+        if block not in (BLOCK, PAGE):
+            raise self.damaged(path, f"its manifest has blocks of {block!r} bytes for {file.name}")
         size = math.prod(shape) * kind.itemsize
         try:
             handle, seen = regular_handle(file)
@@ -176,23 +190,23 @@ class SealedFolder:
                 raw = mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else b""
             finally:
                 os.close(handle)
-            if scattered and isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+            if block == PAGE and isinstance(raw, mmap.mmap) and hasattr(mmap, "MADV_RANDOM"):
+                # A few samples are read at random: readahead can be megabytes for each of them.
                 raw.madvise(mmap.MADV_RANDOM)
         except (FileNotFoundError, NotADirectoryError):
             raise self.damaged(path, f"{file.name} is missing") from None
         except OSError as error:
             raise error if isinstance(error, CannotRead) else cannot_read(file, error) from error
-        sums = entry["crc32"]
-        blocks = -(-size // BLOCK)
-        if not isinstance(sums, str) or not re.fullmatch(rf"[0-9a-f]{{{8 * blocks}}}", sums):
-            raise self.damaged(path, f"its manifest has no checksum of each block of {file.name}")
-        array = np.frombuffer(raw, kind).reshape(shape)
+        found = _sums(entry) if sums is None else sums
+        if found is None or len(found) != -(-size // block):
+            raise self.damaged(path, f"it has no checksum of each block of {file.name}")
+        values = np.frombuffer(raw, kind).reshape(shape)
 
         def damaged(first: int) -> BadFile:
-            where = f"bytes {first:,} to {min(first + BLOCK, size) - 1:,}"
+            where = f"bytes {first:,} to {min(first + block, size) - 1:,}"
             return self.damaged(path, f"{file.name} does not match its checksum, in {where}")
 
-        return MappedArray(array, raw, sums, str(entry["sha256"]), damaged)
+        return MappedArray(values, raw, found, block, str(entry["sha256"]), damaged)
 
     def _type(
         self, path: Path, name: str, entry: Mapping[str, Any], dtype: str | None
@@ -220,13 +234,14 @@ class MappedArray:
     Each process checks a block once. Other threads may use it meanwhile: at worst two check one.
     """
 
-    __slots__ = ("_checked", "_damaged", "_done", "_raw", "_sha256", "_sums", "unread")
+    __slots__ = ("_block", "_checked", "_damaged", "_done", "_raw", "_sha256", "_sums", "unread")
 
     def __init__(
         self,
         array: NDArray[Any],
         raw: mmap.mmap | bytes,
-        sums: str,
+        sums: "NDArray[np.uint32] | MappedArray",
+        block: int,
         sha256: str,
         damaged: Callable[[int], BadFile],
     ) -> None:
@@ -234,10 +249,11 @@ class MappedArray:
         """The array itself; `whole` or `part` must be called before its values are used."""
         self._raw = raw
         self._sums = sums
+        self._block = block
         self._sha256 = sha256
         self._damaged = damaged
-        self._checked = bytearray(len(sums) // 8)
-        self._done = not sums
+        self._checked = bytearray(len(sums))
+        self._done = not len(sums)
 
     def __len__(self) -> int:
         return len(self.unread)
@@ -254,6 +270,8 @@ class MappedArray:
             if len(self._raw) >= MANY_BYTES:
                 # CRCs are computed outside the interpreter lock.
                 workers = len(os.sched_getaffinity(0))
+                if isinstance(self._raw, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
+                    self._raw.madvise(mmap.MADV_WILLNEED)
                 with ThreadPoolExecutor(workers) as threads:
                     parts = (blocks[at::workers] for at in range(workers))
                     list(threads.map(self._check_each, parts))
@@ -266,7 +284,7 @@ class MappedArray:
         """The items from `first` to `stop - 1` of an array of one dimension."""
         if not self._done and first < stop:
             size = self.unread.itemsize
-            for block in range(first * size // BLOCK, (stop * size - 1) // BLOCK + 1):
+            for block in range(first * size // self._block, (stop * size - 1) // self._block + 1):
                 if not self._checked[block]:
                     self._check(block)
         return self.unread[first:stop]
@@ -282,25 +300,25 @@ class MappedArray:
             self._check(block)
 
     def _check(self, block: int) -> None:
-        first = block * BLOCK
-        stop = min(first + BLOCK, len(self._raw))
-        if isinstance(self._raw, mmap.mmap) and hasattr(mmap, "MADV_WILLNEED"):
-            # One request to the disk, though readahead may be off. Starts of blocks are pages.
-            self._raw.madvise(mmap.MADV_WILLNEED, first, stop - first)
+        first = block * self._block
+        stop = min(first + self._block, len(self._raw))
         with memoryview(self._raw) as whole, whole[first:stop] as part:
             found = zlib.crc32(part)
-        if f"{found:08x}" != self._sums[8 * block : 8 * block + 8]:
+        sums = self._sums
+        wanted = sums.part(block, block + 1)[0] if isinstance(sums, MappedArray) else sums[block]
+        if found != wanted:
             raise self._damaged(first)
         self._checked[block] = 1
 
 
 class ArrayWriter:
-    """The checksums of an array whose bytes come in parts of any size."""
+    """The checksums of an array whose bytes come in parts of any size, one for each block."""
 
-    def __init__(self, dtype: np.dtype[Any]) -> None:
+    def __init__(self, dtype: np.dtype[Any], block: int = BLOCK) -> None:
         self._dtype = dtype
+        self._block = block
         self._sha256 = hashlib.sha256()
-        self._sums: list[int] = []
+        self._sums = array("I")
         self._size = 0
 
     def update(self, raw: bytes | memoryview) -> None:
@@ -308,10 +326,10 @@ class ArrayWriter:
         self._sha256.update(raw)
         view = memoryview(raw)
         while view:
-            inside = self._size % BLOCK
+            inside = self._size % self._block
             if not inside:
                 self._sums.append(0)
-            part = view[: BLOCK - inside]
+            part = view[: self._block - inside]
             self._sums[-1] = zlib.crc32(part, self._sums[-1])
             self._size += len(part)
             view = view[len(part) :]
@@ -323,18 +341,37 @@ class ArrayWriter:
             "shape": [self._size // self._dtype.itemsize] if shape is None else list(shape),
             "sha256": self._sha256.hexdigest(),
             "crc32": "".join(f"{sum:08x}" for sum in self._sums),
+            **({} if self._block == BLOCK else {"block": self._block}),
         }
 
+    def write_sums(self, folder: Path, name: str) -> dict[str, dict[str, Any]]:
+        """Write the checksums as an array of their own, where a manifest would be too long.
 
-def write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
+        What the manifest says of both arrays.
+        """
+        sums = write_array(folder, name + SUMS, np.array(self._sums, "<u4"), self._block)
+        entry = self.entry()
+        del entry["crc32"]
+        return {name: entry, name + SUMS: sums}
+
+
+def write_array(folder: Path, name: str, array: NDArray[Any], block: int = BLOCK) -> dict[str, Any]:
     """Write an array as little-endian bytes and return its entry for the manifest."""
     little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     raw = little.reshape(-1).view("u1").data if little.size else b""
     with (folder / f"{name}.bin").open("wb") as file:
         file.write(raw)
-    writer = ArrayWriter(little.dtype)
+    writer = ArrayWriter(little.dtype, block)
     writer.update(raw)
     return writer.entry(little.shape)
+
+
+def _sums(entry: Mapping[str, Any]) -> NDArray[np.uint32] | None:
+    """The checksums in a manifest; None if they are none."""
+    text = entry.get("crc32")
+    if not isinstance(text, str) or not re.fullmatch(r"(?:[0-9a-f]{8})*", text):
+        return None
+    return np.frombuffer(bytes.fromhex(text), ">u4").astype(np.uint32)
 
 
 def write_sealed_json(path: Path, fields: Mapping[str, Any]) -> None:

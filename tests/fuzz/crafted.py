@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from batchwright.fingerprint import digest
-from batchwright.sealed import MANIFEST, sha256_of, write_array
+from batchwright.sealed import BLOCK, MANIFEST, PAGE, SUMS, ArrayWriter, sha256_of, write_array
 
 VALUES: list[Any] = [
     *(-1, 0, 1, 7, 2**31 - 1, 2**31, 2**40, 2**62, -(2**63), 1e308, float("nan"), None, True),
@@ -27,7 +27,7 @@ def craft(folder: Path, draw: random.Random) -> str:
     arrays = [name for name in files if isinstance(files[name], dict)]
     if arrays and draw.random() < 0.7:
         name = draw.choice(arrays)
-        files[name] = _craft_array(path, name, files[name], draw)
+        files |= _craft_array(path, name, files, draw)
         what = name
     else:
         what = _craft_fields(fields, draw)
@@ -43,7 +43,10 @@ def craft(folder: Path, draw: random.Random) -> str:
     return what
 
 
-def _craft_array(path: Path, name: str, entry: dict[str, Any], draw: random.Random) -> Any:
+def _craft_array(
+    path: Path, name: str, files: dict[str, Any], draw: random.Random
+) -> dict[str, Any]:
+    entry = files[name]
     raw = np.fromfile(path / f"{name}.bin", entry["dtype"])
     (path / f"{name}.bin").unlink()
     size = len(raw)
@@ -62,11 +65,15 @@ def _craft_array(path: Path, name: str, entry: dict[str, Any], draw: random.Rand
         raw = np.sort(raw)[:: draw.choice((1, -1))]
     elif kind == "type":
         raw = raw.astype(draw.choice(("<i8", "<i4", "<f8", "u1", "<u8")))
-    made = write_array(path, name, np.ascontiguousarray(raw))
+    made = write_array(path, name, np.ascontiguousarray(raw), entry.get("block", BLOCK))
+    if name + SUMS in files:
+        writer = ArrayWriter(raw.dtype, PAGE)
+        writer.update(raw.tobytes())
+        return writer.write_sums(path, name)
     shape = entry["shape"]
     if len(shape) == 2 and len(raw) % shape[1] == 0:
         made["shape"] = [len(raw) // shape[1], shape[1]]
-    return made
+    return {name: made}
 
 
 def _craft_fields(fields: dict[str, Any], draw: random.Random) -> str:

@@ -26,7 +26,7 @@ from batchwright.data.tokens.store import LARGE, STORE, TokenStore
 from batchwright.errors import BadFile, BadRow, CannotWrite, DuplicateId
 from batchwright.files import link_or_copy, write_all
 from batchwright.fingerprint import digest
-from batchwright.sealed import MANIFEST, ArrayWriter, write_array
+from batchwright.sealed import MANIFEST, PAGE, ArrayWriter, write_array
 
 __all__ = ["find_store", "make_store"]
 
@@ -129,7 +129,7 @@ class _Unfinished:
         self._earlier = earlier
         self._journal = Journal(folder / "journal.jsonl", JOURNAL, tokenizer.fingerprint)
         self._files = {name: (folder / f"{name}.bin").open("a+b", 0) for name in LARGE}
-        self._writers = {name: ArrayWriter(LARGE[name]) for name in LARGE}
+        self._writers = {name: ArrayWriter(LARGE[name], PAGE) for name in LARGE}
         for file in self._files.values():
             file.seek(0)
         columns = [columns_of(record) for record in self._journal.replay(self._is_intact)]
@@ -188,10 +188,15 @@ class _Unfinished:
             # Which is usual: nothing is written twice.
             for name in LARGE:
                 link_or_copy(self._folder / f"{name}.bin", folder / f"{name}.bin")
-            return {name: writer.entry() for name, writer in self._writers.items()}
-        return {name: self._copy(folder, name, places) for name in LARGE}
+            writers = self._writers
+        else:
+            writers = {name: self._copy(folder, name, places) for name in LARGE}
+        files: dict[str, Any] = {}
+        for name, writer in writers.items():
+            files |= writer.write_sums(folder, name)
+        return files
 
-    def _copy(self, folder: Path, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
+    def _copy(self, folder: Path, name: str, places: NDArray[np.int64]) -> ArrayWriter:
         parts = [_mapped(self._folder / f"{name}.bin", name)]
         sizes = [np.zeros(1, np.int64), *self._sizes]
         if self._earlier is not None:
@@ -202,7 +207,7 @@ class _Unfinished:
         first_here = 0 if self._earlier is None else len(self._earlier)
         breaks = (np.diff(places) != 1) | (places[1:] == first_here)
         bounds = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(places)]
-        writer = ArrayWriter(LARGE[name])
+        writer = ArrayWriter(LARGE[name], PAGE)
         with (folder / f"{name}.bin").open("wb") as file:
             for first, stop in pairwise(bounds):
                 begin, end = int(offsets[places[first]]), int(offsets[places[stop - 1] + 1])
@@ -213,7 +218,7 @@ class _Unfinished:
                     raw = part[at - before : min(at + COPY_ITEMS, end) - before].tobytes()
                     file.write(raw)
                     writer.update(raw)
-        return writer.entry()
+        return writer
 
     def _is_intact(self, record: Record) -> bool:
         items = sum(record[1])

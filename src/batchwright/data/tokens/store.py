@@ -13,14 +13,14 @@ from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import Skipped
 from batchwright.errors import BadFile
 from batchwright.files import link_or_copy
-from batchwright.sealed import SealedFolder
+from batchwright.sealed import SUMS, SealedFolder
 
 __all__ = ["LARGE", "STORE", "TokenStore"]
 
-STORE = SealedFolder("batchwright.tokens", 3, "token store", "delete it and run again")
+STORE = SealedFolder("batchwright.tokens", 4, "token store", "delete it and run again")
 
 LARGE: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1")}
-"""Read block by block, as samples of them are used: all of them would take too long to open."""
+"""Read page by page, as samples of them are used: all of them would take too long to open."""
 SMALL = {
     "offsets": "<i8",
     "loss": "<i4",
@@ -44,8 +44,12 @@ class TokenStore:
         try:
             self.name = str(fields["source"])
             files = fields["files"]
+            sums = {
+                name: STORE.open_array(path, name + SUMS, files[name + SUMS], dtype="<u4")
+                for name in LARGE
+            }
             large = {
-                name: STORE.open_array(path, name, files[name], dtype=kind.str, scattered=True)
+                name: STORE.open_array(path, name, files[name], dtype=kind.str, sums=sums[name])
                 for name, kind in LARGE.items()
             }
             self.tokens, self.mask = large["tokens"], large["mask"]
