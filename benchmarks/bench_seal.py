@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
-from batchwright.data.tokens.store import STORE, TokenStore
+from batchwright.data.tokens.store import TokenStore
 from batchwright.errors import BadFile
 from batchwright.rng import stream
-from batchwright.sealed import MANIFEST, MappedArray, SealedFolder, write_array
-from common import arguments
+from batchwright.sealed import BLOCK, MANIFEST, MappedArray, SealedFolder
+from common import arguments, write_store
 
 TRIES = 5
 
@@ -68,7 +68,12 @@ def unchecked() -> Iterator[None]:
             size = os.fstat(handle.fileno()).st_size
             raw = mmap.mmap(handle.fileno(), size, access=mmap.ACCESS_READ) if size else b""
         return MappedArray(
-            np.frombuffer(raw, kind).reshape(shape), raw, "", "", lambda _: BadFile()
+            np.frombuffer(raw, kind).reshape(shape),
+            raw,
+            np.empty(0, np.uint32),
+            BLOCK,
+            "",
+            lambda _: BadFile(),
         )
 
     before = SealedFolder.read, SealedFolder.open_array
@@ -113,7 +118,6 @@ def plans(folder: Path, samples: int) -> None:
 
 def tokens(folder: Path, count: int) -> None:
     path, length = folder / "store", 500
-    path.mkdir()
     n = count // length
     arrays = {
         "tokens": stream(42, "bench/seal/tokens").integers(0, 50_000, n * length, np.int32),
@@ -122,10 +126,7 @@ def tokens(folder: Path, count: int) -> None:
         "loss": np.tile(np.array([1, length - 1], np.int32), (n, 1)),
         "content": np.arange(1, n + 1, dtype=np.uint64),
     }
-    none = {"count": 0, "reasons": []}
-    names = {"source": "x", "tokenizer": "x", "dataset_hash": "x", "tokenizer_hash": "x"}
-    files = {name: write_array(path, name, array) for name, array in arrays.items()}
-    STORE.write(path, {**names, "skipped": none, "repeated": none, "files": files})
+    write_store(path, arrays, "x")
     order = stream(42, "bench/seal/order").permutation(n)
     opened = best(lambda: TokenStore(path))
 

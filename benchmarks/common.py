@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from batchwright.permutation import permute
 from batchwright.rng import stream
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "free_memory",
     "lengths_of",
     "measure",
+    "write_store",
 ]
 
 CAPACITY = 2048
@@ -124,8 +125,11 @@ def measure(
     limit_s: float = 120.0,
     runs: int = 7,
     patience_s: float = 10.0,
+    warm: bool = True,
 ) -> Measured:
     """Run a contender in a forked child: at most `runs` calls, no new one after `patience_s`.
+
+    Numba has run a kernel before the first of them, unless the child is not to be `warm`.
 
     A call that takes longer than `limit_s` ends the child, and so does one that takes three
     quarters of the memory that was free before; an import that fails is a reason, not an error.
@@ -136,7 +140,7 @@ def measure(
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(
-        target=_child, args=(there, contender, given, small, runs, patience_s), daemon=False
+        target=_child, args=(there, contender, given, small, runs, patience_s, warm), daemon=False
     )
     # Not all that is free: the machine may be shared, and the kernel kills whom it likes.
     most_bytes = free_memory() * 3 // 4
@@ -180,11 +184,18 @@ def measure(
 
 
 def _child(
-    pipe: Connection, contender: Contender, given: Any, small: Any, runs: int, patience_s: float
+    pipe: Connection,
+    contender: Contender,
+    given: Any,
+    small: Any,
+    runs: int,
+    patience_s: float,
+    warm: bool,
 ) -> None:
     try:
-        # Else the small call would do without numba, and the first full one would load it.
-        importlib.import_module("numba")
+        if warm:
+            # Else the small call would do without numba, and the first full one would load it.
+            permute(3, 1000, np.uint64(7))
         warm_up = contender.prepare(small)
         start = time.perf_counter()
         warm_up()
@@ -384,6 +395,25 @@ def _cell(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def write_store(path: Path, arrays: Mapping[str, NDArray[Any]], tokenizer_hash: str) -> None:
+    """A token store of these arrays, as if they had been tokenised."""
+    from batchwright.data.tokens.store import LARGE, STORE
+    from batchwright.sealed import PAGE, ArrayWriter, write_array
+
+    with STORE.replacing(path) as folder:
+        files: dict[str, Any] = {}
+        for name, array in arrays.items():
+            files[name] = write_array(folder, name, array)
+            if name in LARGE:
+                writer = ArrayWriter(LARGE[name], PAGE)
+                writer.update(memoryview(array.view("u1")))
+                files |= writer.write_sums(folder, name)
+        none = {"count": 0, "reasons": []}
+        fields = {"source": "made", "tokenizer": "made", "dataset_hash": "made"}
+        fields["tokenizer_hash"] = tokenizer_hash
+        STORE.write(folder, {**fields, "skipped": none, "repeated": none, "files": files})
 
 
 def data_folder() -> Path:
