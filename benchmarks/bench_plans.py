@@ -10,6 +10,9 @@ Timed apart, each in its own process, on the lognormal lengths:
              each place is visited several times and its best visit counts
     ids      the same and then `.samples`, the ids as strings
 
+    written out   the same build where every epoch is drawn and stored: mixtures, curricula, packing
+             by arrival, groups
+
 fairseq and lhotse make the batches of one epoch; beside them stands our plan with every batch of
 an epoch made as well, although a run needs no such list. MosaicML Streaming orders rows without
 asking how long they are, as many in a batch as fill the budget on average: its padding stands in
@@ -28,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
+from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, PackingMode
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.rng import stream
@@ -308,6 +311,55 @@ def from_dict(report: Report, n: int) -> None:
     )
 
 
+def written_out(report: Report, n: int) -> None:
+    """Plans of three epochs that have to be drawn epoch by epoch, beside a virtual one."""
+    half = n // 2
+    hardness = stream(42, "benchmark/difficulty").random(n)
+
+    def mixed(lengths: NDArray[np.int32], layout: str) -> BatchPlanBuilder:
+        parts = {"a": lengths[:half], "b": lengths[half:]}
+        return BatchPlanBuilder(parts, config(layout), weights={"a": 0.7, "b": 1.5})
+
+    def by_arrival(lengths: NDArray[np.int32]) -> BatchPlanBuilder:
+        own = config("packed").model_copy(update={"pack_mode": PackingMode.BEST_FIT})
+        return BatchPlanBuilder(lengths, own)
+
+    ways: dict[str, Callable[[NDArray[np.int32]], BatchPlanBuilder]] = {
+        "virtual, sorted": lambda given: BatchPlanBuilder(given, config("sorted")),
+        "virtual, packed": lambda given: BatchPlanBuilder(given, config("packed")),
+        "mixture, sorted": lambda given: mixed(given, "sorted"),
+        "mixture, packed": lambda given: mixed(given, "packed"),
+        "curriculum, packed": lambda given: BatchPlanBuilder(
+            given, config("packed"), difficulty=hardness[: len(given)]
+        ),
+        "packed by arrival": by_arrival,
+        "groups of 8, packed": lambda given: BatchPlanBuilder(
+            given, config("packed"), groups=np.arange(len(given)) // 8
+        ),
+    }
+    rows = []
+    for name, way in ways.items():
+
+        def prepare(
+            lengths: NDArray[np.int32],
+            way: Callable[[NDArray[np.int32]], BatchPlanBuilder] = way,
+        ) -> Callable[[], BatchPlan]:
+            return lambda: way(lengths).build(num_epochs=3)
+
+        contender = Contender(name, prepare, lambda _, plan: {"efficiency": 100 * plan.efficiency})
+        lengths = lengths_of("lognormal", n)
+        got = measure(contender, lengths, lengths[: max(half + 1, 1000)], runs=3)
+        if got.busy is None:
+            report.not_measured(name, got.reason)
+            continue
+        rows.append([name, got.seconds, 1e9 * got.busy / (3 * n), got.summary["efficiency"]])
+    report.table(
+        f"{n:,} samples, three epochs",
+        ("", "build s", "ns a sample and epoch", "efficiency %"),
+        rows,
+    )
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--huge", action="store_true", help="100M samples as well, 12 GB of memory")
@@ -320,6 +372,7 @@ def main() -> None:
     n = 100_000 if args.quick else 1_000_000
     found[n, "strings"] = plans(report, n, f"{n:,} samples, strings as ids", named(n))
     from_dict(report, n)
+    written_out(report, n)
     if args.huge and free_memory() > 12e9:
         label = f"{HUGE:,} samples, row numbers as ids"
         plans(report, HUGE, label, lengths_of("lognormal", HUGE), runs=2)

@@ -53,14 +53,15 @@ def table(rows: list[list[str]]) -> str:
     """One line per claim, with the script that measured it."""
     lines = ["| what | batchwright | baseline | script |", "|---|---|---|---|"]
     lines += [f"| {' | '.join(row)} |" for row in rows]
-    loads = [json.loads(path.read_text())["load"] for path in sorted(RESULTS.glob("*.json"))]
-    heaviest = max(max(load.values()) for load in loads)
-    machine = json.loads((RESULTS / "packing.json").read_text())["machine"]
+    saved = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    heaviest = max(max(result["load"].values()) for result in saved)
+    kinds = sorted({result["machine"]["cpu"] for result in saved})
+    cores = sorted({result["machine"]["cores"] for result in saved})
     lines += [
         "",
-        f"Measured on {machine['cores']} shared cores ({machine['cpu']}), load up to "
-        f"{heaviest:.1f}: trust the ratios. `benchmarks/results/` holds everything, with what was "
-        f"not measured.",
+        f"Measured on {' or '.join(map(str, cores))} shared cores ({', '.join(kinds)}; each result "
+        f"names its own), load up to {heaviest:.1f}: trust the ratios. `benchmarks/results/` holds "
+        f"everything, with what was not measured.",
     ]
     return "\n".join(lines)
 

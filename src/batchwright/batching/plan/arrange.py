@@ -232,13 +232,16 @@ def _times_shown(
         number = by_name.index(name)
         # One multiplication of doubles and one rounding, the same on every machine.
         shown = round(weight * size)
+        own = canonical[(canonical >= first) & (canonical < first + size)]
         # Source after source is dealt out in rounds, so fractions cover everything in turn.
         for turn in range(epoch * shown // size, ((epoch + 1) * shown - 1) // size + 1):
             low = max(epoch * shown - turn * size, 0)
             high = min((epoch + 1) * shown - turn * size, size)
+            if high - low == size:
+                times[own] += 1
+                continue
             key = np.uint64(rng.key(config.seed, "plan/mixture", number, turn))
-            dealt = canonical[(canonical >= first) & (canonical < first + size)]
-            times[dealt[permutation(size, key)[low:high]]] += 1
+            times[own[permutation(size, key)[low:high]]] += 1
         first += size
     return times
 
