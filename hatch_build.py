@@ -1,6 +1,5 @@
 """Compile the kernels when a wheel is built, so that no command waits for a compiler."""
 
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -21,12 +20,12 @@ class CompileKernels(BuildHookInterface):
             self.app.display_warning("numba is not there: kernels compile on their first use")
             return
         folder = Path(self.root, "build", "compiled")
-        # What this build may import, an isolated environment of pip's too, and the sources.
-        path = os.pathsep.join([str(Path(self.root, "src")), *filter(None, sys.path)])
-        done = subprocess.run(
-            [sys.executable, "-m", "batchwright.ahead", folder],
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        # What this build may import, an isolated environment of pip's too, and the sources. Not by
+        # PYTHONPATH: pip's own start-up code fails on it, and takes the sources off the path where
+        # they are installed as well.
+        path = [str(Path(self.root, "src")), *filter(None, sys.path)]
+        code = f"import sys; sys.path[:] = {path!r}; from batchwright.ahead import main; main()"
+        done = subprocess.run([sys.executable, "-c", code, folder])
         if done.returncode:
             self.app.display_warning("no kernel was compiled: kernels compile on their first use")
             return

@@ -136,6 +136,9 @@ def measure(
     """
     if _Smoke.on:
         given, runs, limit_s = small, 1, min(limit_s, 20.0)
+        if warm:
+            # Here, once: what each child would load anew is most of what a smoke run takes.
+            permute(3, 1000, np.uint64(7))
     # Forked, so that the input is shared and not sent; nothing here may have started threads.
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from batchwright.ahead import listed
+
 pytestmark = pytest.mark.guides
 SCRIPT = Path(__file__).parents[1] / "tools" / "install.py"
 spec = importlib.util.spec_from_file_location("install", SCRIPT)
@@ -120,3 +122,15 @@ def test_what_cannot_be_found_ends_with_pips_reason(index: Path, tmp_path: Path)
     assert done.returncode == 1
     assert "torch" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wheel_has_its_kernels_wherever_it_is_built(tmp_path: Path) -> None:
+    """In pip's isolated environment, also under a Python that has the checkout installed."""
+    root = SCRIPT.parents[1]
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, root]
+    subprocess.run(build, check=True, timeout=900)
+    (made,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as files:
+        names = files.namelist()
+    assert "batchwright/compiled/manifest.json" in names
+    assert sum(name.startswith("batchwright/compiled/") for name in names) > len(listed())
