@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchwright.ahead import listed
+from batchwright import ahead
 
 pytestmark = pytest.mark.guides
 SCRIPT = Path(__file__).parents[1] / "tools" / "install.py"
@@ -133,4 +133,4 @@ def test_a_wheel_has_its_kernels_wherever_it_is_built(tmp_path: Path) -> None:
     with zipfile.ZipFile(made) as files:
         names = files.namelist()
     assert "batchwright/compiled/manifest.json" in names
-    assert sum(name.startswith("batchwright/compiled/") for name in names) > len(listed())
+    assert sum(name.startswith("batchwright/compiled/") for name in names) > len(ahead.listed())
