@@ -408,7 +408,7 @@ def test_a_lease_is_for_one_owner_until_it_ends(cache: Cache) -> None:
 
 
 def test_leases_of_one_statement_read_the_clock_once(cache: Cache) -> None:
-    """The clock is a function in Python: for every key it would wait for the interpreter's lock."""
+    """The clock is a function in Python, and each call may wait for the interpreter's lock."""
     keys = [question(n).key for n in range(100)]
 
     for _ in ("taken", "renewed"):
