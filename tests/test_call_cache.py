@@ -407,6 +407,19 @@ def test_a_lease_is_for_one_owner_until_it_ends(cache: Cache) -> None:
     assert not cache.lease_many([key], "b", 60)
 
 
+def test_leases_of_one_statement_read_the_clock_once(cache: Cache) -> None:
+    """The clock is a function in Python, and each call may wait for the interpreter's lock."""
+    keys = [question(n).key for n in range(100)]
+
+    for _ in ("taken", "renewed"):
+        assert cache.lease_many(keys, "a", 60) == set(keys)
+
+        with contextlib.closing(sqlite3.connect(cache.path)) as connection:
+            assert connection.execute(
+                "SELECT count(*), count(DISTINCT until) FROM leases"
+            ).fetchall() == [(100, 1)]
+
+
 @pytest.mark.parametrize("count", [5, 300])
 def test_an_answer_ends_its_lease_and_nobody_gets_another(cache: Cache, count: int) -> None:
     """By one statement for a few, by a transaction for many."""

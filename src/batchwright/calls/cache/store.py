@@ -46,9 +46,11 @@ CHUNK = 128
 """Keys or rows of one statement, at most."""
 ENTRIES = "SELECT key, digest, at, model, answer FROM entries WHERE key IN ({})"
 LEASES = "SELECT key, owner, until FROM leases WHERE key IN ({})"
-# Only where there is no response yet and nobody else has a lease, not even an expired one.
+# Only where there is no response yet and nobody else has a lease, not even an expired one. The time
+# comes from a query of its own, which SQLite makes once: it is a function in Python, and each call
+# of it may have to wait until the loop lets go of the interpreter.
 LEASE = (
-    "INSERT INTO leases SELECT column1, ?, monotonic() + ? FROM (VALUES {}) "
+    "INSERT INTO leases SELECT column1, ?, (SELECT monotonic()) + ? FROM (VALUES {}) "
     "WHERE NOT EXISTS (SELECT 1 FROM entries WHERE key = column1) "
     "ON CONFLICT (key) DO UPDATE SET until = excluded.until WHERE owner = excluded.owner"
 )
