@@ -10,11 +10,7 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported, which reads both then.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-# So that Ray means loopback by 127.0.0.1, and not the address of this machine.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+from ray_cluster import cluster_of, new_node, processes  # isort: split
 
 import ray
 from ray.cluster_utils import Cluster
@@ -22,27 +18,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchwright.calls import Done, Failed, Outcome, chat
 from batchwright.calls.simulator import Simulator
-from batchwright.integrations.ray import RayPool, join
+from batchwright.integrations.ray import RayPool
 
 # A cluster of processes has sockets and files of its own, which Ray leaves to the system at exit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; tests add those that they take away."""
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "include_dashboard": False, **SMALL},
-    )
-    found.add_node(num_cpus=2, **SMALL)
-    join(found.address)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+    with cluster_of(2, 2) as found:
+        yield found
 
 
 def on_node(node: Any) -> Any:
@@ -104,7 +89,7 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
         "cache": str(tmp_path / "calls.db") if cached else None,
         "deadline_s": 60.0,
     }
-    doomed = cluster.add_node(num_cpus=1, **SMALL)
+    doomed = new_node(cluster, 1)
     # Slow enough that the actor, whose node is gone, is gone before the last call.
     with Simulator(latency_s=0.25).running() as url:
         # The actor starts where its first caller is.
@@ -281,7 +266,7 @@ def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "one"))
     one = build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1, on_bad_row="skip")
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
-    doomed = cluster.add_node(num_cpus=4, **SMALL)
+    doomed = new_node(cluster, 4)
     lost = False
 
     def progress(done: int, total: int) -> None:
@@ -329,7 +314,7 @@ def test_the_doctor_compares_the_nodes_of_a_cluster(
     other = tmp_path / "other" / "batchwright-9.9.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: batchwright\nVersion: 9.9\n")
-    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)}, **SMALL)
+    node = new_node(cluster, 1, env_vars={"PYTHONPATH": str(other.parent)})
     differs = run(f"doctor --address {cluster.address}", tmp_path)
     cluster.remove_node(node)
     assert differs.code == 1
@@ -356,7 +341,7 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
         )
         return [(row["valid"], row["score"], row["why"]) for row in rows]
 
-    doomed = cluster.add_node(num_cpus=1, **SMALL)
+    doomed = new_node(cluster, 1)
     with Simulator(latency_s=0.2).running() as url, ThreadPoolExecutor(1) as thread:
         config = tmp_path / "rewards.toml"
         config.write_text(
@@ -390,7 +375,7 @@ def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
     rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(200)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Simulator(latency_s=0.2).running() as url:
-        before = owners()
+        before = processes("ray::_Owner")
         words = (
             f"calls run -i prompts.jsonl -o out.jsonl -e {url} -m sim --temperature 0 --quiet "
             f"--batch-size 8 --cache calls.db --on ray --address {cluster.address}"
@@ -404,7 +389,7 @@ def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
         )
         while url.stats()["received"] < 40 and process.poll() is None:
             time.sleep(0.05)
-        (mine,) = owners() - before
+        (mine,) = processes("ray::_Owner") - before
         os.kill(mine, signal.SIGKILL)
         out, err = process.communicate(timeout=300)
         received = url.stats()["received"]
@@ -413,18 +398,6 @@ def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
     assert [row["id"] for row in found] == [row["id"] for row in rows]
     assert all(row["text"] for row in found)
     assert received <= 200 + 2 * 8
-
-
-def owners() -> set[int]:
-    """Processes of actors that own a pool."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(b"ray::_Owner"):
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None:

@@ -15,20 +15,15 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported, which reads both then.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+from ray_cluster import cluster_of, new_node, processes  # isort: split
 
 import numpy as np
-import ray
 import torch
 from ray.cluster_utils import Cluster
 
 from batchwright.batching import BatchPlan
 from batchwright.errors import BatchwrightError, ConfigError
 from batchwright.events import read_events
-from batchwright.integrations.ray import join
 from batchwright.integrations.ray import train as ray_train
 from batchwright.integrations.ray.train import train_sft_on_ray
 from batchwright.train.sft.config import SftConfig
@@ -37,20 +32,11 @@ from batchwright.train.sft.loop import train_sft
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One node of one core; tests add those that they take away."""
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False, **SMALL},
-    )
-    join(found.address)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+    with cluster_of(1) as found:
+        yield found
 
 
 @pytest.fixture
@@ -103,7 +89,7 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     cluster: Cluster, config: SftConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_train, "GROW_S", 1.0)
-    nodes = [cluster.add_node(num_cpus=1, **SMALL)]
+    nodes = [new_node(cluster, 1)]
     said: list[str] = []
     starts: list[str] = []
     stopped = False
@@ -118,7 +104,7 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
         if len(starts) == 1 and nodes and step >= 7:
             cluster.remove_node(nodes.pop(), allow_graceful=False)
         elif len(starts) == 2 and not nodes:
-            nodes.append(cluster.add_node(num_cpus=1, **SMALL))
+            nodes.append(new_node(cluster, 1))
         elif len(starts) == 3 and not stopped:
             # Heard as of the command: the run saves and stops. A node of the test took SIGTERM.
             stopped = True
@@ -225,13 +211,8 @@ def train_worker() -> int:
     """The process of the one training worker."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                name = path.read_bytes()
-            except OSError:
-                continue
-            if name.startswith(b"ray::RayTrainWorker"):
-                return int(path.parent.name)
+        for found in processes("ray::RayTrainWorker"):
+            return found
         time.sleep(0.1)
     raise AssertionError("no training worker")
 
