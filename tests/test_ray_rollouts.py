@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
 from ray_cluster import cluster_of  # isort: split
 
 import ray

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from ray_cluster import cluster_of, new_node, processes  # isort: split
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_cluster import cluster_of, lose, new_node, processes  # isort: split
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     def progress(step: int, total: int, loss: float) -> None:
         nonlocal stopped
         if len(starts) == 1 and nodes and step >= 7:
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            lose(cluster, nodes.pop())
         elif len(starts) == 2 and not nodes:
             nodes.append(new_node(cluster, 1))
         elif len(starts) == 3 and not stopped:
@@ -149,6 +150,33 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     ended = one[-1]["epoch"]
     assert set(counts.values()) == {1}
     assert sum(epoch < ended for epoch, _ in counts) == 60 * ended
+
+
+def test_the_command_shards_a_model_over_the_workers_of_a_cluster(
+    cluster: Cluster, config: SftConfig, tmp_path: Path, run: Any
+) -> None:
+    """FSDP2 on two workers, typed, and the same run in one process."""
+    node = new_node(cluster, 1)
+    flags = (
+        "--model tiny --data train.jsonl --pack --pack-max-len 128 --token-budget 128 --epochs 4"
+    )
+    try:
+        done = run(
+            f"train sft {flags} --fsdp --workers 2 --stop-after 4 --run-dir sharded --on ray "
+            f"--address {cluster.address} --format json",
+            tmp_path,
+        )
+        assert done.code == 0, done.err
+        assert f"Ray: the cluster at {cluster.address} (2 nodes, 2 cores)" in done.err
+        assert "training on 2 workers from step 0" in done.err
+    finally:
+        cluster.remove_node(node)
+    whole = run(
+        f"train sft {flags} --step-size 2 --stop-after 4 --run-dir whole --format json", tmp_path
+    )
+    assert whole.code == 0, whole.err
+    losses = [[s["loss"] for s in steps_of(tmp_path / name)] for name in ("sharded", "whole")]
+    assert np.allclose(*losses, atol=1e-4, rtol=0)
 
 
 def test_what_a_worker_refuses_is_said_once_and_in_one_sentence(

@@ -198,6 +198,73 @@ def test_what_is_not_there_or_not_allowed_is_one_sentence(
         plan.save("s3://no-such-bucket/plan")
 
 
+class Denied(http.server.BaseHTTPRequestHandler):
+    """A store in which nobody has any right."""
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_PUT = do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_store_without_rights_is_one_sentence_and_what_is_here_stays(
+    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
+) -> None:
+    _, env = store
+    rows_of(tmp_path / "train.jsonl")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denied) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        denied = {**env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{web.server_port}"}
+        lines = (
+            "data lengths build -d s3://data/train.jsonl -t bytes -o lengths.jsonl",
+            "data lengths build -d train.jsonl -t bytes -o s3://data/lengths.jsonl",
+            "train sft --model tiny --data s3://data/train.jsonl --run-dir run",
+        )
+        found = [run(line, tmp_path, denied) for line in lines]
+        web.shutdown()
+    for line, one in zip(lines, found, strict=True):
+        assert one.code == 1, line
+        *before, last = one.err.strip().splitlines()
+        assert "these have no right to it" in last, one.err
+        assert "Traceback" not in one.err
+        assert not [said for said in before if "error" in said], one.err
+        assert env["AWS_SECRET_ACCESS_KEY"] not in one.out + one.err
+    assert not (tmp_path / "lengths.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_object_that_changed_under_a_run_is_refused_when_it_resumes(
+    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
+) -> None:
+    files, env = store
+    raw = rows_of(tmp_path / "train.jsonl", 40)
+    files.pipe_file("data/train.jsonl", raw)
+    first = run(
+        "train sft --model tiny --data s3://data/train.jsonl --token-budget 512 --stop-after 2 "
+        "--run-dir run --quiet",
+        tmp_path,
+        env,
+    )
+    assert first.code == 0, first.err
+    files.pipe_file("data/train.jsonl", raw.replace(b"word", b"verb"))
+    changed = run("train sft --resume run --quiet --stop-after 1", tmp_path, env)
+    assert changed.code == 1
+    (said,) = changed.err.strip().splitlines()
+    assert "s3://data/train.jsonl" in said
+    files.pipe_file("data/train.jsonl", raw)
+    again = run("train sft --resume run --quiet --stop-after 1", tmp_path, env)
+    assert again.code == 0, again.err
+
+
 def test_a_web_server_with_and_without_ranges_serves_data(
     store: tuple[Any, dict[str, str]], tmp_path: Path
 ) -> None:

@@ -57,6 +57,12 @@ GROW_S = 60.0
 """How often Ray Train looks whether there is room for more workers."""
 LOOK_S = 0.5
 """How often the command looks at the run."""
+PLACE_S = 10.0
+"""How long Ray Train waits for room for its workers before it counts again what the cluster has. It
+learns late that a node is lost, and would ask for a place there; a place that is free is given in
+less than a second."""
+PLACES = 18
+"""How often it asks before the run is given up."""
 TRIES = 3
 """Losses in a row without a new checkpoint after which the run is given up."""
 FREE_S = 120.0
@@ -151,6 +157,8 @@ def _until_done(
             f"Ray {ray.__version__} cannot train on a changing number of workers; "
             f"pip install 'ray>=2.60' on all nodes"
         )
+    # Ray's own is a minute; a user who needs more has set it.
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(PLACE_S))
     gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
     failures, at = 0, -1
     while True:
@@ -170,7 +178,7 @@ def _until_done(
                 storage_path=str(config.run_dir.absolute()),
                 # Whether to try again is decided below: a setting that a worker refuses would be
                 # refused again.
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=TRIES),
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=PLACES),
             ),
         )
         try:
