@@ -16,7 +16,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 # So that Ray means loopback by 127.0.0.1, and not the address of this machine.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 # Ray's workers would give way to everything else on this machine.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ |= {"RAY_worker_niceness": "0"}
 # A node that is gone is declared dead after two seconds instead of fifteen.
 os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
 pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
