@@ -66,10 +66,10 @@ def lose(cluster: Cluster, node: Any) -> None:
     parents = {one.process.pid for one in node.all_processes["raylet"]}
     everyone = map(int, filter(str.isdecimal, os.listdir("/proc")))
     workers = [pid for pid in everyone if parent_of(pid) in parents]
-    cluster.remove_node(node, allow_graceful=False)
-    for pid in workers:
+    for pid in (*parents, *workers):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    cluster.remove_node(node, allow_graceful=False)
 
 
 def parent_of(pid: int) -> int:

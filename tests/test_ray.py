@@ -95,7 +95,7 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
         "deadline_s": 60.0,
     }
     doomed = new_node(cluster, 1)
-    with Simulator(latency_s=0.05).running() as url:
+    with Simulator(latency_s=0.25).running() as url:
         # The actor starts where its first caller is.
         first = answers.options(scheduling_strategy=on_node(doomed))
         assert all(ray.get(first.remote(url, ["the first"], settings)))
