@@ -244,9 +244,7 @@ def test_a_store_without_rights_is_one_sentence_and_what_is_here_stays(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.xfail(
-    reason="a resumed run does not notice it: which rows it reads is to be found out"
-)
+@pytest.mark.xfail(reason="a resumed run does not notice a change that keeps the lengths")
 def test_an_object_that_changed_under_a_run_is_refused_when_it_resumes(
     store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
 ) -> None:
