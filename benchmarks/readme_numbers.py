@@ -26,7 +26,7 @@ IN_README = (
 
 
 def main() -> None:
-    every = [*packing(), *plans(), *others(), *training(), *calls(), *agents()]
+    every = [*packing(), *plans(), *others(), *training(), *calls(), *agents(), *machines()]
     named = {row[0]: row for row in every}
     pages = {
         ROOT / "README.md": [named[name] for name in IN_README],
@@ -305,6 +305,45 @@ def calls() -> list[list[str]]:
             "math-verify {1} and {2}, ".format(*formats["math-verify"])
             + "verl's flexible GSM8K reader {1} and {2}".format(*formats["verl gsm8k, flexible"]),
             "`bench_answers.py`",
+        ],
+    ]
+
+
+def machines() -> list[list[str]]:
+    calls = {row[0]: row for row in saved("ray", "calls in groups of 64")}
+    verl = {row[0]: row for row in saved("ray", "the same calls as rewards of verl")}
+    loop = verl["verl's reward loop, 2 workers"]
+    lengths = {row[0]: row for row in saved("ray", "lengths of")}
+    loss = {row[0]: row[1] for row in saved("ray", "a node is lost")}
+    read = {row[0]: row[1] for row in saved("ray", "20,000 rows")}
+    both, alone = lengths["2 nodes of Ray"][1], lengths["2 processes"][1]
+    theirs = lengths["2 nodes of Ray Data, map_batches, counted only"][1]
+    return [
+        [
+            "a call through the pool of a Ray cluster, groups of 64, server without latency",
+            f"{calls['RayPool'][1] / calls['Pool'][1]:.2f}x the time of `Pool`; "
+            f"{calls['RayPool, all cached'][2]:,.0f} cached outcomes a second",
+            f"verl's reward loop {loop[1] / verl['RayPool'][1]:.2f}x the time of `RayPool`",
+            "`bench_ray.py`",
+        ],
+        [
+            "lengths and tokens of GSM8K on 2 Ray nodes of one core, GPT-2",
+            f"{alone / both:.2f}x the speed of 2 local processes",
+            f"Ray Data's `map_batches`, counted only, {both / theirs:.2f}x ours",
+            "`bench_ray.py`",
+        ],
+        [
+            "a node lost in training, until the next optimizer step",
+            f"{loss['from the loss to the next optimizer step, in all']:.0f} s, "
+            f"{loss['from the loss until Ray has noticed it']:.0f} s of them until Ray has noticed",
+            "",
+            "`bench_ray.py`",
+        ],
+        [
+            "rows of an object in S3, after the first pass",
+            f"{read['local'] / read['s3, from its copy']:.2f}x the speed of a local file",
+            "",
+            "`bench_ray.py`",
         ],
     ]
 

@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +14,8 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported, which reads both then.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-# So that Ray means loopback by 127.0.0.1, and not the address of this machine.
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_cluster import cluster_of, lose, new_node, processes  # isort: split
 
 import ray
 from ray.cluster_utils import Cluster
@@ -22,27 +23,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchwright.calls import Done, Failed, Outcome, chat
 from batchwright.calls.simulator import Simulator
-from batchwright.integrations.ray import RayPool, join
+from batchwright.integrations.ray import RayPool
 
 # A cluster of processes has sockets and files of its own, which Ray leaves to the system at exit.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes; tests add those that they take away."""
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "include_dashboard": False, **SMALL},
-    )
-    found.add_node(num_cpus=2, **SMALL)
-    join(found.address)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+    with cluster_of(2, 2) as found:
+        yield found
 
 
 def on_node(node: Any) -> Any:
@@ -104,8 +94,7 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
         "cache": str(tmp_path / "calls.db") if cached else None,
         "deadline_s": 60.0,
     }
-    doomed = cluster.add_node(num_cpus=1, **SMALL)
-    # Slow enough that the actor, whose node is gone, is gone before the last call.
+    doomed = new_node(cluster, 1)
     with Simulator(latency_s=0.25).running() as url:
         # The actor starts where its first caller is.
         first = answers.options(scheduling_strategy=on_node(doomed))
@@ -117,7 +106,7 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
             nonlocal lost
             if not lost and done >= 64:
                 lost = True
-                cluster.remove_node(doomed, allow_graceful=False)
+                lose(cluster, doomed)
 
         outcomes = pool.map(prompts(320), progress=progress)
         assert lost
@@ -281,14 +270,14 @@ def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "one"))
     one = build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1, on_bad_row="skip")
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
-    doomed = cluster.add_node(num_cpus=4, **SMALL)
+    doomed = new_node(cluster, 4)
     lost = False
 
     def progress(done: int, total: int) -> None:
         nonlocal lost
         if not lost and done > 2000:
             lost = True
-            cluster.remove_node(doomed, allow_graceful=False)
+            lose(cluster, doomed)
 
     many = build_lengths(
         data,
@@ -329,7 +318,7 @@ def test_the_doctor_compares_the_nodes_of_a_cluster(
     other = tmp_path / "other" / "batchwright-9.9.dist-info"
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: batchwright\nVersion: 9.9\n")
-    node = cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": str(other.parent)}, **SMALL)
+    node = new_node(cluster, 1, env_vars={"PYTHONPATH": str(other.parent)})
     differs = run(f"doctor --address {cluster.address}", tmp_path)
     cluster.remove_node(node)
     assert differs.code == 1
@@ -356,7 +345,7 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
         )
         return [(row["valid"], row["score"], row["why"]) for row in rows]
 
-    doomed = cluster.add_node(num_cpus=1, **SMALL)
+    doomed = new_node(cluster, 1)
     with Simulator(latency_s=0.2).running() as url, ThreadPoolExecutor(1) as thread:
         config = tmp_path / "rewards.toml"
         config.write_text(
@@ -370,7 +359,7 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
         waiting = thread.submit(scored, texts)
         while url.stats()["received"] < 40:
             time.sleep(0.05)
-        cluster.remove_node(doomed, allow_graceful=False)
+        lose(cluster, doomed)
         found = waiting.result(300)
         received = url.stats()["received"]
         # All of it is cached by now: the same scores, and no call.
@@ -383,14 +372,10 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
 def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    import signal
-    import subprocess
-    import sys
-
     rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(200)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Simulator(latency_s=0.2).running() as url:
-        before = owners()
+        before = processes("ray::_Owner")
         words = (
             f"calls run -i prompts.jsonl -o out.jsonl -e {url} -m sim --temperature 0 --quiet "
             f"--batch-size 8 --cache calls.db --on ray --address {cluster.address}"
@@ -404,7 +389,7 @@ def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
         )
         while url.stats()["received"] < 40 and process.poll() is None:
             time.sleep(0.05)
-        (mine,) = owners() - before
+        (mine,) = processes("ray::_Owner") - before
         os.kill(mine, signal.SIGKILL)
         out, err = process.communicate(timeout=300)
         received = url.stats()["received"]
@@ -415,22 +400,7 @@ def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
     assert received <= 200 + 2 * 8
 
 
-def owners() -> set[int]:
-    """Processes of actors that own a pool."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(b"ray::_Owner"):
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
-
-
 def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
     (tmp_path / "train.jsonl").write_text('{"text": "some words"}\n')
     hide = "import sys; sys.modules['ray'] = None; from batchwright.cli.app import main; main()"
@@ -452,3 +422,108 @@ def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None
         assert done.stderr.count("\n") == 1, done.stderr
         assert "[ray]" in done.stderr
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_another_batchwright_on_a_node_is_one_sentence_wherever_it_is_met(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.data import build_lengths
+    from batchwright.errors import Mismatch
+    from batchwright.integrations.ray import RayWorkers, gym, pool, workers
+
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"text": "some words"}\n')
+    for module in (workers, pool, gym):
+        monkeypatch.setattr(module, "__version__", "9.9")
+    one = r"^(a|the) node (of the pool )?has batchwright \S+ and (the command|this one) 9\.9; "
+    with pytest.raises(Mismatch, match=one):
+        build_lengths(data, "bytes", tmp_path / "lengths.jsonl", workers=RayWorkers())
+    assert not (tmp_path / "lengths.jsonl").exists()
+    with Simulator(latency_s=0.0).running() as url:
+        asking = RayPool(url, limit=2)
+        with pytest.raises(Mismatch, match=one):
+            asking.map(prompts(2))
+        assert url.stats()["received"] == 0
+        asking.shutdown()
+    stream = gym.RayGymStream(workers=1, num_episodes=1)
+    with pytest.raises(Mismatch, match=one):
+        list(stream)
+    stream.close()
+
+
+def test_a_cluster_of_another_ray_is_one_sentence(cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "some words"}\n')
+    words = f"data lengths build -d train.jsonl -t bytes -o l.jsonl --address {cluster.address}"
+    # Ray itself compares what the head was started with.
+    other = "import ray; ray.__version__ = '2.50.0'; from batchwright.cli.app import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", other, *words.split(), "--on", "ray"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (said,) = done.stderr.strip().splitlines()
+    assert f"cannot join the Ray cluster at {cluster.address}: Version mismatch" in said
+    assert "2.50.0" in said
+    assert not (tmp_path / "l.jsonl").exists()
+
+
+def dying(*_: Any) -> Any:
+    """As the kernel ends a process that has taken too much memory."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_rows_that_kill_every_worker_end_the_build_in_one_sentence(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.data import load_tokenizer
+    from batchwright.errors import BatchwrightError
+    from batchwright.integrations.ray import RayWorkers, workers
+
+    monkeypatch.setattr(workers, "RETRIES", 1)
+    chunks: Any = iter(["rows"])
+    known: Any = None
+    with pytest.raises(BatchwrightError, match="lost with their worker 2 times") as found:
+        list(RayWorkers().map(dying, chunks, load_tokenizer("bytes"), known))
+    assert "perhaps out of memory" in str(found.value)
+    assert "run again to resume" in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+def test_calls_whose_actor_never_comes_back_fail_as_unreachable(cluster: Cluster) -> None:
+    with Simulator(latency_s=0.2).running() as url:
+        pool = RayPool(url, limit=2, deadline_s=1.0, hedge=False)
+        assert all(pool.map(prompts(2)))
+        gone = threading.Event()
+
+        def progress(done: int, total: int) -> None:
+            if not gone.is_set():
+                gone.set()
+                # Nothing is left that could start it again.
+                pool._engine._find = lambda: actor
+                ray.kill(actor, no_restart=True)
+
+        actor = ray.get_actor(pool.name, namespace="batchwright")
+        outcomes = pool.map(prompts(200), progress=progress)
+        pool.close()
+    failed = [one for one in outcomes if not one]
+    assert gone.is_set()
+    assert failed
+    assert {one.kind for one in failed} == {"unreachable"}
+
+
+def test_a_command_starts_a_cluster_of_its_own_or_joins_that_of_the_environment(
+    cluster: Cluster, tmp_path: Path, run: Any
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"id": "a", "text": "some words"}\n')
+    line = "data lengths build -d train.jsonl -t bytes -o {} --on ray"
+    own = run(line.format("own.jsonl"), tmp_path)
+    assert own.code == 0, own.err
+    assert "Ray: a cluster at 127.0.0.1:" in own.err
+    assert "started here and for this command" in own.err
+    theirs = run(line.format("theirs.jsonl"), tmp_path, {"RAY_ADDRESS": cluster.address})
+    assert theirs.code == 0, theirs.err
+    assert f"Ray: the cluster at {cluster.address} (2 nodes, 4 cores)" in theirs.err
+    assert (tmp_path / "own.jsonl").read_bytes() == (tmp_path / "theirs.jsonl").read_bytes()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported, which reads both then.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_cluster import cluster_of  # isort: split
 
 import ray
 from ray.cluster_utils import Cluster
 
 from batchwright.calls.simulator import Simulator
 from batchwright.envs.questions import load_questions
-from batchwright.integrations.ray import join
 from batchwright.integrations.ray.gym import RayGymStream
 from batchwright.streaming import GymConfig, ReplayBuffer, ReplayBufferConfig
 from batchwright.streaming.gym import GymEpisodeStream, GymServer
@@ -29,19 +26,11 @@ from batchwright.streaming.sample import StreamSample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 2, "include_dashboard": False, **SMALL},
-    )
-    join(found.address)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+    with cluster_of(2) as found:
+        yield found
 
 
 @pytest.fixture

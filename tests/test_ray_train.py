@@ -15,20 +15,16 @@ from typing import Any
 
 import pytest
 
-# Before Ray is imported, which reads both then.
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="ray is not installed; `make machines` installs and runs this")
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_cluster import cluster_of, lose, new_node, processes  # isort: split
 
 import numpy as np
-import ray
 import torch
 from ray.cluster_utils import Cluster
 
 from batchwright.batching import BatchPlan
 from batchwright.errors import BatchwrightError, ConfigError
 from batchwright.events import read_events
-from batchwright.integrations.ray import join
 from batchwright.integrations.ray import train as ray_train
 from batchwright.integrations.ray.train import train_sft_on_ray
 from batchwright.train.sft.config import SftConfig
@@ -37,20 +33,11 @@ from batchwright.train.sft.loop import train_sft
 pytestmark = pytest.mark.filterwarnings("ignore")
 torch.set_num_threads(1)
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One node of one core; tests add those that they take away."""
-    found = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "include_dashboard": False, **SMALL},
-    )
-    join(found.address)
-    yield found
-    ray.shutdown()
-    found.shutdown()
+    with cluster_of(1) as found:
+        yield found
 
 
 @pytest.fixture
@@ -103,7 +90,7 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     cluster: Cluster, config: SftConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_train, "GROW_S", 1.0)
-    nodes = [cluster.add_node(num_cpus=1, **SMALL)]
+    nodes = [new_node(cluster, 1)]
     said: list[str] = []
     starts: list[str] = []
     stopped = False
@@ -116,9 +103,9 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     def progress(step: int, total: int, loss: float) -> None:
         nonlocal stopped
         if len(starts) == 1 and nodes and step >= 7:
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            lose(cluster, nodes.pop())
         elif len(starts) == 2 and not nodes:
-            nodes.append(cluster.add_node(num_cpus=1, **SMALL))
+            nodes.append(new_node(cluster, 1))
         elif len(starts) == 3 and not stopped:
             # Heard as of the command: the run saves and stops. A node of the test took SIGTERM.
             stopped = True
@@ -163,6 +150,33 @@ def test_a_run_that_loses_a_node_and_gets_another_is_the_run_that_was_never_dist
     ended = one[-1]["epoch"]
     assert set(counts.values()) == {1}
     assert sum(epoch < ended for epoch, _ in counts) == 60 * ended
+
+
+def test_the_command_shards_a_model_over_the_workers_of_a_cluster(
+    cluster: Cluster, config: SftConfig, tmp_path: Path, run: Any
+) -> None:
+    """FSDP2 on two workers, typed, and the same run in one process."""
+    node = new_node(cluster, 1)
+    flags = (
+        "--model tiny --data train.jsonl --pack --pack-max-len 128 --token-budget 128 --epochs 4"
+    )
+    try:
+        done = run(
+            f"train sft {flags} --fsdp --workers 2 --stop-after 4 --run-dir sharded --on ray "
+            f"--address {cluster.address} --format json",
+            tmp_path,
+        )
+        assert done.code == 0, done.err
+        assert f"Ray: the cluster at {cluster.address} (2 nodes, 2 cores)" in done.err
+        assert "training on 2 workers from step 0" in done.err
+    finally:
+        cluster.remove_node(node)
+    whole = run(
+        f"train sft {flags} --step-size 2 --stop-after 4 --run-dir whole --format json", tmp_path
+    )
+    assert whole.code == 0, whole.err
+    losses = [[s["loss"] for s in steps_of(tmp_path / name)] for name in ("sharded", "whole")]
+    assert np.allclose(*losses, atol=1e-4, rtol=0)
 
 
 def test_what_a_worker_refuses_is_said_once_and_in_one_sentence(
@@ -225,13 +239,8 @@ def train_worker() -> int:
     """The process of the one training worker."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                name = path.read_bytes()
-            except OSError:
-                continue
-            if name.startswith(b"ray::RayTrainWorker"):
-                return int(path.parent.name)
+        for found in processes("ray::RayTrainWorker"):
+            return found
         time.sleep(0.1)
     raise AssertionError("no training worker")
 

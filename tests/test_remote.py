@@ -20,6 +20,7 @@ import s3fs
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, BatchReader
 from batchwright.data import open_source
 from batchwright.errors import CannotRead, Mismatch, MissingFile
+from batchwright.events import read_events
 from batchwright.remote import RANGE, fetched
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -196,6 +197,76 @@ def test_what_is_not_there_or_not_allowed_is_one_sentence(
     plan = BatchPlanBuilder([3, 4, 5], BatchingConfig(token_budget=16)).build()
     with pytest.raises(OSError, match="cannot write to s3://no-such-bucket/plan"):
         plan.save("s3://no-such-bucket/plan")
+
+
+class Denied(http.server.BaseHTTPRequestHandler):
+    """A store in which nobody has any right."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_PUT = do_POST = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_a_store_without_rights_is_one_sentence_and_what_is_here_stays(
+    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
+) -> None:
+    _, env = store
+    rows_of(tmp_path / "train.jsonl")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denied) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        denied = {**env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{web.server_port}"}
+        lines = (
+            "data lengths build -d s3://data/train.jsonl -t bytes -o lengths.jsonl",
+            "data lengths build -d train.jsonl -t bytes -o s3://data/lengths.jsonl",
+            "train sft --model tiny --data s3://data/train.jsonl --run-dir run",
+        )
+        found = [run(line, tmp_path, denied) for line in lines]
+        web.shutdown()
+    for line, one in zip(lines, found, strict=True):
+        assert one.code == 1, line
+        *before, last = one.err.strip().splitlines()
+        assert "these have no right to it" in last, one.err
+        assert "Traceback" not in one.err
+        assert not [said for said in before if "error" in said], one.err
+        assert env["AWS_SECRET_ACCESS_KEY"] not in one.out + one.err
+    assert not (tmp_path / "lengths.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_the_rows_it_began_with_whatever_became_of_the_object(
+    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
+) -> None:
+    """Its tokens are in its folder: a change of the object can neither mix in nor stop it."""
+    files, env = store
+    raw = rows_of(tmp_path / "train.jsonl", 40)
+    files.pipe_file("data/train.jsonl", raw)
+    start = "train sft --model tiny --data s3://data/train.jsonl --token-budget 512 --max-steps 3"
+    for more in ("--run-dir whole", "--stop-after 2 --run-dir two"):
+        done = run(f"{start} {more} --quiet", tmp_path, env)
+        assert done.code == 0, done.err
+
+    files.pipe_file("data/train.jsonl", raw.replace(b"word", b"verb"))
+    resumed = run("train sft --resume two --quiet", tmp_path, env)
+
+    assert resumed.code == 0, resumed.err
+    assert losses(tmp_path / "two") == losses(tmp_path / "whole")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    events = read_events(folder / "events.jsonl")
+    return {e.fields["step"]: e.fields["loss"] for e in events if e.kind == "step"}
 
 
 def test_a_web_server_with_and_without_ranges_serves_data(

@@ -117,11 +117,7 @@ class _Player:
     """The actor: plays an episode by its number, on the first of its connections that is free."""
 
     def __init__(self, version: str, config: GymConfig, policy: str, seed: int) -> None:
-        if version != __version__:
-            raise Mismatch(
-                f"a node has batchwright {__version__} and the command {version}; install one "
-                f"version on all nodes"
-            )
+        self._version = version
         player: Any = policy
         if policy not in ("hint", "random"):
             from batchwright.calls.endpoints import parse_model
@@ -133,6 +129,12 @@ class _Player:
         self._free: list[_Slot] = []
 
     async def play(self, number: int, config: GymConfig) -> Episode:
+        # Not where it is made: an actor that cannot be made counts as lost, and its reason too.
+        if self._version != __version__:
+            raise Mismatch(
+                f"a node has batchwright {__version__} and the command {self._version}; install "
+                f"one version on all nodes"
+            )
         self._stream.config = config
         slot = self._free.pop() if self._free else _Slot()
         try:

@@ -139,11 +139,7 @@ class _Steps:
     """The actor: one step of one environment at a time, of as many as are asked for at once."""
 
     def __init__(self, version: str, config: QueryMutatorConfig, folder: str) -> None:
-        if version != __version__:
-            raise Mismatch(
-                f"a node has batchwright {__version__} and the command {version}; install one "
-                f"version on all nodes"
-            )
+        self._version = version
         self._open = ExitStack()
         models = open_models(config, Path(folder), pool=ray_pool, check=False)
         self._models = self._open.enter_context(models)
@@ -151,6 +147,12 @@ class _Steps:
 
     def _one(self, env: int, state: _State) -> MutationPipelines:
         """An environment of its own for one step, so that what it counts is of that step alone."""
+        # Not where the actor is made: one that cannot be made counts as lost.
+        if self._version != __version__:
+            raise Mismatch(
+                f"a node has batchwright {__version__} and the command {self._version}; install "
+                f"one version on all nodes"
+            )
         one = copy.copy(self._env)
         one.counts, one.reasons, one._failures = Counter(), Counter(), _Notes()
         one._states = {env: state}  # type: ignore[assignment]
