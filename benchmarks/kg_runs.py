@@ -272,7 +272,7 @@ def rl_seed(
     if config.policy == "answers":
         seen = graph.without_test()
         weighed = Weighed(seen, parse_rules(run / "rules.txt", seen.vocab))
-        untrained = AnswerScorer(weighed, AnswerPolicy(weighed.num_rules))
+        untrained = AnswerScorer(weighed, AnswerPolicy(weighed.start(config.start)))
         found["untrained"] = measured(graph, untrained, {"wall_s": 0.0, "cpu_s": 0.0})
     path.write_text(json.dumps(found, indent=1))
     return found
