@@ -2,9 +2,10 @@
 
 A decision is one answer. Its logit is the sum of the weights of the rules that prove it, chains and
 rules with constants, so evidence adds up; untrained, all rules weigh the same, or as much as their
-confidence says. PPO learns the weights from rewards alone: a query of train, its own fact hidden, is answered several times, and an
-answer is worth 1 if it is the hidden one. The baseline is the mean reward of the query's answers
-(and their standard deviation the scale, as in GRPO), so there is no critic.
+confidence says. PPO learns the weights from rewards alone: a query of train, its own fact hidden,
+is answered several times, and an answer is worth 1 if it is the hidden one. The baseline is the
+mean reward of the query's answers (and their standard deviation the scale, as in GRPO), so there
+is no critic.
 """
 
 from collections.abc import Mapping

@@ -122,7 +122,7 @@ class ProverConfig(RunConfig):
     draws: int = 16
     """Answers that the policy answers gives to each query of a rollout."""
     decay: float = 3e-4
-    """How much each query of a minibatch draws the weights of the policy answers back to its start."""
+    """How much each query of a minibatch draws the weights of the policy answers to its start."""
 
     passes: int | Auto = "auto"
     """Supervised passes of the rules policy over train queries, each with its own fact hidden: they
