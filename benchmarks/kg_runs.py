@@ -80,10 +80,10 @@ GRAPHS = {
         },
     ),
     "fb15k237": Settings(
-        length=3, most=500, learn=1, within_s=3600.0,
+        length=3, most=500, learn=0, within_s=3600.0,
         kge={
-            "rank": 128, "penalty": 0.05, "negatives": 2000, "batch_size": 500, "epochs": 10,
-            "eval_every": 2, "save_every": 1,
+            "rank": 256, "penalty": 0.05, "relation_weight": 4.0, "negatives": 2000,
+            "batch_size": 250, "answers": 16, "epochs": 20, "eval_every": 2, "save_every": 2,
         },
     ),
 }  # fmt: skip
@@ -97,6 +97,13 @@ RL_GRAPHS: dict[str, tuple[ProverConfig, float]] = {
         replace(
             ANSWERS, length=3, most=1000, min_confidence=0.001, ppo_steps=5_600_000, decay=0.0,
             eval_every=350, eval_triples=1000,
+        ),
+        1800.0,
+    ),
+    "fb15k237": (
+        replace(
+            ANSWERS, length=3, most=500, start="confidence", draws=64, ppo_steps=1_000_000,
+            decay=0.0, eval_every=20, eval_triples=500,
         ),
         1800.0,
     ),
@@ -272,7 +279,7 @@ def rl_seed(
     if config.policy == "answers":
         seen = graph.without_test()
         weighed = Weighed(seen, parse_rules(run / "rules.txt", seen.vocab))
-        untrained = AnswerScorer(weighed, AnswerPolicy(weighed.num_rules))
+        untrained = AnswerScorer(weighed, AnswerPolicy(weighed.start(config.start)))
         found["untrained"] = measured(graph, untrained, {"wall_s": 0.0, "cpu_s": 0.0})
     path.write_text(json.dumps(found, indent=1))
     return found

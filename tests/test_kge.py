@@ -2,6 +2,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -104,16 +105,38 @@ def test_the_loss_and_its_slopes_are_those_of_a_softmax_over_everything() -> Non
     query = torch.randn(300, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     aims = torch.randn(50, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(50, generator=generator, dtype=torch.float64)
-    target = torch.randint(50, (300,), generator=generator)
-    plain = torch.nn.functional.cross_entropy(query @ aims.T + bias, target)
+    target = torch.randint(50, (700,), generator=generator)
+    row = torch.randint(300, (700,), generator=generator).sort().values
+    plain = torch.nn.functional.cross_entropy(query[row] @ aims.T + bias, target)
     expected = torch.autograd.grad(plain * 3, [query, aims])
 
-    loss = softmax_loss(query, aims, bias, target)
+    loss = softmax_loss(query, aims, bias, row, target)
     slopes = torch.autograd.grad(loss * 3, [query, aims])
 
     assert float(loss.detach()) == pytest.approx(float(plain.detach()))
     for found, wanted in zip(slopes, expected, strict=True):
         assert torch.allclose(found, wanted, atol=1e-12)
+
+
+@pytest.mark.parametrize("negatives", [0, 6])
+def test_answers_to_one_query_are_learned_at_once_as_they_are_one_by_one(
+    folder: Path, negatives: int
+) -> None:
+    graph = load_graph(folder)
+    train = np.concatenate([graph.train, graph.train + np.array([0, 0, 1])]).astype(np.int32) % 24
+    train = np.unique(train, axis=0)
+    tables = []
+    for answers in (1, 2, 50):
+        settings = config(folder, answers=answers, negatives=negatives, relation_weight=0.5)
+        trainer = KgeTrainer.of(settings, train, 24, 24)
+        asked = np.concatenate([np.arange(a, b) for a, b in pairwise(trainer.ptr.tolist())])
+        assert asked.tolist() == list(range(2 * len(train)))
+        assert np.diff(trainer.ptr).max() <= answers
+        for number in range(3):
+            trainer.step(np.arange(len(trainer.ptr) - 1), number)
+        tables.append(trainer.kge.entities)
+    assert torch.allclose(tables[1], tables[0], atol=1e-5)
+    assert torch.allclose(tables[2], tables[0], atol=1e-5)
 
 
 def test_the_penalty_is_the_sum_of_cubed_absolute_values() -> None:

@@ -1,5 +1,7 @@
+import _thread
 import itertools
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -634,3 +636,16 @@ def test_mining_ends_in_time_with_what_it_has_and_says_so() -> None:
     assert short.bodies > 0
     assert short.left > 0
     assert len(short.rules) > 0
+
+
+def test_ctrl_c_stops_mining_as_everywhere_else() -> None:
+    rng = np.random.default_rng(1)
+    vocab = vocab_of(3000, 40)
+    train = np.stack([rng.integers(0, m, 60_000) for m in (3000, 40, 3000)], 1).astype(np.int32)
+    mine(train[:50], vocab)
+    for delay in (0.3, 0.5, 0.7, 0.9):
+        timer = threading.Timer(delay, _thread.interrupt_main)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            mine(train, vocab)
+        timer.join()

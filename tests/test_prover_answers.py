@@ -196,7 +196,7 @@ def test_a_search_without_room_says_how_far_it_came(family: Graph, weighed: Weig
 def test_probabilities_are_a_softmax_over_what_is_proved_and_order_the_ranking(
     family: Graph, weighed: Weighed
 ) -> None:
-    policy = AnswerPolicy(weighed.num_rules)
+    policy = AnswerPolicy(weighed.start("alike"))
     with torch.no_grad():
         policy.weights.copy_(torch.linspace(-1, 1, weighed.num_rules, dtype=torch.float64))
     scorer = AnswerScorer(weighed, policy)
@@ -214,7 +214,23 @@ def test_probabilities_are_a_softmax_over_what_is_proved_and_order_the_ranking(
         ).all()
         assert (score[~proved] == 0).all()
     with pytest.raises(Mismatch, match="other rules"):
-        AnswerScorer(weighed, AnswerPolicy(3))
+        AnswerScorer(weighed, AnswerPolicy(np.ones(3)))
+
+
+def test_a_start_by_confidence_sums_squared_confidences_and_runs_decay_to_it(
+    family: Graph, tmp_path: Path
+) -> None:
+    text = "a:0.5:father(X,Y) -> uncle(X,Y)\nb:0.2:mother(X,Y) -> aunt(X,Y)"
+    weighed = Weighed(family, parse_rules(text, family.vocab))
+    assert sorted(weighed.start("confidence")) == pytest.approx([0.04, 0.04, 0.25, 0.25])
+
+    small = {**SMALL, "start": "confidence", "decay": 0.1}
+    config = ProverConfig(data=str(FAMILY), run_dir=tmp_path / "whole", **small)
+    assert train_prover(config).finished
+    cut = dataclasses.replace(config, run_dir=tmp_path / "cut")
+    assert not train_prover(dataclasses.replace(cut, stop_after=2)).finished
+    assert train_prover(cut, resume=True).finished
+    same_end(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_ppo_learns_from_rewards_alone_which_rule_is_right(tmp_path: Path) -> None:
@@ -234,7 +250,7 @@ def test_ppo_learns_from_rewards_alone_which_rule_is_right(tmp_path: Path) -> No
     rules = parse_rules(text, graph.vocab)
     seen = graph.without_test()
     weighed = Weighed(seen, rules.over(seen.vocab))
-    untrained = AnswerScorer(weighed, AnswerPolicy(weighed.num_rules))
+    untrained = AnswerScorer(weighed, AnswerPolicy(weighed.start("alike")))
     assert rank(untrained, graph.test, graph.known).metrics().mrr == 0.5
 
     config = ProverConfig(policy="answers", n_envs=64, ppo_steps=40_000, eval_every=100)

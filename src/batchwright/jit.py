@@ -116,4 +116,10 @@ class _Kernel:
     def __call__(self, *args: Any) -> Any:
         if _interpreting.get():
             return self.py_func(*args)
-        return self.dispatcher(*args)
+        try:
+            return self.dispatcher(*args)
+        except SystemError as error:
+            # What Ctrl-C becomes if it is heard while numba makes Python objects of the result.
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise error.__cause__ from None
+            raise

@@ -194,32 +194,39 @@ class KgeScorer:
         return np.asarray(scores.numpy(), np.float32)
 
 
-def softmax_loss(query: Tensor, aims: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-    """The mean cross-entropy of `query @ aims.T + bias` at the columns `target`.
+def softmax_loss(query: Tensor, aims: Tensor, bias: Tensor, row: Tensor, target: Tensor) -> Tensor:
+    """The mean over i of the cross-entropy of row `row[i]` of the scores at column `target[i]`.
 
-    The scores are made, used and dropped a block of rows at a time, gradients included: they never
-    stand in memory as a whole.
+    The scores are `query @ aims.T + bias`; `row` ascends, so that a query with several answers is
+    scored once. They are made, used and dropped a block of rows at a time, gradients included:
+    they never stand in memory as a whole.
     """
-    loss: Tensor = _Softmax.apply(query, aims, bias, target)  # type: ignore[no-untyped-call]
+    loss: Tensor = _Softmax.apply(query, aims, bias, row, target)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, aims: Tensor, bias: Tensor, target: Tensor) -> Tensor:
-        n = len(query)
+    def forward(
+        ctx: Any, query: Tensor, aims: Tensor, bias: Tensor, row: Tensor, target: Tensor
+    ) -> Tensor:
+        n = len(row)
         to_query, to_aims = torch.empty_like(query), torch.zeros_like(aims)
         loss = torch.zeros((), dtype=torch.float64)
-        for first in range(0, n, ROWS):
-            rows, wanted = query[first : first + ROWS], target[first : first + ROWS, None]
+        answers = torch.bincount(row, minlength=len(query))
+        ends = [0, *answers.cumsum(0).tolist()]
+        for first in range(0, len(query), ROWS):
+            rows, times = query[first : first + ROWS], answers[first : first + ROWS, None]
+            own = slice(ends[first], ends[first + len(rows)])
+            at, wanted = row[own] - first, target[own]
             scores = torch.addmm(bias, rows, aims.T)
             scores -= scores.amax(1, keepdim=True)
-            right = scores.gather(1, wanted)
+            right = scores[at, wanted]
             scores.exp_()
             total = scores.sum(1, keepdim=True)
-            loss += (total.log() - right).sum()
-            scores /= total * n
-            scores.scatter_add_(1, wanted, torch.full_like(right, -1 / n))
+            loss += (times * total.log()).sum() - right.sum()
+            scores *= times / (total * n)
+            scores.index_put_((at, wanted), torch.full_like(right, -1 / n), accumulate=True)
             torch.mm(scores, aims, out=to_query[first : first + ROWS])
             to_aims.addmm_(scores.T, rows)
         ctx.save_for_backward(to_query, to_aims)
@@ -228,7 +235,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         to_query, to_aims = ctx.saved_tensors
-        return to_query * grads[0], to_aims * grads[0], None, None
+        return to_query * grads[0], to_aims * grads[0], None, None, None
 
 
 def save_kge(path: Path, kge: Kge, **more: Any) -> None:

@@ -30,6 +30,9 @@ class KgeConfig(RunConfig):
     """Passes over the triples, each queried for its head and for its tail."""
     batch_size: int = 256
     """Queries in one optimizer step."""
+    answers: int = 1
+    """Train triples that ask the same (an entity and a relation) are one query with up to this many
+    answers, scored once: several times faster where queries have many answers."""
     lr: float = 0.1
     """Adagrad learning rate."""
     penalty: float = 0.05
@@ -61,7 +64,7 @@ class KgeConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.at_least(1, "rank", "epochs", "batch_size", "threads")
+        self.at_least(1, "rank", "epochs", "batch_size", "answers", "threads")
         self.at_least(0, "eval_every", "eval_triples", "patience", "save_every", "stop_after")
         self.at_least(0, "save_minutes")
         self.at_least(0, "penalty", "relation_weight")

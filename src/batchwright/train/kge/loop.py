@@ -87,6 +87,8 @@ class KgeTrainer:
     kge: Kge
     questions: NDArray[np.int64]
     """[2 n, 3]: every triple as (head, step, tail) and, inverse, as (tail, step + P, head)."""
+    ptr: NDArray[np.int64]
+    """Query q is asked by the rows `ptr[q]` to `ptr[q + 1]`, which differ in their answers."""
     sums: Tables = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,27 +101,40 @@ class KgeTrainer:
         shape = KgeShape(config.model, config.rank, num_entities, preds)
         h, p, t = train.astype(np.int64).T
         both = np.concatenate([np.stack([h, p, t], 1), np.stack([t, p + preds, h], 1)])
-        return cls(config, Kge.new(shape, config.seed), both)
+        ptr = np.arange(len(both) + 1)
+        if config.answers > 1:
+            both = both[np.lexsort((both[:, 2], both[:, 1], both[:, 0]))]
+            new = np.append(True, (both[1:, :2] != both[:-1, :2]).any(1))
+            place = ptr[:-1] - np.maximum.accumulate(np.where(new, ptr[:-1], 0))
+            ptr = np.append(np.flatnonzero(place % config.answers == 0), len(both))
+        return cls(config, Kge.new(shape, config.seed), both, ptr)
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.questions) // self.config.batch_size)
+        return -(-(len(self.ptr) - 1) // self.config.batch_size)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         return permutation(
-            len(self.questions), np.uint64(rng.key(self.config.seed, "kge/order", epoch))
+            len(self.ptr) - 1, np.uint64(rng.key(self.config.seed, "kge/order", epoch))
         )
 
-    def step(self, rows: NDArray[np.int64], number: int) -> float:
-        """Train on these questions and return the loss; `number` counts steps of the whole run."""
+    def step(self, queries: NDArray[np.int64], number: int) -> float:
+        """Train on these queries and return the loss; `number` counts steps of the whole run."""
         kge, config = self.kge, self.config
+        sizes = self.ptr[queries + 1] - self.ptr[queries]
+        first = np.cumsum(sizes) - sizes
+        rows = np.repeat(self.ptr[queries] - first, sizes) + np.arange(sizes.sum())
         given, step, answer = torch.from_numpy(self.questions[rows]).T
         candidates, bias, given, answer = self._candidates(given, answer, number)
         # The rows in use are leaves of their own, so that gradients have only those rows.
         entities = kge.entities if candidates is None else kge.entities[candidates]
         entities, steps = entities.detach().requires_grad_(), kge.steps.detach().requires_grad_()
         head, relation, tail = entities[given], steps[step], entities[answer]
-        loss = softmax_loss(kge.query(head, relation), kge.aim(entities), bias, answer)
+        asked = torch.from_numpy(first)
+        row = torch.from_numpy(np.repeat(np.arange(len(queries)), sizes))
+        loss = softmax_loss(
+            kge.query(head[asked], relation[asked]), kge.aim(entities), bias, row, answer
+        )
         whole = loss
         if config.relation_weight:
             guess = kge.relation_query(head, tail) @ steps.T

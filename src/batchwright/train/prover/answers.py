@@ -1,14 +1,15 @@
 """The policy `answers`: it follows every rule, and chooses among the answers that they prove.
 
 A decision is one answer. Its logit is the sum of the weights of the rules that prove it, chains and
-rules with constants, so evidence adds up; untrained, all rules weigh the same. PPO learns the
-weights from rewards alone: a query of train, its own fact hidden, is answered several times, and an
-answer is worth 1 if it is the hidden one. The baseline is the mean reward of the query's answers
-(and their standard deviation the scale, as in GRPO), so there is no critic.
+rules with constants, so evidence adds up; untrained, all rules weigh the same, or as much as their
+confidence says. PPO learns the weights from rewards alone: a query of train, its own fact hidden,
+is answered several times, and an answer is worth 1 if it is the hidden one. The baseline is the
+mean reward of the query's answers (and their standard deviation the scale, as in GRPO), so there
+is no critic.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 
 ALIKE = 0.1
-"""The weight of every rule of an untrained policy, and what weights decay to."""
+"""The weight of every rule of an untrained policy that starts with all of them alike."""
 
 ROOM = 1 << 20
 """Hits that there is room for at first."""
@@ -51,6 +52,15 @@ class Weighed:
         self.num_predicates = graph.vocab.num_predicates
         self.num_rules = len(self._scorer.evidence)
         self.skipped = self._scorer.skipped
+
+    def start(self, how: Literal["alike", "confidence"]) -> Doubles:
+        """The weights of an untrained policy, which learned ones decay to.
+
+        By confidence a rule weighs the square of it: strong rules count more than many weak ones.
+        """
+        if how == "alike":
+            return np.full(self.num_rules, ALIKE)
+        return np.square(np.expm1(-self._scorer.evidence))
 
     def questions(self, triples: Ints) -> Longs:
         """Both questions of each triple as (entity, step, answer), those for tails first."""
@@ -68,9 +78,9 @@ class Weighed:
 class AnswerPolicy(nn.Module):
     """A weight for each rule of a `Weighed`, at each of its ends."""
 
-    def __init__(self, num_rules: int) -> None:
+    def __init__(self, start: Doubles) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.full((num_rules,), ALIKE, dtype=torch.float64))
+        self.weights = nn.Parameter(torch.from_numpy(start.copy()))
 
     def array(self) -> Doubles:
         return self.weights.detach().numpy()
@@ -152,6 +162,8 @@ class Answering:
     ) -> None:
         self._weighed, self._questions, self._config, self._of = weighed, questions, config, of
         self._weights = policy.array()
+        # What weights decay to; of a run that is resumed, `load_state_dict` has it.
+        self._start = self._weights.copy()
         self._squares = np.full(weighed.num_rules, SMALL_SQUARE)
         self._found = _Searched(weighed, config.draws)
         self._done = 0
@@ -173,7 +185,7 @@ class Answering:
             shuffle = rng.key(config.seed, "prover/answers/minibatches", self._done, turn)
             mixed = permutation(len(asked), np.uint64(shuffle))
             for part in np.split(mixed, bounds[1:-1]):
-                slope = config.decay * len(part) * (ALIKE - self._weights)
+                slope = config.decay * len(part) * (self._start - self._weights)
                 sums += found.improve(part, self._weights, config.clip, recipe.entropy_coef, slope)
                 self._squares += slope * slope
                 self._weights += lr * slope / np.sqrt(self._squares)
@@ -191,11 +203,11 @@ class Answering:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"done": self._done, "squares": self._squares}
+        return {"done": self._done, "squares": self._squares, "start": self._start}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._done = int(state["done"])
-        self._squares[:] = state["squares"]
+        self._squares[:], self._start[:] = state["squares"], state["start"]
 
 
 def answer_once(weighed: Weighed, policy: AnswerPolicy, triples: Ints, seed: int) -> Asking:

@@ -117,10 +117,12 @@ class ProverConfig(RunConfig):
     """PPO clip range."""
     entropy_coef: float | Auto = "auto"
     """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural, 0 for answers."""
+    start: Literal["alike", "confidence"] = "alike"
+    """Weights of rules that the policy answers starts with: all alike, or by their confidence."""
     draws: int = 16
     """Answers that the policy answers gives to each query of a rollout."""
     decay: float = 3e-4
-    """How much each query of a minibatch draws the weights of the policy answers back to equal."""
+    """How much each query of a minibatch draws the weights of the policy answers to its start."""
 
     passes: int | Auto = "auto"
     """Supervised passes of the rules policy over train queries, each with its own fact hidden: they
@@ -186,6 +188,8 @@ class ProverConfig(RunConfig):
 
         if self.policy == "answers":
             self._only_answers()
+        elif self.start != "alike":
+            raise ConfigError(f"--start is for --policy answers; leave it out with {self.policy}")
         elif self.recipe.constants:
             raise ConfigError(
                 f"rules with constants are followed by --policy answers only; leave --constants "

@@ -369,7 +369,7 @@ def _sized(config: ProverConfig, asked: Program) -> ProverConfig:
 
 def _policy(config: ProverConfig, asked: Program) -> AnyPolicy:
     if isinstance(asked, Weighed):
-        return AnswerPolicy(asked.num_rules)
+        return AnswerPolicy(asked.start(config.start))
     if config.policy == "neural":
         return neural_policy(asked, config.width, config.constant_scale, config.seed)
     return rule_policy(asked, config.seed)
