@@ -55,7 +55,7 @@ SCALES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0)
 PLAIN = ((1.0, 0.0), (4.0, 0.0), (math.inf, 0.0), (1.0, 0.5), (1.0, 1.0))
 """Those of them that are tried with little or no weight of rules with constants."""
 
-LIMIT = 1 << 12
+LIMIT = 1 << 14
 """Edges that one rule may lead along from one entity."""
 
 PART = 128
