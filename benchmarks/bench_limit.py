@@ -386,11 +386,12 @@ def main() -> None:
         return
     draws, knees = (TUNING, TUNING_KNEES) if args.tuning else (JUDGED, KNEES)
     if args.quick:
-        draws = draws[::3]
+        draws = draws[:1] if args.smoke else draws[::3]
     if args.others:
         other_worlds(report, knees, draws[::3])
         report.close()
         return
+    knees = knees[:1] if args.smoke else knees
     cases = [worlds(kind, each, draws, holds_slot=True) for kind in KINDS for each in knees]
     ours = compare(report, cases)
     if not args.quick:

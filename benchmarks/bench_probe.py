@@ -136,7 +136,7 @@ def main() -> None:
         report.close()
         return
     first = 0 if args.tuning else JUDGING
-    seeds = range(first, first + (15 if args.quick else 100))
+    seeds = range(first, first + (1 if args.smoke else 15 if args.quick else 100))
     shares, when_sure = [], []
     for budget in BUDGETS:
         rows = []

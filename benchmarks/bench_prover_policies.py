@@ -78,14 +78,15 @@ def main() -> None:
     args: argparse.Namespace = parser.parse_args()
     report = Report("prover_policies", args)
     variants = [name for name in args.variants.split(";") if name] or list(VARIANTS)
-    for name in [name for name in args.only.split(",") if name] or list(GRAPHS):
+    names = [name for name in args.only.split(",") if name] or list(GRAPHS)
+    for name in names[:1] if args.smoke else names:
         folder = shipped_graph() if "shipped" in name else DATA / name
         if not folder.is_dir():
             report.not_measured(name, f"no kg/{name}; set BATCHWRIGHT_DATA")
             continue
         graph, own, rows = load_graph(folder), GRAPHS[name], []
         if args.quick:
-            own = {**own, "ppo_steps": 20_000}
+            own = {**own, "ppo_steps": 2_000 if args.smoke else 20_000}
         for variant in variants:
             config = replace(BASE, **{**own, **VARIANTS[variant]})  # type: ignore[arg-type]
             seeds = range(1 if args.quick else args.seeds)
