@@ -9,9 +9,12 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
-LONG = ["kg", "ray", "real", "sft", "startup"]
-"""Whole training runs, clusters, model servers and every command: with the slow tests."""
-SHORT = [name for name in SCRIPTS if name not in LONG]
+SHORT = [
+    *("answers", "balance", "cache", "edges", "hops", "lengths", "limit", "mixing"),
+    *("probe", "rows", "seal"),
+]
+"""Those of a few seconds; the others run with the slow tests."""
+LONG = [name for name in SCRIPTS if name not in SHORT]
 RUN = """
 import contextlib, os, sys, traceback
 from importlib import import_module
