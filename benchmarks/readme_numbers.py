@@ -314,7 +314,6 @@ def machines() -> list[list[str]]:
     verl = {row[0]: row for row in saved("ray", "the same calls as rewards of verl")}
     loop = verl["verl's reward loop, 2 workers"]
     lengths = {row[0]: row for row in saved("ray", "lengths of")}
-    loss = {row[0]: row[1] for row in saved("ray", "a node is lost")}
     read = {row[0]: row[1] for row in saved("ray", "20,000 rows")}
     both, alone = lengths["2 nodes of Ray"][1], lengths["2 processes"][1]
     theirs = lengths["2 nodes of Ray Data, map_batches, counted only"][1]
@@ -330,13 +329,6 @@ def machines() -> list[list[str]]:
             "lengths and tokens of GSM8K on 2 Ray nodes of one core, GPT-2",
             f"{alone / both:.2f}x the speed of 2 local processes",
             f"Ray Data's `map_batches`, counted only, {both / theirs:.2f}x ours",
-            "`bench_ray.py`",
-        ],
-        [
-            "a node lost in training, until the next optimizer step",
-            f"{loss['from the loss to the next optimizer step, in all']:.0f} s, "
-            f"{loss['from the loss until Ray has noticed it']:.0f} s of them until Ray has noticed",
-            "",
             "`bench_ray.py`",
         ],
         [

@@ -32,7 +32,7 @@ class KgeConfig(RunConfig):
     """Queries in one optimizer step."""
     answers: int = 1
     """Train triples that ask the same (an entity and a relation) are one query with up to this many
-    answers, scored once: several times faster where queries have many answers."""
+    answers, scored once: less work where queries have many answers."""
     lr: float = 0.1
     """Adagrad learning rate."""
     penalty: float = 0.05
