@@ -34,6 +34,7 @@ logging.getLogger("batchwright").addHandler(logging.NullHandler())
 class Said(logging.Handler):
     def emit(self, record):
         said.append(record.getMessage())
+        Path(told["said"]).touch()
 logging.getLogger("batchwright").addHandler(Said())
 class Killed(BaseException):
     pass
@@ -60,6 +61,8 @@ for line in sys.stdin:
             act(told["which"], told["pid"])
     def preparing(done, total):
         time.sleep(told["slow"])
+        while told["until_said"] and not os.path.exists(told["said"]):
+            time.sleep(0.05)
         if told["at"] == "preparing":
             act(told["which"], told["pid"])
     try:
@@ -112,10 +115,15 @@ class RankPool:
         which: int | str = 0,
         target: int = 0,
         slow: float = 0.0,
+        until_said: bool = False,
         limit: float = 600.0,
         silent: float = 300.0,
     ) -> list[Reply]:
-        """Train on `world` ranks; at a step, `which` signal is sent to the `target` rank."""
+        """Train on `world` ranks; at a step, `which` signal is sent to the `target` rank.
+
+        The first rank prepares the data for `slow` seconds longer, or `until_said`: until another
+        one has logged a sentence, however late it comes.
+        """
         self._start(world)
         port = free_port()
         file = self._folder / f"settings-{port}.toml"
@@ -136,6 +144,8 @@ class RankPool:
                 "config": str(file),
                 "resume": resume,
                 "slow": slow,
+                "until_said": until_said,
+                "said": str(file.with_suffix(".said")),
                 "at": at,
                 "which": which,
                 "pid": ranks[target].pid,

@@ -65,7 +65,7 @@ TRAINERS = {
         f"--data {FAMILY} --rules {FAMILY}/rules.txt --n-envs 16 --clone-updates 2 "
         f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2 --save-minutes 5",
         "--save-every 3 --save-minutes 7 --stop-after 1",
-        {"mine": False, "policy": "rules", "constants": 0},
+        {"mine": False, "policy": "rules", "constants": 0, "start": "alike"},
     ),
     "query-mutator": Trainer(
         QueryMutatorConfig,

@@ -338,7 +338,7 @@ def test_a_signal_that_reaches_one_rank_stops_all_of_them_in_one_numbered_folder
 def test_a_rank_that_waits_says_for_whom_and_in_no_collective(
     config: SftConfig, pool: RankPool
 ) -> None:
-    first, second = pool.train(2, config, slow=1.5)
+    first, second = pool.train(2, config, until_said=True)
     assert first.finished
     assert second.finished
     assert (first.step, first.said) == (second.step, [])
