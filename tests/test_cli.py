@@ -411,7 +411,7 @@ def test_a_skipped_sample_is_explained(copy, call, lengths) -> None:
          "--bucket-edges 64,128", copy)  # fmt: skip
     outcome = call(f"data batchplan explain {longest} -p p", copy)
 
-    assert "in no batch: its length is not within 1 to 130 (overflow skip)" in outcome.out
+    assert "in no batch: it is longer than 130 tokens (overflow skip)" in outcome.out
 
 
 def test_pictures_are_drawn_into_files(copy, call) -> None:

@@ -159,6 +159,9 @@ def test_on_any_ranks_from_any_step_on_everything_is_seen_once_and_groups_on_one
     assert set(lengths) - skipped <= fit
     assert skipped & lone <= too_long
     assert plan.counts.skipped_group == len(skipped - too_long)
+    why = {name: plan.why_skipped(name) for name in lengths}
+    assert {name for name in lengths if why[name] == "group"} == skipped - too_long
+    assert {name for name in lengths if why[name] == "long"} == skipped & too_long
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -227,6 +227,10 @@ def test_counts_add_up(case: Case) -> None:
     skipped = set(case.lengths) - {name for name, _, _ in pieces}
     assert {plan.ids[int(item)] for item in plan.skipped} == skipped
     assert len(skipped) == counts.skipped_short + counts.skipped_long
+    for name, length in case.lengths.items():
+        reason = "long" if length > limit and policy == "skip" else "short"
+        assert plan.why_skipped(name) == (reason if name in skipped else None)
+    assert plan.shown == counts
 
 
 @settings(deadline=None, max_examples=100)

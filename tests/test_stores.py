@@ -28,7 +28,7 @@ from batchwright.data.rows.sample import encode_row
 from batchwright.data.rows.source import row_ranges
 from batchwright.data.tokenizers import ByteTokenizer, load_tokenizer
 from batchwright.data.tokens import TokenStore, kept_stores, make_store
-from batchwright.errors import NoLoss
+from batchwright.errors import ConfigError, NoLoss
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.prepare import open_prepared, prepare
 
@@ -343,6 +343,93 @@ def test_samples_without_loss_are_refused_or_left_out_and_counted(
     assert "2 of 3 samples have no token with loss" in truncated.err
     said = call(f"{cut} --overflow truncate --no-loss skip --dry-run", tmp_path)
     assert "skipped 2 samples" in said.out
+
+
+def test_a_sample_that_is_in_no_batch_has_its_reason(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    rows = [
+        *MUTE,
+        {"id": "long", "text": "otter " * 40},
+        {"id": "mute and long", "input_ids": [5] * 70, "loss_mask": [0] * 70},
+        {"id": "short", "text": "o"},
+        {"id": "mute and short", "input_ids": [5], "loss_mask": [0]},
+    ]
+    written(tmp_path / "rows.jsonl", rows)
+    assert call("data lengths build -d rows.jsonl -t bytes -o l.jsonl", tmp_path).code == 0
+    line = "data batchplan build -l l.jsonl --layout sorted --no-loss skip"
+    both = f"{line} -b 64 --overflow-max 64 --overflow skip --min-length 3 -o both"
+    cut = f"{line} -b 32 --overflow-max 32 --overflow truncate -o cut"
+    assert (call(both, tmp_path).code, call(cut, tmp_path).code) == (0, 0)
+    reasons = {
+        ("both", "mute"): ("no_loss", "none of its tokens carries loss (no-loss skip)"),
+        ("both", "long"): ("long", "it is longer than 64 tokens (overflow skip)"),
+        ("both", "mute and long"): ("long", "it is longer than 64 tokens (overflow skip)"),
+        ("both", "short"): ("short", "it is shorter than 3 tokens"),
+        ("both", "mute and short"): ("short", "it is shorter than 3 tokens"),
+        ("cut", "late"): ("no_loss", "none of its first 32 tokens carries loss (no-loss skip)"),
+        ("cut", "mute"): ("no_loss", "none of its first 32 tokens carries loss (no-loss skip)"),
+    }
+    for (plan, name), (reason, sentence) in reasons.items():
+        found = BatchPlan.load(tmp_path / plan)
+        assert found.why_skipped(name) == reason
+        if " " not in name:
+            words = f"data batchplan explain {name} -p {plan}"
+            assert call(words, tmp_path).out.endswith(f"\n  in no batch: {sentence}\n")
+            assert call(f"{words} --format json", tmp_path).data["reason"] == reason
+    assert (
+        call("data batchplan explain plain -p both --format json", tmp_path).data["reason"] is None
+    )
+    assert BatchPlan.load(tmp_path / "cut").why_skipped("long") is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 30), st.integers(1, 30)),
+    weights=st.tuples(st.sampled_from([0.1, 0.5, 1.0, 2.5]), st.sampled_from([0.1, 0.5, 1.0])),
+    epochs=st.integers(1, 3),
+    overflow=st.sampled_from(["skip", "truncate", "split"]),
+    data=st.data(),
+)
+def test_a_mixture_counts_the_samples_that_it_shows(
+    sizes: tuple[int, int],
+    weights: tuple[float, float],
+    epochs: int,
+    overflow: Any,
+    data: st.DataObject,
+) -> None:
+    lengths = {
+        name: data.draw(st.lists(st.integers(1, 40), min_size=size, max_size=size))
+        for name, size in zip("ab", sizes, strict=True)
+    }
+    sources = {k: {f"{n}": length for n, length in enumerate(v)} for k, v in lengths.items()}
+    config = BatchingConfig(layout="sorted", token_budget=32, overflow=overflow, overflow_max=32)
+    refused = ""
+    try:
+        builder = BatchPlanBuilder(sources, config, weights=dict(zip("ab", weights, strict=True)))
+        plan = builder.build(epochs)
+    except ConfigError as error:
+        refused = str(error)
+    if refused:
+        assert re.search("shows none|is empty|were skipped", refused)
+        return
+    trained = {
+        name for epoch in range(epochs) for batch in plan.epoch(epoch) for name in batch.samples
+    }
+    true = {f"{k}/{name}": n for k, own in sources.items() for name, n in own.items()}
+    over = [name for name, length in true.items() if length > 32]
+    counts = plan.shown
+
+    if overflow == "skip":
+        assert len(trained) == counts.samples - counts.skipped_long
+        assert counts.planned_tokens == sum(true[name] for name in trained)
+        assert counts.skipped_long <= len(over)
+        if min(weights) >= 1:
+            assert counts == plan.counts
+    else:
+        changed = counts.truncated if overflow == "truncate" else counts.split
+        assert (len(trained), changed) == (counts.samples, sum(name in trained for name in over))
+        assert counts.tokens == sum(true[name] for name in trained)
 
 
 @pytest.mark.parametrize("layout", ["sorted", "packed", "bucketed"])

@@ -32,7 +32,7 @@ from batchwright.batching.plan.order import (
     Rows,
     VirtualOrder,
 )
-from batchwright.batching.plan.pieces import Pieces, cut_pieces
+from batchwright.batching.plan.pieces import Counts, Pieces, cut_pieces
 from batchwright.data.entries import mixture_hash
 from batchwright.data.ids import Ids
 from batchwright.data.lengths import LengthCache, Lengths
@@ -68,6 +68,8 @@ class Arranged:
     order: Order
     pieces: Pieces
     note: str = ""
+    shown: Counts | None = None
+    """Of a mixture: counts of the samples that some epoch shows."""
 
 
 def arrange(
@@ -103,17 +105,28 @@ def arrange(
         easy_first = canonical[np.argsort(difficulty[canonical], kind="stable")]
         stages = config.curriculum_stages
     epochs = []
+    seen = np.full(len(lengths), not sources)
     for epoch in range(num_epochs):
         times = _times_shown(canonical, sources, config, epoch) if sources else None
         shown = easy_first if times is None else np.repeat(easy_first, times[easy_first])
         epochs.append(_listed(pieces, np.array_split(shown, stages), config, epoch))
+        seen |= True if times is None else times > 0
     sizes = [epoch.items.size for epoch in epochs]
     if 0 in sizes:
         raise ConfigError(
             f"epoch {sizes.index(0)} is empty: all samples it would show were skipped; "
             f"give larger weights or another overflow policy"
         )
-    return Arranged(MaterialisedOrder.collect(config, epochs), pieces)
+    counts = pieces.counts if seen.all() else _counts_of(lengths, seen, config)
+    return Arranged(MaterialisedOrder.collect(config, epochs), pieces, shown=counts)
+
+
+def _counts_of(lengths: Lengths, seen: NDArray[np.bool_], config: BatchingConfig) -> Counts:
+    """What the policies do to some of the samples."""
+    values = lengths.values[seen]
+    loss = None if lengths.loss is None else lengths.loss[seen]
+    some = replace(lengths, values=values, ids=Ids.numbered(len(values)), rows=None, loss=loss)
+    return cut_pieces(some, config).counts
 
 
 def join_sources(

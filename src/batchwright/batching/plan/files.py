@@ -10,7 +10,6 @@ import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,7 +40,7 @@ VERSION = 3
 
 PLAN = SealedFolder(
     "batchwright.plan",
-    4,
+    5,
     "batch plan",
     "build it again: batchwright data batchplan build",
 )
@@ -110,9 +109,7 @@ def read_plan(path: Path, make: Callable[..., P], check: bool = False) -> P:
     manifest = PLAN.read(path)
     with _fitting(path):
         config = BatchingConfig(**manifest["config"])
-        counts = Counts(**manifest["counts"])
-        if not all(type(count) is int and count >= 0 for count in asdict(counts).values()):
-            raise ValueError("its counts are not numbers of samples and tokens")
+        counts, shown = (_counts(manifest[name]) for name in ("counts", "shown"))
         mapped = {name: _mapped(path, name, entry) for name, entry in manifest["files"].items()}
         if check:
             for one in mapped.values():
@@ -151,6 +148,7 @@ def read_plan(path: Path, make: Callable[..., P], check: bool = False) -> P:
             config=config,
             num_epochs=_epochs(manifest["num_epochs"]),
             counts=counts,
+            shown=shown,
             dataset_hash=str(manifest["dataset_hash"]),
             tokenizer_hash=str(manifest["tokenizer_hash"]),
             sources=tuple(
@@ -189,6 +187,12 @@ def _check_samples(
     for name, values in by_sample.items():
         if values is not None and len(values) != samples:
             raise ValueError(f"{name} has {len(values):,} values for {samples:,} samples")
+
+
+def _counts(found: Mapping[str, Any]) -> Counts:
+    if not all(type(count) is int and count >= 0 for count in found.values()):
+        raise ValueError("its counts are not numbers of samples and tokens")
+    return Counts(**found)
 
 
 def _epochs(number: Any) -> int:

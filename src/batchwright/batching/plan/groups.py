@@ -145,14 +145,15 @@ def whole_units(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Piece
     kept = ~gone[pieces.items]
     if not kept.any():
         raise ConfigError("all samples were skipped with their groups; raise token_budget")
-    skipped = np.union1d(pieces.skipped, np.flatnonzero(gone)).astype(np.int32)
+    more = np.setdiff1d(np.flatnonzero(gone), pieces.skipped)
+    skipped = np.concatenate([pieces.skipped, more]).astype(np.int32)
     planned = pieces.lengths[kept]
     tokens = int(planned.sum(dtype=np.int64))
     counts = replace(
         pieces.counts,
         planned_pieces=len(planned),
         planned_tokens=tokens,
-        skipped_group=len(skipped) - len(pieces.skipped),
+        skipped_group=len(more),
         tokens_left_out=pieces.counts.tokens - tokens,
     )
     starts = pieces.starts[kept] if pieces.starts.size else pieces.starts

@@ -1,6 +1,7 @@
 """The overflow policy: which tokens of every sample are planned, with counts."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,9 @@ from batchwright.batching.config import BatchingConfig
 from batchwright.data.lengths import Lengths
 from batchwright.errors import ConfigError, NoLoss, OversizedSample
 
-__all__ = ["Counts", "Pieces", "cut_pieces"]
+__all__ = ["Counts", "Pieces", "SkipReason", "cut_pieces", "skip_reason"]
+
+SkipReason = Literal["long", "short", "no_loss", "group"]
 
 LONGEST_PLANNED = 2**26
 """Plans have a counter for every length up to the longest, which must fit in memory."""
@@ -45,6 +48,7 @@ class Pieces:
     starts: NDArray[np.int32]
     lengths: NDArray[np.int32]
     skipped: NDArray[np.int32]
+    """Samples that are too long, then those too short, without loss, and skipped with a group."""
     counts: Counts
 
     def of_items(self, wanted: NDArray[np.int32]) -> "Pieces":
@@ -85,7 +89,8 @@ def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
     skipped = short
     planned = lengths
     if config.overflow == "skip":
-        skipped = np.union1d(short, over)
+        # No sample is both: the shortest allowed length is within the limit.
+        skipped = np.concatenate([over, short])
     elif config.overflow == "truncate":
         planned = np.minimum(lengths, np.int32(limit)) if over.size else lengths
     elif config.overflow == "split" and over.size:
@@ -101,11 +106,11 @@ def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
         starts = starts[kept] if starts.size else starts
     mute = _without_loss(measured, config, items, starts, planned)
     if mute.any():
-        skipped = np.union1d(skipped, items[mute])
+        silent = items[mute]
         items, planned = items[~mute], planned[~mute]
         starts = starts[~mute] if starts.size else starts
         # Of a split sample some pieces may remain.
-        skipped = skipped[~np.isin(skipped, items)]
+        skipped = np.concatenate([skipped, np.setdiff1d(silent, items)])
     if not items.size:
         raise ConfigError(
             f"all {lengths.size:,} samples were skipped: only {config.min_length:,} to "
@@ -126,6 +131,19 @@ def cut_pieces(measured: Lengths, config: BatchingConfig) -> Pieces:
         tokens_left_out=total - kept_tokens,
     )
     return Pieces(items, starts, planned, skipped.astype(np.int32), counts)
+
+
+def skip_reason(skipped: NDArray[np.int32], counts: Counts, item: int) -> SkipReason | None:
+    """Why a sample is in no batch of any epoch; None if its length and loss are allowed."""
+    found = np.flatnonzero(skipped == item)
+    if not found.size:
+        return None
+    at = int(found[0])
+    if at < counts.skipped_long:
+        return "long"
+    if at < counts.skipped_long + counts.skipped_short:
+        return "short"
+    return "group" if at >= len(skipped) - counts.skipped_group else "no_loss"
 
 
 def _without_loss(

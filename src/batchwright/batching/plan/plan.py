@@ -30,7 +30,7 @@ from batchwright.batching.plan.files import (
 from batchwright.batching.plan.groups import Groups
 from batchwright.batching.plan.microbatch import MicrobatchSpec, Placement, Pulled, Step
 from batchwright.batching.plan.order import Arrays, Listing, Order, Rows
-from batchwright.batching.plan.pieces import Counts
+from batchwright.batching.plan.pieces import Counts, SkipReason, skip_reason
 from batchwright.batching.plan.proofs import PlanDiff, first_difference, microbatches_of
 from batchwright.batching.plan.shards import (
     Balance,
@@ -116,8 +116,10 @@ class BatchPlan:
     config: BatchingConfig
     num_epochs: int
     counts: Counts
+    shown: Counts
+    """Counts of the samples that some epoch shows: of a mixture not always all of its sources."""
     skipped: NDArray[np.int32]
-    """Samples that are in no batch, by row number."""
+    """Samples that are in no batch, by row number, in the order of `SkipReason`."""
     dataset_hash: str = "unknown"
     tokenizer_hash: str = "unknown"
     sources: tuple[Source, ...] = ()
@@ -157,6 +159,7 @@ class BatchPlan:
             num_epochs=num_epochs,
             config=config,
             counts=made.pieces.counts,
+            shown=made.shown or made.pieces.counts,
             skipped=made.pieces.skipped,
             dataset_hash=lengths.dataset_hash,
             tokenizer_hash=lengths.tokenizer_hash,
@@ -424,6 +427,10 @@ class BatchPlan:
                 found.append(Placement(epoch, *place, rank))
         return found
 
+    def why_skipped(self, sample_id: str) -> SkipReason | None:
+        """Why a sample is in no batch of any epoch; None if its length and loss are allowed."""
+        return skip_reason(self.skipped, self.counts, self.ids.find(sample_id))
+
     def verify(self, lengths: LengthSource | Mapping[str, LengthSource]) -> None:
         """Build the plan again from `lengths`; `Mismatch` names the first step that differs."""
         again = self._again(lengths)
@@ -500,6 +507,7 @@ class BatchPlan:
             "tokenizer_hash": self.tokenizer_hash,
             "config": self.config.model_dump(mode="json"),
             "counts": asdict(self.counts),
+            "shown": asdict(self.shown),
             "sources": [list(source) for source in self.sources],
             "note": self.note,
             "shard": asdict(self.shard_of) if self.shard_of else None,

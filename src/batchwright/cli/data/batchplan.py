@@ -247,6 +247,9 @@ def info(
         rows.append(["whole plan", whole["fingerprint"]])
         rows += [[f"{name} of all", number(whole[name])] for name in _OF_ALL]
     rows += [[name, number(value)] for name, value in facts["counts"].items()]
+    if facts["shown"] != facts["counts"]:
+        # A mixture does not show all samples of its sources.
+        rows += [[f"{name} shown", number(value)] for name, value in facts["shown"].items()]
     lines = [table(["plan", str(plan)], rows), *_dropped_line(opened)]
     for batch in listed:
         ids = ", ".join(batch["samples"][:6]) + (", ..." if len(batch["samples"]) > 6 else "")
@@ -421,7 +424,12 @@ def explain(
     left_out = not places
     if left_out:
         lines.append(f"  in no batch: {_why_not(opened, sample_id)}")
-    result = {"sample_id": sample_id, "left_out": left_out, "places": [asdict(p) for p in places]}
+    result = {
+        "sample_id": sample_id,
+        "left_out": left_out,
+        "reason": opened.why_skipped(sample_id),
+        "places": [asdict(p) for p in places],
+    }
     show(result, "\n".join(lines), format)
 
 
@@ -531,8 +539,8 @@ def _comparison(builder: "BatchPlanBuilder", plan: "BatchPlan") -> str:
 
 
 def _counted(plan: "BatchPlan") -> list[str]:
-    """One line per policy that skipped or cut samples."""
-    counts = plan.counts
+    """One line per policy that skipped or cut samples; of a mixture, samples that it shows."""
+    counts = plan.shown
     lines = []
     if counts.skipped_long:
         long = count_of(counts.skipped_long, "sample")
@@ -615,6 +623,7 @@ def _facts(plan: "BatchPlan") -> dict[str, Any]:
         "ullage": 1 - useful / padded,
         "dropped": _dropped(plan),
         "counts": asdict(plan.counts),
+        "shown": asdict(plan.shown),
         "config": plan.config.model_dump(mode="json"),
         "dataset_hash": plan.dataset_hash,
         "tokenizer_hash": plan.tokenizer_hash,
@@ -635,15 +644,20 @@ def _why(plan: "BatchPlan", bucket: int) -> str:
 
 
 def _why_not(plan: "BatchPlan", sample_id: str) -> str:
-    if plan.ids.find(sample_id) in plan.skipped:
-        without = " or has no token with loss" if plan.counts.skipped_no_loss else ""
-        if plan.groups is not None and plan.groups[plan.ids.find(sample_id)] >= 0:
-            return f"its group does not fit whole (overflow {plan.config.overflow})"
-        return (
-            f"its length is not within {plan.config.min_length:,} to {plan.config.limit:,} "
-            f"(overflow {plan.config.overflow}){without}"
-        )
-    return "--drop-last or the weight of its source left it out of these epochs"
+    config = plan.config
+    reason = plan.why_skipped(sample_id)
+    if reason == "long":
+        return f"it is longer than {config.limit:,} tokens (overflow skip)"
+    if reason == "short":
+        return f"it is shorter than {config.min_length:,} tokens"
+    if reason == "no_loss":
+        first = f"first {config.limit:,} " if config.overflow == "truncate" else ""
+        return f"none of its {first}tokens carries loss (no-loss skip)"
+    if reason == "group":
+        return f"its group does not fit whole (overflow {config.overflow})"
+    drop = ["--drop-last"] if config.drop_last else []
+    weight = ["the weight of its source"] if plan.sources else []
+    return f"{' or '.join(drop + weight)} left it out of these epochs"
 
 
 def _step_size(text: str) -> int | str:

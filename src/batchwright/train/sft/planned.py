@@ -52,8 +52,8 @@ class PlannedSteps:
         }
 
     def counts(self) -> dict[str, int]:
-        """What the plan counted: samples planned, skipped, truncated and split."""
-        return asdict(self._plan.counts)
+        """What the plan counted of the samples it shows: planned, skipped, truncated and split."""
+        return asdict(self._plan.shown)
 
     def state(self) -> dict[str, Any]:
         """Nothing but the position."""

@@ -69,7 +69,7 @@ def predict(config: SftConfig) -> Prediction:
             shown = (batch for epoch in epochs for batch in data.plan.iter_epoch(epoch))
             useful = sum(int(batch.tokens.sum()) for batch in shown)
         microbatches = plan.num_microbatches()
-        bad_rows, counts = data.skipped, dataclasses.asdict(plan.counts)
+        bad_rows, counts = data.skipped, dataclasses.asdict(plan.shown)
     trained = _trained(model, config)
     return Prediction(
         steps=steps,
