@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from batchwright.batching import BatchPlan
 from batchwright.checkpoint import latest
 from batchwright.errors import BadFile, BatchwrightError, ConfigError, Mismatch, MissingFile
 from batchwright.events import read_events
@@ -59,12 +61,18 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new(folder: Path, rows: int = 3, **more: Any) -> SftConfig:
-    """A run of one row a microbatch, whose losses do not depend on its length."""
+    """A run of one row a microbatch, whose losses do not depend on how long the run is.
+
+    They do on the rows: a step over other ones has another loss.
+    """
     data = folder / "rows.jsonl"
     if not data.exists():
-        row = {"prompt": "count", "completion": " otter" * 6}
-        lines = (json.dumps({"id": f"r{n}", **row}) + "\n" for n in range(rows))
-        data.write_text("".join(lines))
+        words = ("otter", "tiger", "camel", "hyena", "koala", "lemur", "mouse", "sheep")
+        made = (
+            {"id": f"r{n}", "prompt": "count", "completion": f" {words[n]}" * 6}
+            for n in range(rows)
+        )
+        data.write_text("".join(json.dumps(row) + "\n" for row in made))
     fixed: dict[str, Any] = {"schedule": "constant", "token_budget": 48, "lr": 1e-3}
     return SftConfig(
         **{"model": "tiny", "data": str(data), "run_dir": folder / "run", **fixed, **more}
@@ -74,6 +82,23 @@ def new(folder: Path, rows: int = 3, **more: Any) -> SftConfig:
 def losses(run: Path) -> dict[int, float]:
     events = read_events(run / "events.jsonl")
     return {e.fields["step"]: e.fields["loss"] for e in events if e.kind == "step"}
+
+
+def shown(run: Path, steps: int) -> list[Counter[str]]:
+    """How often the first steps showed each sample, epoch by epoch, by the log and the plan."""
+    plan = BatchPlan.load(run / "plan")
+    planned = {(s.epoch, s.first): s for s in plan.iter_steps(epochs=MOST)}
+    # Of a step that was made again, after a kill, the last record is what was kept.
+    done = {
+        event.fields["step"]: planned[event.fields["epoch"], event.fields["first"]]
+        for event in read_events(run / "events.jsonl")
+        if event.kind == "step"
+    }
+    found: list[Counter[str]] = [Counter() for _ in range(-(-steps // PER_EPOCH))]
+    for step in range(1, steps + 1):
+        for batch in done[step].microbatches:
+            found[done[step].epoch].update(batch.samples)
+    return found
 
 
 def newest(run: Path) -> int:
@@ -233,6 +258,11 @@ class RunLife(RuleBasedStateMachine):
         assert whole is not None
         for step, loss in losses(self.run).items():
             assert abs(loss - whole[step]) <= self.tolerance
+        lines = (self.folder / "rows.jsonl").read_text().splitlines()
+        rows = {json.loads(line)["id"] for line in lines}
+        epochs = shown(self.run, self.step)
+        assert all(number == 1 for epoch in epochs for number in epoch.values()), epochs
+        assert all(epoch.keys() == rows for epoch in epochs[: self.step // PER_EPOCH]), epochs
         if self.finished_at is None:
             assert not (self.run / "model").exists()
             assert not (self.run / "finished.json").exists()
