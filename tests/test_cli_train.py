@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +196,55 @@ def test_groups_and_costs_of_columns_hold_in_every_batch_and_over_a_resume(
     assert held
     assert groups[0].isdisjoint(groups[1])
     assert shown | held == of.keys()
+
+
+def test_a_mixture_is_counted_by_the_samples_that_it_shows(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    for name, count in (("many", 60), ("few", 6)):
+        rows = (
+            {"prompt": "count ", "completion": "otters" * (20 if n % 3 == 0 else n % 2 + 1)}
+            for n in range(count)
+        )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = (
+        "train sft --model tiny --data many.jsonl=0.5 --data few.jsonl=0.5 --token-budget 64 "
+        "--overflow skip --quiet"
+    )
+    predicted = call(f"{line} --dry-run --format json", folder).data
+    done = call(f"{line} --run-dir run --format json", folder).data
+    table = call(f"{line} --run-dir again", folder).out
+    batches = [*BatchPlan.load(folder / "run/plan", check=True).iter_epoch(0)]
+    shown = {name for batch in batches for name in batch.samples}
+    (start,) = (e for e in read_events(folder / "run/events.jsonl") if e.kind == "start")
+    found = dict(start.fields["counts"])
+
+    assert found == done["counts"] == predicted["counts"]
+    # Six of each, as many of them too long as are not in the plan.
+    assert (found["samples"], found["planned_pieces"]) == (12, len(shown))
+    assert found["skipped_long"] == 12 - len(shown) < 22
+    assert found["planned_tokens"] == done["useful_tokens"] == predicted["useful_tokens"]
+    assert f"samples too long, left out  {12 - len(shown)}\n" in table
+    info = call("data batchplan info -p run/plan --format json", folder).data
+    assert (info["counts"]["samples"], info["shown"]) == (66, found)
+
+
+def test_a_pipe_is_trained_on_as_its_rows_in_a_file(
+    folder: Path, run: Callable[..., Any], call: Callable[..., Any]
+) -> None:
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    content = "".join(json.dumps({**row, "images": 3}) + "\n" for row in rows)
+    (folder / "train.jsonl").write_text(content)
+    os.mkfifo(folder / "pipe")
+    line = "train sft --model tiny --cost-column images --token-budget 512 --quiet --format json"
+    writer = threading.Thread(target=(folder / "pipe").write_text, args=(content,), daemon=True)
+    writer.start()
+    # In a process of its own: one that reads a pipe twice waits for ever.
+    piped = run(f"{line} --data pipe --run-dir piped", folder)
+    writer.join()
+    assert piped.code == 0, piped.err
+    assert call(f"{line} --data train.jsonl --run-dir plain", folder).code == 0
+    assert losses(folder / "piped") == losses(folder / "plain")
 
 
 LINE = (

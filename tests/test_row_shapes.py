@@ -84,6 +84,11 @@ FIELD: dict[str, tuple[dict[str, Any], str, str]] = {
         "<|user|>\nHi\n<|assistant|>\n",
         "Hello\n",
     ),
+    "ultrachat of 2023": (
+        {"id": "0", "data": ["Hi", "Hello", "1+1?", "2"]},
+        "<|user|>\nHi\n<|assistant|>\n<|user|>\n1+1?\n<|assistant|>\n",
+        "Hello\n2\n",
+    ),
     "messages and a system column": (
         {
             "system": "Be brief.",

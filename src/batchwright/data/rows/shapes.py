@@ -268,6 +268,9 @@ def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
             if not text:
                 raise BadRow(f"its {name} is empty, so there are no tokens to train on")
             return Text(text)
+    if isinstance(row.row.get("data"), list):
+        # UltraChat, as it was first published.
+        return _conversation(row, "data", tokenizer)
     if null := [name for name in KNOWN if name in row.row]:
         raise BadRow(f"its {null[0]} is null, so there is nothing to train on")
     raise BadRow(

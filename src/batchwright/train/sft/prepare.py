@@ -75,6 +75,9 @@ def refuse_early(config: SftConfig, world: World, resume: bool) -> None:
     data, _ = _data(config, planned)
     columns = _columns(config)
     for paths in (*data.values(), *([(config.eval_data,)] if config.eval_data else [])):
+        if any(Path(path).is_fifo() for path in paths):
+            # Read once, by the rank that tokenises, which looks for the columns first.
+            continue
         if columns or not all(path.startswith("hf:") or Path(path).exists() for path in paths):
             # One that is not there is refused with the sentence of the rows.
             _refuse_missing(columns, _opened(paths))
