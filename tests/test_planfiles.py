@@ -274,9 +274,9 @@ def test_folders_that_are_no_plans_are_named(tmp_path: Path) -> None:
 def test_another_version_says_so(saved: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(saved["packed"], tmp_path / "plan")
     manifest = tmp_path / "plan" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"version": 4', '"version": 5', 1))
+    manifest.write_text(manifest.read_text().replace('"version": 5', '"version": 6', 1))
 
-    with pytest.raises(BadFile, match="format version 5"):
+    with pytest.raises(BadFile, match="format version 6"):
         BatchPlan.load(tmp_path / "plan")
 
 
@@ -362,4 +362,4 @@ def test_the_files_of_a_plan_never_change(tmp_path: Path) -> None:
     for name, raw in sorted(contents(path).items()):
         seal.update(f"{name}:{len(raw)}:".encode() + raw)
 
-    assert seal.hexdigest() == ("3969803b9f3b9d06e349b6a0247cca0f6cb169440b95acd457c402a7c7543e7b")
+    assert seal.hexdigest() == ("eebab875d98d9e64b12faed363a3d98b16b606be5d60f40178ab8055febd35ab")
