@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-MAKE = "is not installed; `make machines` installs and runs this"
-for package in ("s3fs", "moto", "gcsfs", "gcp_storage_emulator", "huggingface_hub"):
-    pytest.importorskip(package, reason=f"{package} {MAKE}")
+pytest.importorskip("s3fs", reason="`make machines` installs and runs this")
+pytest.importorskip("moto", reason="`make machines` installs and runs this")
+pytest.importorskip("gcsfs", reason="`make machines` installs and runs this")
+pytest.importorskip("gcp_storage_emulator", reason="`make machines` installs and runs this")
 
 import gcsfs
 import huggingface_hub

@@ -255,57 +255,6 @@ def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
     assert "Traceback" not in lost.err
 
 
-def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchwright.data import build_lengths
-    from batchwright.errors import BadRow
-    from batchwright.integrations.ray import RayWorkers, workers
-
-    monkeypatch.setattr(workers, "TASK_CHUNKS", 1)
-    data = tmp_path / "train.jsonl"
-    lines = [json.dumps({"id": f"r{n}", "text": "some words " * (n % 90)}) for n in range(20_000)]
-    lines[7], lines[15_000] = '{"id": "bad"', '{"nothing": 1}'
-    data.write_text("\n".join(lines) + "\n")
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "one"))
-    one = build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1, on_bad_row="skip")
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
-    doomed = new_node(cluster, 4)
-    lost = False
-
-    def progress(done: int, total: int) -> None:
-        nonlocal lost
-        if not lost and done > 2000:
-            lost = True
-            lose(cluster, doomed)
-
-    many = build_lengths(
-        data,
-        "bytes",
-        tmp_path / "many.jsonl",
-        workers=RayWorkers(),
-        on_bad_row="skip",
-        progress=progress,
-    )
-    assert lost
-    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert many.skipped == one.skipped
-    stores = [
-        {
-            path.name: path.read_bytes()
-            for path in report.store.path.rglob("*")
-            if path.is_file() and path.name != "manifest.json"
-        }
-        for report in (one, many)
-    ]
-    assert len(stores[0]) > 2
-    assert stores[0] == stores[1]
-    # What a row or the tokenizer raises there is raised here as it is.
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "refused"))
-    with pytest.raises(BadRow, match=r"train\.jsonl:1: its text is empty"):
-        build_lengths(data, "bytes", tmp_path / "refused.jsonl", workers=RayWorkers())
-
-
 def test_the_doctor_compares_the_nodes_of_a_cluster(
     cluster: Cluster, tmp_path: Path, run: Any
 ) -> None:
@@ -435,7 +384,7 @@ def test_another_batchwright_on_a_node_is_one_sentence_wherever_it_is_met(
     data.write_text('{"text": "some words"}\n')
     for module in (workers, pool, gym):
         monkeypatch.setattr(module, "__version__", "9.9")
-    one = r"^(a|the) node (of the pool )?has batchwright \S+ and (the command|this one) 9\.9; "
+    one = r"^(a|the) node (of the pool )?has batchwright \S+ and the command 9\.9; "
     with pytest.raises(Mismatch, match=one):
         build_lengths(data, "bytes", tmp_path / "lengths.jsonl", workers=RayWorkers())
     assert not (tmp_path / "lengths.jsonl").exists()
@@ -470,28 +419,6 @@ def test_a_cluster_of_another_ray_is_one_sentence(cluster: Cluster, tmp_path: Pa
     assert not (tmp_path / "l.jsonl").exists()
 
 
-def dying(*_: Any) -> Any:
-    """As the kernel ends a process that has taken too much memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_that_kill_every_worker_end_the_build_in_one_sentence(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchwright.data import load_tokenizer
-    from batchwright.errors import BatchwrightError
-    from batchwright.integrations.ray import RayWorkers, workers
-
-    monkeypatch.setattr(workers, "RETRIES", 1)
-    chunks: Any = iter(["rows"])
-    known: Any = None
-    with pytest.raises(BatchwrightError, match="lost with their worker 2 times") as found:
-        list(RayWorkers().map(dying, chunks, load_tokenizer("bytes"), known))
-    assert "perhaps out of memory" in str(found.value)
-    assert "run again to resume" in str(found.value)
-    assert "\n" not in str(found.value)
-
-
 def test_calls_whose_actor_never_comes_back_fail_as_unreachable(cluster: Cluster) -> None:
     with Simulator(latency_s=0.2).running() as url:
         pool = RayPool(url, limit=2, deadline_s=1.0, hedge=False)
@@ -512,18 +439,3 @@ def test_calls_whose_actor_never_comes_back_fail_as_unreachable(cluster: Cluster
     assert gone.is_set()
     assert failed
     assert {one.kind for one in failed} == {"unreachable"}
-
-
-def test_a_command_starts_a_cluster_of_its_own_or_joins_that_of_the_environment(
-    cluster: Cluster, tmp_path: Path, run: Any
-) -> None:
-    (tmp_path / "train.jsonl").write_text('{"id": "a", "text": "some words"}\n')
-    line = "data lengths build -d train.jsonl -t bytes -o {} --on ray"
-    own = run(line.format("own.jsonl"), tmp_path)
-    assert own.code == 0, own.err
-    assert "Ray: a cluster at 127.0.0.1:" in own.err
-    assert "started here and for this command" in own.err
-    theirs = run(line.format("theirs.jsonl"), tmp_path, {"RAY_ADDRESS": cluster.address})
-    assert theirs.code == 0, theirs.err
-    assert f"Ray: the cluster at {cluster.address} (2 nodes, 4 cores)" in theirs.err
-    assert (tmp_path / "own.jsonl").read_bytes() == (tmp_path / "theirs.jsonl").read_bytes()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from object_stores import SCHEMES, SECRET, Store, denying, environment, opened, serving
+from object_stores import SCHEMES, SECRET, Store, denying, environment, opened, serving  # isort: split
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, BatchReader
 from batchwright.data import open_source

@@ -3,9 +3,9 @@
     s3://bucket/data.jsonl  ->  ranges  ->  ~/.cache/batchwright/remote/KEY/data.jsonl + .sha256
 
 An object is read once, in ranges, and then from its copy, which belongs to the version that the
-store names (its ETag, generation or blob); where it names none, the object is read again each time. A
-copy that was cut off is resumed; one whose bytes changed on the disk is fetched again; an object
-that changed while it was read is refused.
+store names (its ETag, generation or blob); where it names none, the object is read again each time.
+A copy that was cut off is resumed; one whose bytes changed on the disk is fetched again; an
+object that changed while it was read is refused.
 Credentials are those of the environment, as the library of each store finds them.
 """
 
@@ -32,7 +32,7 @@ from batchwright.errors import (
 from batchwright.files import home, write_all, write_atomic
 from batchwright.fingerprint import digest
 
-__all__ = ["address_of", "fetched", "local_output", "name_of"]
+__all__ = ["address_of", "fetched", "local_output", "name_of", "origin_of"]
 
 RANGE = 1 << 24
 """Bytes of one request."""
@@ -45,6 +45,7 @@ VERSION = (
 )
 """What stores say of the version of an object, under the names that their libraries use."""
 SUM = ".sha256"
+_origins: dict[Path, tuple[str, str]] = {}
 BLOCK = 1 << 22
 
 
@@ -94,7 +95,10 @@ def fetched(path: str | os.PathLike[str]) -> Path:
         raise MissingFile(f"no data at {name_of(address)}; check the address")
     # A folder is a folder of links: which objects it has is part of its version.
     with _said(address):
-        copies = {_below(one, inner): _copy(system, one, f"{address}/{one}") for one in found}
+        names = {_below(one, inner): one for one in found}
+        copies = {
+            name: _copy(system, one, f"{address.rstrip('/')}/{name}") for name, one in names.items()
+        }
     key = digest("folder", address, sorted((name, str(at)) for name, at in copies.items()))[:24]
     folder = _place() / key / (address.rstrip("/").rpartition("/")[2] or "folder")
     for name, copy in copies.items():
@@ -104,7 +108,17 @@ def fetched(path: str | os.PathLike[str]) -> Path:
             link.unlink()
         with contextlib.suppress(FileExistsError):
             os.link(copy, link)
+        if (origin := origin_of(copy)) is not None:
+            _origins[link] = origin
     return folder
+
+
+def origin_of(path: Path) -> tuple[str, str] | None:
+    """Of a copy that this process fetched: the address of the object, and its checksum.
+
+    None for other files, and for an address with a password or a query, which goes to nobody.
+    """
+    return _origins.get(path)
 
 
 @contextlib.contextmanager
@@ -150,8 +164,8 @@ def _copy(system: Any, inner: str, address: str) -> Path:
             # A store that names no version may have another one of the same size by now.
             part.unlink(missing_ok=True)
         elif place.exists() and sums.exists():
-            if _sum(place) == sums.read_text().strip():
-                return place
+            if (known := _sum(place)) == sums.read_text().strip():
+                return _remembered(place, address, known)
             place.unlink()
         _read_ranges(system, inner, part, info["size"], address)
         if _info(system, inner) != info:
@@ -159,9 +173,16 @@ def _copy(system: Any, inner: str, address: str) -> Path:
             raise Mismatch(
                 f"{name_of(address)} changed while it was read; run again when it is complete"
             )
-        write_atomic(sums, _sum(part).encode())
+        found = _sum(part)
+        write_atomic(sums, found.encode())
         os.replace(part, place)
-    return place
+    return _remembered(place, address, found)
+
+
+def _remembered(copy: Path, address: str, checksum: str) -> Path:
+    if name_of(address) == address:
+        _origins[copy] = (address, checksum)
+    return copy
 
 
 def _read_ranges(system: Any, inner: str, part: Path, size: int | None, address: str) -> None:
@@ -228,8 +249,7 @@ def _system(address: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra(
             f"{scheme}:// needs a library that is missing ({one_line(error)}); run: "
-            f"pip install 'batchwright[remote]'"
-            + (" adlfs" if scheme in ("az", "abfs") else "")
+            f"pip install 'batchwright[remote]'" + (" adlfs" if scheme in ("az", "abfs") else "")
         ) from None
     except ValueError as error:
         raise ConfigError(f"cannot parse the address {name_of(address)}: {error}") from None

@@ -312,8 +312,8 @@ def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> 
         )
     opened.verify(load_sources(lengths) if opened.sources else load_lengths(lengths[0]))
     text = (
-        f"{spelled(plan)} is intact ({bytes_(size)}) and follows from {', '.join(map(spelled, lengths))}: "
-        f"plan {opened.fingerprint[:16]}"
+        f"{spelled(plan)} is intact ({bytes_(size)}) and follows from "
+        f"{', '.join(map(spelled, lengths))}: plan {opened.fingerprint[:16]}"
     )
     show({"verified": True, "fingerprint": opened.fingerprint, "bytes": size}, text, format)
 

@@ -105,8 +105,8 @@ def build(
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if dry_run:
         result = {"rows": len(source), "tokenizer": loaded.name, "output": spelled(output)}
-        text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into {spelled(output)}"
-        show(result, f"{text}\nnothing written (--dry-run)", format)
+        text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into "
+        show(result, f"{text}{spelled(output)}\nnothing written (--dry-run)", format)
         return
     using: int | Workers | None = workers
     if on == "ray" and workers is not None:
@@ -144,7 +144,8 @@ def build(
         "dataset_hash": report.cache.lengths.dataset_hash,
     }
     lines = [
-        f"{count_of(report.entries, 'sample')}, {count_of(report.tokens, 'token')} -> {spelled(output)}",
+        f"{count_of(report.entries, 'sample')}, {count_of(report.tokens, 'token')} "
+        f"-> {spelled(output)}",
         f"measured {report.measured:,}, reused {report.reused:,}, "
         f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
         *(f"  skipped {reason}" for reason in report.skipped.reasons),

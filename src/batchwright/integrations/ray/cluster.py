@@ -6,9 +6,10 @@ import socket
 import sys
 from typing import Any
 
-from batchwright.errors import BatchwrightError, NoServer, need, one_line
+from batchwright import __version__
+from batchwright.errors import BatchwrightError, Mismatch, NoServer, need, one_line
 
-__all__ = ["join", "node_versions", "raised_there"]
+__all__ = ["join", "node_versions", "raised_there", "same_version"]
 
 REACH_S = 10.0
 ANSWER_S = 60.0
@@ -70,6 +71,19 @@ def raised_there(error: Any) -> Exception:
     """What a task or an actor raised, as it raised it."""
     cause = error.cause
     return cause if isinstance(cause, BatchwrightError) else error
+
+
+def same_version(of_command: str, of_node: str = __version__, *, node: str = "a node") -> None:
+    """Refuse to work with another version of the package; called on the node, or told its version.
+
+    Raises:
+        Mismatch: they differ.
+    """
+    if of_node != of_command:
+        raise Mismatch(
+            f"{node} has batchwright {of_node} and the command {of_command}; install one version "
+            f"on all nodes"
+        )
 
 
 def node_versions() -> list[dict[str, str | None]]:

@@ -24,9 +24,9 @@ from batchwright.calls.engine.waiting import Batch
 from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.loop import Background, background, in_thread
 from batchwright.calls.outcome import Failed, Kind
-from batchwright.errors import ConfigError, Mismatch, NoServer, need, one_line
+from batchwright.errors import ConfigError, NoServer, need, one_line
 from batchwright.fingerprint import digest
-from batchwright.integrations.ray.cluster import join, raised_there
+from batchwright.integrations.ray.cluster import join, raised_there, same_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -171,11 +171,7 @@ class RayPool(Pool):
         if not self._ray.is_initialized():
             join()
         version = self._ask("open")
-        if version != __version__:
-            raise Mismatch(
-                f"the node of the pool has batchwright {version} and this one {__version__}; "
-                f"install one version on all nodes"
-            )
+        same_version(__version__, version, node="the node of the pool")
         engine = _Groups(self, running.loop)
         self._engine, self._background = engine, running
         running.at_exit.add(self)
