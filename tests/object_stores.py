@@ -118,9 +118,13 @@ def opened(scheme: str, address: str, home: str) -> Iterator[Store]:
         for name, value in env.items():
             patch.setenv(name, value)
         # The hub's client reads the environment when it is imported.
-        for name, value in (("ENDPOINT", address), ("HF_HUB_OFFLINE", False)):
-            if scheme == "hf":
-                patch.setattr(huggingface_hub.constants, name, value)
+        read = {
+            "ENDPOINT": address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_OFFLINE": False,
+        }
+        for name, value in read.items() if scheme == "hf" else ():
+            patch.setattr(huggingface_hub.constants, name, value)
         kind = {
             "s3": s3fs.S3FileSystem,
             "gs": gcsfs.GCSFileSystem,

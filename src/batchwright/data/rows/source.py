@@ -342,11 +342,12 @@ class _JoinedSource:
         parts = self._parts_of(start, stop)
         return _JoinedChunk([(first, part.chunk(a, b)) for first, part, a, b in parts])
 
-    def far_chunk(self, start: int, stop: int) -> Chunk:
-        parts = self._parts_of(start, stop)
-        return _JoinedChunk(
-            [(first, far_chunk(part, a, b) or part.chunk(a, b)) for first, part, a, b in parts]
-        )
+    def far_chunk(self, start: int, stop: int) -> Chunk | None:
+        parts = list(self._parts_of(start, stop))
+        far = [far_chunk(part, a, b) for _, part, a, b in parts]
+        if None in far:
+            return None
+        return _JoinedChunk([(one[0], chunk) for one, chunk in zip(parts, far, strict=True)])
 
     def size_of(self, start: int, stop: int) -> int:
         return sum(part.size_of(a, b) for _, part, a, b in self._parts_of(start, stop))

@@ -35,7 +35,7 @@ from batchwright.errors import (
 )
 from batchwright.events import EventTail
 from batchwright.files import write_atomic
-from batchwright.integrations.ray.cluster import join, same_version
+from batchwright.integrations.ray.cluster import join, same_version, wait_for_losses
 from batchwright.train.run import (
     SAME_PRESS_S,
     SIGNALS,
@@ -198,6 +198,7 @@ def _until_done(
                     )
                 ) from None
             watched.say(f"a worker was lost at step {watched.step:,}: {why}")
+            wait_for_losses()
 
 
 def _watching(
