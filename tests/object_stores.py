@@ -20,8 +20,8 @@ pytest.importorskip("gcsfs", reason="`make machines` installs and runs this")
 pytest.importorskip("gcp_storage_emulator", reason="`make machines` installs and runs this")
 
 import gcsfs
-import huggingface_hub
 import s3fs
+from huggingface_hub import HfFileSystem, constants
 
 __all__ = ["SCHEMES", "SECRET", "Store", "denying", "environment", "opened", "serving"]
 
@@ -124,11 +124,11 @@ def opened(scheme: str, address: str, home: str) -> Iterator[Store]:
             "HF_HUB_OFFLINE": False,
         }
         for name, value in read.items() if scheme == "hf" else ():
-            patch.setattr(huggingface_hub.constants, name, value)
+            patch.setattr(constants, name, value)
         kind = {
             "s3": s3fs.S3FileSystem,
             "gs": gcsfs.GCSFileSystem,
-            "hf": huggingface_hub.HfFileSystem,
+            "hf": HfFileSystem,
         }[scheme]
         kind.clear_instance_cache()
         files = kind(skip_instance_cache=True)

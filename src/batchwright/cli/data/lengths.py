@@ -21,8 +21,8 @@ Dataset = Annotated[
     Parameter(
         name=["--dataset", "-d"],
         negative="",
-        help="JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or "
-        "hf:NAME[:SPLIT]; several are concatenated.",
+        help="JSONL (.gz, .zst), Parquet, a folder of them, an address such as s3://BUCKET/NAME, "
+        "a saved HF dataset or hf:NAME[:SPLIT]; several are concatenated.",
     ),
 ]
 TokenizerName = Annotated[
