@@ -249,6 +249,12 @@ def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
     assert lost.code == 1
     assert "cannot join the Ray cluster at 127.0.0.1:1" in lost.err
     assert "Traceback" not in lost.err
+    # Ray itself would try for minutes.
+    with Simulator().running() as url:
+        place = url.partition("//")[2].rstrip("/")
+        other = run(f"{line} other.jsonl --on ray --address {place}", tmp_path)
+    assert other.code == 1
+    assert f"cannot join the Ray cluster at {place}: what answers there is not Ray" in other.err
 
 
 def test_the_doctor_compares_the_nodes_of_a_cluster(

@@ -14,10 +14,12 @@ from batchwright.errors import BatchwrightError, Mismatch, NoServer, need, one_l
 __all__ = ["join", "node_versions", "raised_there", "same_version", "wait_for_losses"]
 
 REACH_S = 10.0
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+"""A frame of HTTP/2 without any."""
 LONGEST_FOLDER = 38
 """Bytes of a temporary folder that leave room for the names that Ray puts below it."""
 ANSWER_S = 60.0
-"""How long a node is waited for that is asked for its versions: it starts a process for it."""
+"""How long an answer is waited for: of a node that is asked, which starts a process for it."""
 
 
 def join(address: str | None = None) -> str:
@@ -70,10 +72,20 @@ def _short_folder() -> str | None:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise at once where nobody listens: Ray would try for minutes."""
+    """Raise where nobody listens, or something else does: Ray would try for minutes.
+
+    Its servers speak gRPC, which begins with settings of HTTP/2 from both sides.
+    """
     host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    if not (colon and port.isdecimal()):
+        return
+    with socket.create_connection((host.strip("[]"), int(port)), REACH_S) as there:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return
+        there.settimeout(ANSWER_S)
+        there.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS)
+        if there.recv(len(SETTINGS))[3:4] != SETTINGS[3:4]:
+            raise OSError("what answers there is not Ray")
 
 
 def _where(ray: Any) -> str:
