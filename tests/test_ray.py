@@ -2,20 +2,20 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ray_cluster import cluster_of, lose, new_node, processes  # isort: split
+from ray_cluster import cluster_of, lose, new_node  # isort: split
 
 import ray
 from ray.cluster_utils import Cluster
@@ -342,35 +342,54 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
     assert received <= 161 + 2 * 8
 
 
-def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
+def typed(line: str, folder: Path) -> None:
+    """A command within this process, which is on a node of the cluster."""
+    from batchwright.cli.app import main
+
+    os.chdir(folder)
+    sys.argv = ["batchwright", *line.split()]
+    with suppress(SystemExit):
+        main()
+
+
+def test_calls_run_that_loses_the_node_of_its_pool_answers_every_prompt_once_and_in_order(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(200)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "first.jsonl").write_text(json.dumps({"id": "a", "prompt": "the first"}) + "\n")
+    doomed = new_node(cluster, 1)
     with Simulator(latency_s=0.2).running() as url:
-        before = processes("ray::_Owner")
         words = (
-            f"calls run -i prompts.jsonl -o out.jsonl -e {url} -m sim --temperature 0 --quiet "
-            f"--batch-size 8 --cache calls.db --on ray --address {cluster.address}"
+            f"calls run -e {url} -m sim --temperature 0 --quiet --batch-size 8 "
+            f"--cache {tmp_path}/calls.db --on ray --address {cluster.address}"
         )
+        # Another command with the same settings, from that node: they share its pool.
+        there = ray.remote(num_cpus=0)(typed).options(scheduling_strategy=on_node(doomed))
+        first = f"{words} -i first.jsonl -o first.out.jsonl"
+        start_on(doomed, lambda: ray.get(there.remote(first, tmp_path)))
+        before, known = url.stats()["received"], pools()
         process = subprocess.Popen(
-            [sys.executable, "-m", "batchwright", *words.split()],
+            [
+                *(sys.executable, "-m", "batchwright", *words.split()),
+                *("-i", "prompts.jsonl", "-o", "out.jsonl"),
+            ],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        while url.stats()["received"] < 40 and process.poll() is None:
+        while url.stats()["received"] < before + 40 and process.poll() is None:
             time.sleep(0.05)
-        (mine,) = processes("ray::_Owner") - before
-        os.kill(mine, signal.SIGKILL)
+        lose(cluster, doomed)
         out, err = process.communicate(timeout=300)
         received = url.stats()["received"]
+        assert pools() == known
     assert process.returncode == 0, out + err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["id"] for row in found] == [row["id"] for row in rows]
     assert all(row["text"] for row in found)
-    assert received <= 200 + 2 * 8
+    assert received <= before + 200 + 2 * 8
 
 
 def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None:
