@@ -246,6 +246,72 @@ def test_rewards_of_all_workers_go_through_one_pool_by_one_setting(
     assert stats["repeated"] == 0
 
 
+def test_the_command_and_the_reward_functions_of_trainers_score_through_the_pool_of_the_cluster(
+    cluster: Cluster, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.integrations import openrlhf, trl
+    from batchwright.rewards import compute_score
+    from batchwright.rewards.compute import close_scorers
+
+    texts = [f"response {n}" for n in range(20)]
+    asked = ["question"] * len(texts)
+    rows = [{"id": str(n), "prompt": "question", "response": one} for n, one in enumerate(texts)]
+    (tmp_path / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of_trl(config: str) -> Any:
+        return trl.RewardFunction(tmp_path / config)(asked, texts)
+
+    def of_openrlhf(config: str) -> Any:
+        queries = [f"question{one}" for one in texts]
+        found = openrlhf.RewardFunction(tmp_path / config)(queries, asked, [None] * len(texts))
+        return found["rewards"].tolist()
+
+    answer = "<measurements>\\n- True\\n</measurements>"
+
+    def of_environment(on: str) -> Any:
+        monkeypatch.setenv("BATCHWRIGHT_ON", on)
+        found = compute_score(
+            data_sources=["diamonds"],
+            solution_strs=[answer],
+            ground_truths=[[True]],
+            extra_infos=[{"is_correct": True}],
+            missing="mask",
+        )
+        close_scorers()
+        return found
+
+    with Simulator(latency_s=0.005).running() as url:
+        part = '[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
+        both = f'endpoints = ["{url}"]\nbatch_size = 3\nmissing = 0.0\n'
+        (tmp_path / "here.toml").write_text(both + part)
+        (tmp_path / "ray.toml").write_text(f'{both}on = "ray"\n{part}')
+        line = "reward score -i responses.jsonl -c here.toml -o"
+        here = run(f"{line} here.jsonl", tmp_path)
+        there = run(f"{line} there.jsonl --on ray --address {cluster.address}", tmp_path)
+        assert (here.code, there.code) == (0, 0), here.err + there.err
+        before = pools()
+        for function in (of_trl, of_openrlhf):
+            assert function("ray.toml") == function("here.toml")
+        # All functions of one configuration are callers of one pool.
+        assert len(pools() - before) <= 1
+        monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
+        monkeypatch.setenv("OPENAI_BASE_URL", str(url))
+        monkeypatch.setenv("MONITOR_CACHE", "false")
+        monkeypatch.setenv("MONITOR_MODEL_NAME", "sim-judge")
+        before = pools()
+        alone = of_environment("here")
+        assert pools() == before
+        # A reward that is missing is not equal to itself.
+        assert repr(of_environment("ray")) == repr(alone)
+        assert len(pools() - before) == 1
+    scores = [
+        [json.loads(row)["score"] for row in (tmp_path / name).read_text().splitlines()]
+        for name in ("here.jsonl", "there.jsonl")
+    ]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 20
+
+
 def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
     cluster: Cluster, tmp_path: Path, run: Any
 ) -> None:
