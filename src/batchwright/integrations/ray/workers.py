@@ -54,6 +54,7 @@ class RayWorkers:
         self.sent = 0
         """Rows that were sent, because they could not be read where they were encoded."""
         self._told = False
+        """Whether a node was named that cannot read the data of the build that is under way."""
 
     def map(
         self,
@@ -67,6 +68,7 @@ class RayWorkers:
         ray = need("ray", extra="ray")
         if not ray.is_initialized():
             join()
+        self._told = False
         setup = (__version__, tokenizer.name, tokenizer.loss_on, tokenizer.fingerprint)
         shared = ray.put(known)
         task = ray.remote(_encoded).options(num_cpus=1, max_retries=RETRIES)
