@@ -60,12 +60,12 @@ guides: $(VENV)/.installed
 training: $(VENV)/.installed
 	$(PYTEST) tests -m 'training and not slow'
 
-# Ray clusters of several nodes on this machine, nodes that are lost, and an S3 server.
+# Ray clusters of several nodes on this machine, nodes that are lost, and object stores.
 machines: $(VENV)/.machines
 	$(BIN)/pytest -n 1 --durations=25 tests -m 'machines and not slow'
 
 $(VENV)/.machines: $(VENV)/.installed
-	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[ray,remote]' 'aiobotocore[boto3]' 'moto[server]>=5'
+	$(INSTALL) $(VENV) --constraints constraints.txt --editable '.[ray,remote]' 'moto[server]>=5' gcp-storage-emulator
 	touch $@
 
 # Every format damaged and crafted in thousands of ways; MUTATIONS and SEED choose others.

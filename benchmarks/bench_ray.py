@@ -9,27 +9,23 @@ takes, which is what another process could win at most on a core that is free.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-os.environ["RAY_AUTH_MODE"] = "disabled"
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-# Ray starts its workers with a niceness of 15. Nodes of their own have nobody to give way to; here
-# they share the cores with what they are compared with.
-os.environ |= {"RAY_worker_niceness": "0"}
-
 from common import Report, arguments, data_folder
+from ray_nodes import cluster_of, lose, new_node
 
-SMALL = {"object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
 GROUP = 64
+QUICK = {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "4"}
+"""Settings of the head of a cluster, by which a lost node is noticed soon."""
 MOTO = """
 from moto.server import ThreadedMotoServer
 import time
@@ -38,34 +34,6 @@ server.start()
 print("http://%s:%s" % server.get_host_and_port(), flush=True)
 time.sleep(3600)
 """
-
-
-@contextmanager
-def cluster_of_two() -> Iterator[Any]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    from batchwright.integrations.ray import join
-
-    def node(**more: Any) -> Any:
-        for left in reversed(range(10)):
-            try:
-                return cluster.add_node(num_cpus=1, **SMALL, **more)
-            except Exception:
-                # Ray gives a node half a minute to start, however busy the machine is.
-                if not left:
-                    raise
-        raise AssertionError
-
-    cluster = Cluster()
-    try:
-        node(include_dashboard=False)
-        cluster.second = node()
-        join(cluster.address)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def least_of(ways: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
@@ -221,66 +189,76 @@ class Counted:
         return {"length": np.array([len(tokens) for tokens in encoded])}
 
 
-def after_a_loss(report: Report, cluster: Any) -> None:
-    import signal
-
+def after_a_loss(report: Report, name: str, checks: dict[str, str]) -> None:
+    """Train on two nodes, lose one, and wait for the next step; `checks` are settings of Ray."""
     import ray
 
     from batchwright.integrations.ray.train import train_sft_on_ray
+
+    at: dict[str, float] = {}
+
+    def notice() -> None:
+        while sum(node["Alive"] for node in ray.nodes()) > 1:
+            time.sleep(0.1)
+        at["noticed"] = time.monotonic()
+
+    def say(text: str) -> None:
+        kind = "started" if text.startswith("training on ") else "given up"
+        at[f"{kind} {sum(key.startswith(kind) for key in at)}"] = time.monotonic()
+
+    def progress(step: int, total: int, loss: float) -> None:
+        if "started 1" not in at and step >= 7 and "lost" not in at:
+            at["lost"] = time.monotonic()
+            lose(cluster, second)
+            threading.Thread(target=notice, daemon=True).start()
+        elif "started 1" in at and "stepped" not in at:
+            at["stepped"] = time.monotonic()
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = {key: os.environ.get(key) for key in checks}
+    os.environ |= checks
+    with tempfile.TemporaryDirectory() as folder, cluster_of(1) as cluster:
+        second = new_node(cluster, 1)
+        at["begun"] = time.monotonic()
+        result = train_sft_on_ray(small_run(Path(folder)), workers=2, progress=progress, say=say)
+    for key, value in before.items():
+        os.environ.pop(key) if value is None else os.environ.update({key: value})
+    if result.worlds != (2, 1):
+        report.not_measured(f"the loss of a node, {name}", f"workers in turn: {result.worlds}")
+        return
+    parts = {
+        "from the command to its first start": ("begun", "started 0"),
+        "from the loss until Ray declares the node dead": ("lost", "noticed"),
+        "until Ray Train has ended the other worker": ("noticed", "given up 0"),
+        "until the new worker trains: process, torch, checkpoint": ("given up 0", "started 1"),
+        "until its first step is done": ("started 1", "stepped"),
+        "from the loss to the next optimizer step, in all": ("lost", "stepped"),
+    }
+    report.table(
+        f"a node is lost in the middle of training, {name}",
+        ("", "seconds"),
+        [(part, at[end] - at[start]) for part, (start, end) in parts.items()],
+    )
+
+
+def small_run(folder: Path) -> Any:
+    """A run of a tiny model that is not over before a node is lost."""
     from batchwright.train.sft.config import SftConfig
 
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [{"prompt": f"question {n}", "completion": f" answer {n}"} for n in range(60)]
-        data = Path(folder) / "train.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = SftConfig(
-            model="tiny",
-            data=str(data),
-            pack=True,
-            pack_max_len=128,
-            token_budget=128,
-            epochs=1000,
-            schedule="constant",
-            save_every=5,
-            run_dir=Path(folder) / "run",
-        )
-        starts: list[float] = []
-        lost = noticed = first = 0.0
-
-        def notice() -> None:
-            nonlocal noticed
-            while sum(node["Alive"] for node in ray.nodes()) > 1:
-                time.sleep(0.1)
-            noticed = time.monotonic()
-
-        def say(text: str) -> None:
-            if text.startswith("training on "):
-                starts.append(time.monotonic())
-
-        def progress(step: int, total: int, loss: float) -> None:
-            nonlocal lost, first
-            if len(starts) == 1 and step >= 7 and not lost:
-                lost = time.monotonic()
-                cluster.remove_node(cluster.second, allow_graceful=False)
-                threading.Thread(target=notice, daemon=True).start()
-            elif len(starts) == 2 and not first:
-                first = time.monotonic()
-                signal.raise_signal(signal.SIGUSR1)
-
-        begun = time.monotonic()
-        result = train_sft_on_ray(config, workers=2, progress=progress, say=say)
-        report.table(
-            "a node is lost in the middle of training",
-            ("", "seconds"),
-            [
-                ("from the command to the first start", starts[0] - begun),
-                ("from the loss until Ray has noticed it", noticed - lost),
-                ("from then to the next start on one worker", starts[1] - noticed),
-                ("from the loss to the next optimizer step, in all", first - lost),
-            ],
-        )
-        if result.worlds != (2, 1):
-            report.not_measured("the loss of a node", f"workers in turn: {result.worlds}")
+    rows = [{"prompt": f"question {n}", "completion": f" answer {n}"} for n in range(60)]
+    data = folder / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SftConfig(
+        model="tiny",
+        data=str(data),
+        layout="packed",
+        pack_max_len=128,
+        token_budget=128,
+        epochs=1000,
+        schedule="constant",
+        save_every=5,
+        run_dir=folder / "run",
+    )
 
 
 def object_store(report: Report, rows: int, turns: int) -> None:
@@ -373,16 +351,15 @@ def main() -> None:
     if find_spec("ray") is None:
         report.not_measured("Ray", "ray is not installed; `make machines` installs it")
     else:
-        with cluster_of_two() as cluster:
+        with cluster_of(1, 1):
             calls(report, GROUP * (2 if args.smoke else 32), turns)
             lengths(report, 1 if args.smoke else 4, turns)
-            if args.smoke:
-                report.not_measured("a node lost in training", "it takes a minute")
-            else:
-                after_a_loss(report, cluster)
         if args.smoke:
+            report.not_measured("a node lost in training", "it takes a minute")
             report.not_measured("verl's reward loop", "it takes a minute")
         else:
+            after_a_loss(report, "Ray's settings", {})
+            after_a_loss(report, "four checks, half a second apart", QUICK)
             verl_loop(report, GROUP * 32, turns)
     report.close()
 

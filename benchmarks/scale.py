@@ -26,6 +26,8 @@ ROW_BYTES = 1400
 """Of JSONL, at about 4 bytes a token."""
 TOKENISE = 2.0e6
 """Tokens a second of one core, a round figure for a byte-pair tokenizer."""
+STORED = 4 + 1
+"""Bytes of a token and of its mask."""
 MODEL_BYTES = 7e9 * (4 + 8)
 """Weights in float32 and two moments, of a model of 7B parameters."""
 
@@ -63,7 +65,8 @@ def main() -> None:
         ("rows, TB of JSONL", ROW_BYTES * SAMPLES / 1e12),
         ("tokenising, hours of one core", tokens / TOKENISE / 3600),
         ("tokenising, hours of 1,000 cores", tokens / TOKENISE / 3600 / RANKS),
-        ("rows a second that one reader must send for that", SAMPLES * TOKENISE * RANKS / tokens),
+        ("rows a second of 1,000 cores", SAMPLES * TOKENISE * RANKS / tokens),
+        ("GB a second that one writer must take for that", STORED * TOKENISE * RANKS / 1e9),
         ("calls a second, 100k in flight at 10 s each", CALLS / CALL_S),
         ("groups of 64 a second through the actor", CALLS / CALL_S / GROUP),
         ("sockets of one process", float(CALLS)),

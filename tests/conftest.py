@@ -94,8 +94,10 @@ test_slurm test_train_models test_train_prover test_wn18rr_pipeline
 """
 """Modules of whole training runs, and of other libraries' own classes: `make training`."""
 
-MACHINES = "ray_cluster test_ray test_ray_train test_ray_rollouts test_remote"
-"""Modules that start Ray clusters or an S3 server: `make machines`, which installs both."""
+MACHINES = """
+object_stores ray_cluster test_ray test_ray_data test_ray_train test_ray_rollouts test_remote
+"""
+"""Modules that start Ray clusters or object stores: `make machines`, which installs both."""
 
 GUIDES = ("test_docs", "test_install")
 """Modules that `make guides` names."""

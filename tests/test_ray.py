@@ -2,20 +2,20 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ray_cluster import cluster_of, lose, new_node, processes  # isort: split
+from ray_cluster import cluster_of, lose, new_node  # isort: split
 
 import ray
 from ray.cluster_utils import Cluster
@@ -84,6 +84,29 @@ def test_64_callers_on_two_nodes_stay_within_one_limit_and_pay_an_equal_request_
     assert {one["finished"] for one in stats["calls"]} == {1}
 
 
+def pools() -> set[str]:
+    """The names of the actors of pools."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return {one["name"] for one in found if one["namespace"] == "batchwright"}
+
+
+def start_on(node: Any, start: Callable[[], Any]) -> None:
+    """Have the actor of a pool on a node that its first caller is on.
+
+    Not all nodes know of a new one at once, and until then its actors start elsewhere.
+    """
+    while True:
+        before = pools()
+        start()
+        (name,) = pools() - before
+        actor = ray.get_actor(name, namespace="batchwright")
+        if ray.get(actor.stats.remote())["node"] == node.node_id:
+            return
+        ray.kill(actor, no_restart=True)
+        while name in pools():
+            time.sleep(0.1)
+
+
 @pytest.mark.parametrize("cached", [True, False])
 def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
     cluster: Cluster, tmp_path: Path, cached: bool
@@ -95,21 +118,17 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
         "deadline_s": 60.0,
     }
     doomed = new_node(cluster, 1)
-    with Simulator(latency_s=0.25).running() as url:
-        # The actor starts where its first caller is.
+    with Simulator(latency_s=0.25).running() as url, ThreadPoolExecutor(1) as thread:
         first = answers.options(scheduling_strategy=on_node(doomed))
-        assert all(ray.get(first.remote(url, ["the first"], settings)))
+        start_on(doomed, lambda: ray.get(first.remote(url, ["the first"], settings)))
+        before = url.stats()["received"]
         pool = RayPool(url, **settings)
-        lost = False
-
-        def progress(done: int, total: int) -> None:
-            nonlocal lost
-            if not lost and done >= 64:
-                lost = True
-                lose(cluster, doomed)
-
-        outcomes = pool.map(prompts(320), progress=progress)
-        assert lost
+        waiting = thread.submit(pool.map, prompts(320))
+        # Groups share the limit, so they end at about the same time: by what the server has.
+        while url.stats()["received"] < before + 64:
+            time.sleep(0.05)
+        lose(cluster, doomed)
+        outcomes = waiting.result(300)
         stats = url.stats()
         counts = pool.stats()["caller"]
         again = pool.map(prompts(320))
@@ -122,7 +141,7 @@ def test_a_node_lost_in_the_middle_of_a_map_costs_at_most_what_was_in_flight(
     # Nobody knows what became of the calls in flight, nor of responses that were about to be
     # committed; all others are on disk.
     most = 2 * 8 if cached else 64 * counts["lost_groups"]
-    assert stats["received"] <= 321 + most
+    assert stats["received"] <= before + 320 + most
 
 
 def test_the_pool_of_a_cluster_streams_calls_singly_and_counts(cluster: Cluster) -> None:
@@ -227,6 +246,72 @@ def test_rewards_of_all_workers_go_through_one_pool_by_one_setting(
     assert stats["repeated"] == 0
 
 
+def test_the_command_and_the_reward_functions_of_trainers_score_through_the_pool_of_the_cluster(
+    cluster: Cluster, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchwright.integrations import openrlhf, trl
+    from batchwright.rewards import compute_score
+    from batchwright.rewards.compute import close_scorers
+
+    texts = [f"response {n}" for n in range(20)]
+    asked = ["question"] * len(texts)
+    rows = [{"id": str(n), "prompt": "question", "response": one} for n, one in enumerate(texts)]
+    (tmp_path / "responses.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def of_trl(config: str) -> Any:
+        return trl.RewardFunction(tmp_path / config)(asked, texts)
+
+    def of_openrlhf(config: str) -> Any:
+        queries = [f"question{one}" for one in texts]
+        found = openrlhf.RewardFunction(tmp_path / config)(queries, asked, [None] * len(texts))
+        return found["rewards"].tolist()
+
+    answer = "<measurements>\\n- True\\n</measurements>"
+
+    def of_environment(on: str) -> Any:
+        monkeypatch.setenv("BATCHWRIGHT_ON", on)
+        found = compute_score(
+            data_sources=["diamonds"],
+            solution_strs=[answer],
+            ground_truths=[[True]],
+            extra_infos=[{"is_correct": True}],
+            missing="mask",
+        )
+        close_scorers()
+        return found
+
+    with Simulator(latency_s=0.005).running() as url:
+        part = '[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
+        both = f'endpoints = ["{url}"]\nbatch_size = 3\nmissing = 0.0\n'
+        (tmp_path / "here.toml").write_text(both + part)
+        (tmp_path / "ray.toml").write_text(f'{both}on = "ray"\n{part}')
+        line = "reward score -i responses.jsonl -c here.toml -o"
+        here = run(f"{line} here.jsonl", tmp_path)
+        there = run(f"{line} there.jsonl --on ray --address {cluster.address}", tmp_path)
+        assert (here.code, there.code) == (0, 0), here.err + there.err
+        before = pools()
+        for function in (of_trl, of_openrlhf):
+            assert function("ray.toml") == function("here.toml")
+        # All functions of one configuration are callers of one pool.
+        assert len(pools() - before) <= 1
+        monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
+        monkeypatch.setenv("OPENAI_BASE_URL", str(url))
+        monkeypatch.setenv("MONITOR_CACHE", "false")
+        monkeypatch.setenv("MONITOR_MODEL_NAME", "sim-judge")
+        before = pools()
+        alone = of_environment("here")
+        assert pools() == before
+        # A reward that is missing is not equal to itself.
+        assert repr(of_environment("ray")) == repr(alone)
+        assert len(pools() - before) == 1
+    scores = [
+        [json.loads(row)["score"] for row in (tmp_path / name).read_text().splitlines()]
+        for name in ("here.jsonl", "there.jsonl")
+    ]
+    assert scores[0] == scores[1]
+    assert len(scores[0]) == 20
+
+
 def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
     cluster: Cluster, tmp_path: Path, run: Any
 ) -> None:
@@ -253,57 +338,12 @@ def test_commands_on_a_cluster_say_which_and_write_what_one_machine_does(
     assert lost.code == 1
     assert "cannot join the Ray cluster at 127.0.0.1:1" in lost.err
     assert "Traceback" not in lost.err
-
-
-def test_lengths_built_on_a_cluster_that_loses_a_node_are_those_of_one_machine(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchwright.data import build_lengths
-    from batchwright.errors import BadRow
-    from batchwright.integrations.ray import RayWorkers, workers
-
-    monkeypatch.setattr(workers, "TASK_CHUNKS", 1)
-    data = tmp_path / "train.jsonl"
-    lines = [json.dumps({"id": f"r{n}", "text": "some words " * (n % 90)}) for n in range(20_000)]
-    lines[7], lines[15_000] = '{"id": "bad"', '{"nothing": 1}'
-    data.write_text("\n".join(lines) + "\n")
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "one"))
-    one = build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1, on_bad_row="skip")
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
-    doomed = new_node(cluster, 4)
-    lost = False
-
-    def progress(done: int, total: int) -> None:
-        nonlocal lost
-        if not lost and done > 2000:
-            lost = True
-            lose(cluster, doomed)
-
-    many = build_lengths(
-        data,
-        "bytes",
-        tmp_path / "many.jsonl",
-        workers=RayWorkers(),
-        on_bad_row="skip",
-        progress=progress,
-    )
-    assert lost
-    assert (tmp_path / "many.jsonl").read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert many.skipped == one.skipped
-    stores = [
-        {
-            path.name: path.read_bytes()
-            for path in report.store.path.rglob("*")
-            if path.is_file() and path.name != "manifest.json"
-        }
-        for report in (one, many)
-    ]
-    assert len(stores[0]) > 2
-    assert stores[0] == stores[1]
-    # What a row or the tokenizer raises there is raised here as it is.
-    monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "refused"))
-    with pytest.raises(BadRow, match=r"train\.jsonl:1: its text is empty"):
-        build_lengths(data, "bytes", tmp_path / "refused.jsonl", workers=RayWorkers())
+    # Ray itself would try for minutes.
+    with Simulator().running() as url:
+        place = url.partition("//")[2].rstrip("/")
+        other = run(f"{line} other.jsonl --on ray --address {place}", tmp_path)
+    assert other.code == 1
+    assert f"cannot join the Ray cluster at {place}: what answers there is not Ray" in other.err
 
 
 def test_the_doctor_compares_the_nodes_of_a_cluster(
@@ -353,9 +393,8 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
             f'cache = "{tmp_path}/judge.db"\n'
             '[[part]]\nkind = "judge"\nmodels = ["sim-judge"]\n'
         )
-        # The actor starts where its first caller is.
         there = ray.remote(num_cpus=0)(scored).options(scheduling_strategy=on_node(doomed))
-        ray.get(there.remote(["the first"]))
+        start_on(doomed, lambda: ray.get(there.remote(["the first"])))
         waiting = thread.submit(scored, texts)
         while url.stats()["received"] < 40:
             time.sleep(0.05)
@@ -369,35 +408,54 @@ def test_a_judged_batch_that_loses_the_node_of_its_pool_has_every_score(
     assert received <= 161 + 2 * 8
 
 
-def test_calls_run_whose_actor_is_killed_answers_every_prompt_once_and_in_order(
+def typed(line: str, folder: Path) -> None:
+    """A command within this process, which is on a node of the cluster."""
+    from batchwright.cli.app import main
+
+    os.chdir(folder)
+    sys.argv = ["batchwright", *line.split()]
+    with suppress(SystemExit):
+        main()
+
+
+def test_calls_run_that_loses_the_node_of_its_pool_answers_every_prompt_once_and_in_order(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     rows = [{"id": str(n), "prompt": f"question {n}"} for n in range(200)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "first.jsonl").write_text(json.dumps({"id": "a", "prompt": "the first"}) + "\n")
+    doomed = new_node(cluster, 1)
     with Simulator(latency_s=0.2).running() as url:
-        before = processes("ray::_Owner")
         words = (
-            f"calls run -i prompts.jsonl -o out.jsonl -e {url} -m sim --temperature 0 --quiet "
-            f"--batch-size 8 --cache calls.db --on ray --address {cluster.address}"
+            f"calls run -e {url} -m sim --temperature 0 --quiet --batch-size 8 "
+            f"--cache {tmp_path}/calls.db --on ray --address {cluster.address}"
         )
+        # Another command with the same settings, from that node: they share its pool.
+        there = ray.remote(num_cpus=0)(typed).options(scheduling_strategy=on_node(doomed))
+        first = f"{words} -i first.jsonl -o first.out.jsonl"
+        start_on(doomed, lambda: ray.get(there.remote(first, tmp_path)))
+        before, known = url.stats()["received"], pools()
         process = subprocess.Popen(
-            [sys.executable, "-m", "batchwright", *words.split()],
+            [
+                *(sys.executable, "-m", "batchwright", *words.split()),
+                *("-i", "prompts.jsonl", "-o", "out.jsonl"),
+            ],
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        while url.stats()["received"] < 40 and process.poll() is None:
+        while url.stats()["received"] < before + 40 and process.poll() is None:
             time.sleep(0.05)
-        (mine,) = processes("ray::_Owner") - before
-        os.kill(mine, signal.SIGKILL)
+        lose(cluster, doomed)
         out, err = process.communicate(timeout=300)
         received = url.stats()["received"]
+        assert pools() == known
     assert process.returncode == 0, out + err
     found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["id"] for row in found] == [row["id"] for row in rows]
     assert all(row["text"] for row in found)
-    assert received <= 200 + 2 * 8
+    assert received <= before + 200 + 2 * 8
 
 
 def test_without_ray_every_command_names_what_to_install(tmp_path: Path) -> None:
@@ -435,7 +493,7 @@ def test_another_batchwright_on_a_node_is_one_sentence_wherever_it_is_met(
     data.write_text('{"text": "some words"}\n')
     for module in (workers, pool, gym):
         monkeypatch.setattr(module, "__version__", "9.9")
-    one = r"^(a|the) node (of the pool )?has batchwright \S+ and (the command|this one) 9\.9; "
+    one = r"^(a|the) node (of the pool )?has batchwright \S+ and the command 9\.9; "
     with pytest.raises(Mismatch, match=one):
         build_lengths(data, "bytes", tmp_path / "lengths.jsonl", workers=RayWorkers())
     assert not (tmp_path / "lengths.jsonl").exists()
@@ -470,28 +528,6 @@ def test_a_cluster_of_another_ray_is_one_sentence(cluster: Cluster, tmp_path: Pa
     assert not (tmp_path / "l.jsonl").exists()
 
 
-def dying(*_: Any) -> Any:
-    """As the kernel ends a process that has taken too much memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_rows_that_kill_every_worker_end_the_build_in_one_sentence(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from batchwright.data import load_tokenizer
-    from batchwright.errors import BatchwrightError
-    from batchwright.integrations.ray import RayWorkers, workers
-
-    monkeypatch.setattr(workers, "RETRIES", 1)
-    chunks: Any = iter(["rows"])
-    known: Any = None
-    with pytest.raises(BatchwrightError, match="lost with their worker 2 times") as found:
-        list(RayWorkers().map(dying, chunks, load_tokenizer("bytes"), known))
-    assert "perhaps out of memory" in str(found.value)
-    assert "run again to resume" in str(found.value)
-    assert "\n" not in str(found.value)
-
-
 def test_calls_whose_actor_never_comes_back_fail_as_unreachable(cluster: Cluster) -> None:
     with Simulator(latency_s=0.2).running() as url:
         pool = RayPool(url, limit=2, deadline_s=1.0, hedge=False)
@@ -512,18 +548,3 @@ def test_calls_whose_actor_never_comes_back_fail_as_unreachable(cluster: Cluster
     assert gone.is_set()
     assert failed
     assert {one.kind for one in failed} == {"unreachable"}
-
-
-def test_a_command_starts_a_cluster_of_its_own_or_joins_that_of_the_environment(
-    cluster: Cluster, tmp_path: Path, run: Any
-) -> None:
-    (tmp_path / "train.jsonl").write_text('{"id": "a", "text": "some words"}\n')
-    line = "data lengths build -d train.jsonl -t bytes -o {} --on ray"
-    own = run(line.format("own.jsonl"), tmp_path)
-    assert own.code == 0, own.err
-    assert "Ray: a cluster at 127.0.0.1:" in own.err
-    assert "started here and for this command" in own.err
-    theirs = run(line.format("theirs.jsonl"), tmp_path, {"RAY_ADDRESS": cluster.address})
-    assert theirs.code == 0, theirs.err
-    assert f"Ray: the cluster at {cluster.address} (2 nodes, 4 cores)" in theirs.err
-    assert (tmp_path / "own.jsonl").read_bytes() == (tmp_path / "theirs.jsonl").read_bytes()

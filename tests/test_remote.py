@@ -1,4 +1,4 @@
-"""Data, plans and batch files in object stores: a real S3 server on loopback, and a web server."""
+"""Data, plans and batch files in object stores: S3, GCS and the hub on loopback, and the web."""
 
 import http.server
 import json
@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("s3fs", reason="s3fs is not installed; `make machines` installs and runs this")
-pytest.importorskip("moto", reason="moto is not installed; `make machines` installs and runs this")
-import s3fs
+sys.path.insert(0, str(Path(__file__).parent))
+from object_stores import SCHEMES, SECRET, Store, denying, environment, opened, serving  # isort: split
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder, BatchReader
 from batchwright.data import open_source
@@ -26,50 +25,27 @@ from batchwright.remote import RANGE, fetched
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """moto's S3 server in a process of its own."""
-    command = [sys.executable, "-c", SERVER]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    address = process.stdout.readline().strip()
-    yield address
-    process.kill()
-    process.wait()
-
-
-SERVER = """
-from moto.server import ThreadedMotoServer
-import time
-server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-server.start()
-host, port = server.get_host_and_port()
-print(f"http://{host}:{port}", flush=True)
-time.sleep(3600)
-"""
+@pytest.fixture(scope="module", params=SCHEMES)
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    with serving(request.param) as address:
+        yield request.param, address
 
 
 @pytest.fixture
-def store(
-    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[tuple[s3fs.S3FileSystem, dict[str, str]]]:
-    """An empty bucket `data`, and the environment of who may use it."""
-    env = {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "a-secret-of-the-test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "BATCHWRIGHT_HOME": str(tmp_path.with_name(f"{tmp_path.name}-home")),
-    }
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    files = s3fs.S3FileSystem(skip_instance_cache=True)
-    if files.exists("data"):
-        files.rm("data", recursive=True)
-    files.mkdir("data")
-    yield files, env
-    files.rm("data", recursive=True)
+def store(server: tuple[str, str], tmp_path: Path) -> Iterator[Store]:
+    """Each of the stores in turn, empty."""
+    with opened(*server, str(tmp_path.with_name(f"{tmp_path.name}-home"))) as found:
+        yield found
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[Store]:
+    """One of them, for what is the same in all."""
+    with (
+        serving("s3") as address,
+        opened("s3", address, str(tmp_path.with_name(f"{tmp_path.name}-home"))) as found,
+    ):
+        yield found
 
 
 def rows_of(path: Path, count: int = 300) -> bytes:
@@ -81,10 +57,9 @@ def rows_of(path: Path, count: int = 300) -> bytes:
 
 
 def test_every_command_on_an_object_store_gives_the_bytes_of_local_files(
-    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
+    store: Store, tmp_path: Path, run: Any
 ) -> None:
-    files, env = store
-    files.pipe_file("data/train.jsonl", rows_of(tmp_path / "train.jsonl"))
+    store.put("train.jsonl", rows_of(tmp_path / "train.jsonl"))
     lines = """
     data lengths build -d {}train.jsonl -t bytes -o {}lengths.jsonl
     data batchplan build -l {}lengths.jsonl -e 2 -b 2048 --layout packed -o {}plan
@@ -93,175 +68,53 @@ def test_every_command_on_an_object_store_gives_the_bytes_of_local_files(
     data batch generate -p {}plan -d {}train.jsonl -t bytes -o {}batches
     """
     for line in lines.strip().splitlines():
-        here = run(line.replace("{}", "").strip(), tmp_path, env)
-        there = run(line.replace("{}", "s3://data/").strip(), tmp_path, env)
+        here = run(line.replace("{}", "").strip(), tmp_path, store.env)
+        there = run(line.replace("{}", f"{store.root}/").strip(), tmp_path, store.env)
         assert here.code == 0, here.err
         assert there.code == 0, there.err
-        assert env["AWS_SECRET_ACCESS_KEY"] not in there.out + there.err
-    assert not (tmp_path / "s3:").exists()
-    assert files.cat("data/lengths.jsonl") == (tmp_path / "lengths.jsonl").read_bytes()
+        assert SECRET not in there.out + there.err
+        # What is shown can be typed again.
+        assert there.out.count(f"{store.scheme}:/") == there.out.count(f"{store.scheme}://")
+    assert not (tmp_path / f"{store.scheme}:").exists()
+    assert store.cat("lengths.jsonl") == (tmp_path / "lengths.jsonl").read_bytes()
     for folder in ("plan", "shards", "batches"):
         local = {
             path.relative_to(tmp_path).as_posix(): path.read_bytes()
             for path in (tmp_path / folder).rglob("*")
             if path.is_file()
         }
-        remote = {
-            name.removeprefix("data/"): files.cat(name) for name in files.find(f"data/{folder}")
-        }
+        remote = {name: store.cat(name) for name in store.names(folder)}
         assert local.keys() == remote.keys()
         # Archives hold the time at which they were written.
         same = [n for n in local if local[n] == remote[n] or n.endswith((".npz", "manifest.json"))]
         assert len(same) == len(local)
-    assert (
-        BatchPlan.load("s3://data/plan").fingerprint
-        == BatchPlan.load(tmp_path / "plan").fingerprint
-    )
-    assert BatchReader("s3://data/batches").num_batches(1) == BatchReader(
-        tmp_path / "batches"
-    ).num_batches(1)
+    plans = [BatchPlan.load(root) for root in (f"{store.root}/plan", tmp_path / "plan")]
+    assert plans[0].fingerprint == plans[1].fingerprint
+    rank = BatchPlan.load(f"{store.root}/shards/rank_1")
+    assert rank.fingerprint == BatchPlan.load(tmp_path / "shards" / "rank_1").fingerprint
+    batches = [BatchReader(root) for root in (f"{store.root}/batches", tmp_path / "batches")]
+    assert batches[0].num_batches(1) == batches[1].num_batches(1)
 
 
-def test_a_folder_of_objects_with_splits_is_read_as_a_local_one(
-    store: tuple[Any, dict[str, str]], tmp_path: Path
+def test_training_takes_rows_and_plan_from_an_object_store(
+    store: Store, tmp_path: Path, run: Any
 ) -> None:
-    files, _ = store
-    for name in ("train-0", "train-1", "test-0"):
-        files.pipe_file(f"data/set/{name}.jsonl", rows_of(tmp_path / f"{name}.jsonl", 7))
-    both = open_source("s3://data/set:train")
-    assert len(both) == 14
-    assert both[0]["id"] == "r0"
-    assert both.fingerprint == open_source(f"{tmp_path}:train").fingerprint
-
-
-def test_an_object_is_read_in_ranges_once_and_then_from_its_copy(
-    store: tuple[Any, dict[str, str]], tmp_path: Path
-) -> None:
-    files, _ = store
-    line = json.dumps({"text": "x" * 10_000}).encode() + b"\n"
-    raw = line * (2 * RANGE // len(line) + 5)
-    files.pipe_file("data/large.jsonl", raw)
-    copy = fetched("s3://data/large.jsonl")
-    assert copy.read_bytes() == raw
-    before = copy.stat().st_mtime_ns
-    assert fetched("s3://data/large.jsonl") == copy
-    assert copy.stat().st_mtime_ns == before
-    # What the disk changed is fetched again, and what was cut off is resumed.
-    damaged = bytearray(raw)
-    damaged[1234] ^= 1
-    copy.write_bytes(damaged)
-    assert fetched("s3://data/large.jsonl").read_bytes() == raw
-    copy.unlink()
-    part = copy.with_name(f".{copy.name}.part")
-    part.write_bytes(raw[: RANGE + 77])
-    assert fetched("s3://data/large.jsonl").read_bytes() == raw
-
-
-def test_an_object_that_changes_while_it_is_read_is_refused(
-    store: tuple[Any, dict[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files, _ = store
-    raw = b'{"text": "a"}\n' * (2 * RANGE // 14)
-    files.pipe_file("data/moving.jsonl", raw)
-    read = s3fs.S3FileSystem.cat_file
-    reads = []
-
-    def and_change(self: Any, path: str, **more: Any) -> bytes:
-        found = read(self, path, **more)
-        if not reads:
-            reads.append(1)
-            files.pipe_file("data/moving.jsonl", raw.replace(b"a", b"b"))
-        return found
-
-    monkeypatch.setattr(s3fs.S3FileSystem, "cat_file", and_change)
-    with pytest.raises(
-        Mismatch, match=r"s3://data/moving.jsonl changed while it was read; run again"
-    ):
-        open_source("s3://data/moving.jsonl")
-    # The next run has the new version, none of the old one.
-    assert open_source("s3://data/moving.jsonl")[0] == {"text": "b"}
-
-
-def test_what_is_not_there_or_not_allowed_is_one_sentence(
-    store: tuple[Any, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Any
-) -> None:
-    _, env = store
-    with pytest.raises(MissingFile, match=r"no data at s3://data/nothing.jsonl; check the address"):
-        open_source("s3://data/nothing.jsonl")
-    away = {**env, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    nowhere = run("data lengths build -d s3://data/a.jsonl -t bytes -o a.jsonl", tmp_path, away)
-    assert nowhere.code == 1
-    assert re.fullmatch(r"(error: )?cannot read s3://data/a.jsonl \(.*\); check .*\n", nowhere.err)
-    with pytest.raises(CannotRead, match=r"cannot read https://127.0.0.1:9/a.jsonl"):
-        open_source("https://user:word@127.0.0.1:9/a.jsonl?token=x")
-    plan = BatchPlanBuilder([3, 4, 5], BatchingConfig(token_budget=16)).build()
-    with pytest.raises(OSError, match="cannot write to s3://no-such-bucket/plan"):
-        plan.save("s3://no-such-bucket/plan")
-
-
-class Denied(http.server.BaseHTTPRequestHandler):
-    """A store in which nobody has any right."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>"
-        self.send_response(403)
-        self.send_header("Content-Type", "application/xml")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    do_HEAD = do_PUT = do_POST = do_GET
-
-    def log_message(self, *_: object) -> None: ...
-
-
-def test_a_store_without_rights_is_one_sentence_and_what_is_here_stays(
-    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
-) -> None:
-    _, env = store
-    rows_of(tmp_path / "train.jsonl")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Denied) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        denied = {**env, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{web.server_port}"}
-        lines = (
-            "data lengths build -d s3://data/train.jsonl -t bytes -o lengths.jsonl",
-            "data lengths build -d train.jsonl -t bytes -o s3://data/lengths.jsonl",
-            "train sft --model tiny --data s3://data/train.jsonl --run-dir run",
-        )
-        found = [run(line, tmp_path, denied) for line in lines]
-        web.shutdown()
-    for line, one in zip(lines, found, strict=True):
-        assert one.code == 1, line
-        *before, last = one.err.strip().splitlines()
-        assert "these have no right to it" in last, one.err
-        assert "Traceback" not in one.err
-        assert not [said for said in before if "error" in said], one.err
-        assert env["AWS_SECRET_ACCESS_KEY"] not in one.out + one.err
-    assert not (tmp_path / "lengths.jsonl").exists()
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_goes_on_with_the_rows_it_began_with_whatever_became_of_the_object(
-    store: tuple[Any, dict[str, str]], tmp_path: Path, run: Any
-) -> None:
-    """Its tokens are in its folder: a change of the object can neither mix in nor stop it."""
-    files, env = store
-    raw = rows_of(tmp_path / "train.jsonl", 40)
-    files.pipe_file("data/train.jsonl", raw)
-    start = "train sft --model tiny --data s3://data/train.jsonl --token-budget 512 --max-steps 3"
-    for more in ("--run-dir whole", "--stop-after 2 --run-dir two"):
-        done = run(f"{start} {more} --quiet", tmp_path, env)
+    store.put("train.jsonl", rows_of(tmp_path / "train.jsonl", 40))
+    for root in (str(tmp_path), store.root):
+        for line in (
+            f"data lengths build -d {root}/train.jsonl -t bytes -o {root}/lengths.jsonl",
+            f"data batchplan build -l {root}/lengths.jsonl -b 512 -o {root}/plan",
+        ):
+            done = run(line, tmp_path, store.env)
+            assert done.code == 0, done.err
+    line = "train sft --model tiny --data {0}/train.jsonl --batchplan {0}/plan --max-steps 2"
+    dry = run(f"{line.format(store.root)} --run-dir dry --dry-run", tmp_path, store.env)
+    assert dry.code == 0, dry.err
+    assert not (tmp_path / "dry").exists()
+    for root, name in ((str(tmp_path), "here"), (store.root, "there")):
+        done = run(f"{line.format(root)} --run-dir {name} --quiet", tmp_path, store.env)
         assert done.code == 0, done.err
-
-    files.pipe_file("data/train.jsonl", raw.replace(b"word", b"verb"))
-    resumed = run("train sft --resume two --quiet", tmp_path, env)
-
-    assert resumed.code == 0, resumed.err
-    assert losses(tmp_path / "two") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "here") == losses(tmp_path / "there")
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -269,18 +122,201 @@ def losses(folder: Path) -> dict[int, float]:
     return {e.fields["step"]: e.fields["loss"] for e in events if e.kind == "step"}
 
 
-def test_a_web_server_with_and_without_ranges_serves_data(
-    store: tuple[Any, dict[str, str]], tmp_path: Path
+def test_a_folder_of_objects_with_splits_is_read_as_a_local_one(
+    store: Store, tmp_path: Path
 ) -> None:
+    for name in ("train-0", "train-1", "test-0"):
+        store.put(f"set/{name}.jsonl", rows_of(tmp_path / f"{name}.jsonl", 7))
+    both = open_source(f"{store.root}/set:train")
+    assert len(both) == 14
+    assert both[0]["id"] == "r0"
+    assert both.fingerprint == open_source(f"{tmp_path}:train").fingerprint
+
+
+def test_an_object_is_read_in_ranges_once_and_then_from_its_copy(store: Store) -> None:
+    line = json.dumps({"text": "x" * 10_000}).encode() + b"\n"
+    raw = line * (2 * RANGE // len(line) + 5)
+    store.put("large.jsonl", raw)
+    address = f"{store.root}/large.jsonl"
+    copy = fetched(address)
+    assert copy.read_bytes() == raw
+    before = copy.stat().st_mtime_ns
+    assert fetched(address) == copy
+    assert copy.stat().st_mtime_ns == before
+    # What the disk changed is fetched again, and what was cut off is resumed.
+    damaged = bytearray(raw)
+    damaged[1234] ^= 1
+    copy.write_bytes(damaged)
+    assert fetched(address).read_bytes() == raw
+    copy.unlink()
+    part = copy.with_name(f".{copy.name}.part")
+    part.write_bytes(raw[: RANGE + 77])
+    assert fetched(address).read_bytes() == raw
+    # Another version of the same size is another object.
+    store.put("large.jsonl", raw.replace(b"x", b"y"))
+    assert fetched(address).read_bytes() == raw.replace(b"x", b"y")
+
+
+def test_an_object_that_changes_while_it_is_read_is_refused(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = b'{"text": "a"}\n' * (2 * RANGE // 14)
+    store.put("moving.jsonl", raw)
+    kind = type(store.files)
+    read = kind.cat_file
+    reads = []
+
+    def and_change(self: Any, path: str, **more: Any) -> bytes:
+        found: bytes = read(self, path, **more)
+        if not reads:
+            reads.append(1)
+            store.put("moving.jsonl", raw.replace(b"a", b"b"))
+        return found
+
+    monkeypatch.setattr(kind, "cat_file", and_change)
+    address = f"{store.root}/moving.jsonl"
+    with pytest.raises(Mismatch, match=f"{address} changed while it was read; run again"):
+        open_source(address)
+    # The next run has the new version, none of the old one.
+    assert open_source(address)[0] == {"text": "b"}
+
+
+def test_what_is_not_there_is_one_sentence(store: Store) -> None:
+    with pytest.raises(MissingFile, match=f"no data at {store.root}/nothing.jsonl; check the"):
+        open_source(f"{store.root}/nothing.jsonl")
+    plan = BatchPlanBuilder([3, 4, 5], BatchingConfig(token_budget=16)).build()
+    other = {"s3": "s3://no-such-bucket", "gs": "gs://none", "hf": "hf://datasets/you/none"}
+    with pytest.raises(OSError, match=f"cannot write to {other[store.scheme]}/plan"):
+        plan.save(f"{other[store.scheme]}/plan")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_store_without_rights_is_one_sentence_and_what_is_here_stays(
+    scheme: str, tmp_path: Path, run: Any
+) -> None:
+    rows_of(tmp_path / "train.jsonl")
+    root = "hf://datasets/me/data" if scheme == "hf" else f"{scheme}://data"
+    lines = (
+        f"data lengths build -d {root}/train.jsonl -t bytes -o lengths.jsonl",
+        f"data lengths build -d train.jsonl -t bytes -o {root}/lengths.jsonl",
+        f"train sft --model tiny --data {root}/train.jsonl --run-dir run",
+    )
+    with denying() as address:
+        env = {**environment(scheme, address), "BATCHWRIGHT_HOME": str(tmp_path / "home")}
+        found = [run(line, tmp_path, env) for line in lines]
+    for line, one in zip(lines, found, strict=True):
+        assert one.code == 1, line
+        *before, last = one.err.strip().splitlines()
+        assert "these have no right to it" in last, one.err
+        assert "Traceback" not in one.err
+        assert not [said for said in before if "error" in said], one.err
+        assert SECRET not in one.out + one.err
+    assert not (tmp_path / "lengths.jsonl").exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "library"), [("s3", "s3fs"), ("gs", "gcsfs"), ("hf", "huggingface_hub")]
+)
+def test_a_missing_library_is_named_with_what_installs_it(
+    scheme: str, library: str, tmp_path: Path
+) -> None:
+    hide = f"import sys; sys.modules[{library!r}] = None; "
+    words = f"data lengths build -d {scheme}://datasets/me/data/train.jsonl -t bytes -o l.jsonl"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", hide + "from batchwright.cli.app import main; main()"),
+            *words.split(),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (said,) = done.stderr.strip().splitlines()
+    assert f"{scheme}:// needs a library that is missing" in said
+    assert "pip install 'batchwright[remote]'" in said
+
+
+def test_nobody_at_the_address_is_one_sentence(s3: Store, tmp_path: Path, run: Any) -> None:
+    away = {**s3.env, "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    nowhere = run("data lengths build -d s3://data/a.jsonl -t bytes -o a.jsonl", tmp_path, away)
+    assert nowhere.code == 1
+    assert re.fullmatch(r"(error: )?cannot read s3://data/a.jsonl \(.*\); check .*\n", nowhere.err)
+    with pytest.raises(CannotRead, match=r"cannot read https://127.0.0.1:9/a.jsonl"):
+        open_source("https://user:word@127.0.0.1:9/a.jsonl?token=x")
+
+
+def test_a_run_goes_on_with_the_rows_it_began_with_whatever_became_of_the_object(
+    s3: Store, tmp_path: Path, run: Any
+) -> None:
+    """Its tokens are in its folder: a change of the object can neither mix in nor stop it."""
+    raw = rows_of(tmp_path / "train.jsonl", 40)
+    s3.put("train.jsonl", raw)
+    start = "train sft --model tiny --data s3://data/train.jsonl --token-budget 512 --max-steps 3"
+    for more in ("--run-dir whole", "--stop-after 2 --run-dir two"):
+        done = run(f"{start} {more} --quiet", tmp_path, s3.env)
+        assert done.code == 0, done.err
+
+    s3.put("train.jsonl", raw.replace(b"word", b"verb"))
+    resumed = run("train sft --resume two --quiet", tmp_path, s3.env)
+
+    assert resumed.code == 0, resumed.err
+    assert losses(tmp_path / "two") == losses(tmp_path / "whole")
+
+
+class Web(http.server.SimpleHTTPRequestHandler):
+    """A web server that has no ranges; `says` is whether it names versions."""
+
+    says = True
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if self.says or keyword != "Last-Modified":
+            super().send_header(keyword, value)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Ranged(Web):
+    """One that has them."""
+
+    def do_GET(self) -> None:
+        raw = Path(self.translate_path(self.path)).read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        first, last = (int(asked[1]), int(asked[2])) if asked else (0, len(raw) - 1)
+        part = raw[first : last + 1]
+        self.send_response(206 if asked else 200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", '"1"')
+        self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(raw)}")
+        self.send_header("Content-Length", str(len(part)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(part)
+
+    do_HEAD = do_GET
+
+
+class Silent(Web):
+    says = False
+
+
+@pytest.mark.parametrize("kind", [Web, Ranged, Silent])
+def test_a_web_server_serves_data_with_and_without_ranges_and_versions(
+    kind: type[Web], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
     raw = rows_of(tmp_path / "web.jsonl", 40)
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None: ...
-
-    handler = lambda *given: Quiet(*given, directory=os.fspath(tmp_path))  # noqa: E731
+    handler = lambda *given: kind(*given, directory=os.fspath(tmp_path))  # noqa: E731
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, daemon=True).start()
-        source = open_source(f"http://127.0.0.1:{web.server_port}/web.jsonl")
+        address = f"http://127.0.0.1:{web.server_port}/web.jsonl"
+        source = open_source(address)
+        assert len(source) == 40
+        assert raw.startswith(json.dumps(source[0]).encode())
+        if kind is Silent:
+            # Nothing says that it is another one, so none is kept for the next time.
+            (tmp_path / "web.jsonl").write_bytes(raw.replace(b"word", b"verb"))
+            assert "verb" in str(open_source(address)[0])
         web.shutdown()
-    assert len(source) == 40
-    assert raw.startswith(json.dumps(source[0]).encode())

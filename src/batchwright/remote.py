@@ -3,8 +3,9 @@
     s3://bucket/data.jsonl  ->  ranges  ->  ~/.cache/batchwright/remote/KEY/data.jsonl + .sha256
 
 An object is read once, in ranges, and then from its copy, which belongs to the version that the
-store names (its ETag, generation or commit). A copy that was cut off is resumed; one whose bytes
-changed on the disk is fetched again; an object that changed while it was read is refused.
+store names (its ETag, generation or blob); where it names none, the object is read again each time.
+A copy that was cut off is resumed; one whose bytes changed on the disk is fetched again; an
+object that changed while it was read is refused.
 Credentials are those of the environment, as the library of each store finds them.
 """
 
@@ -31,7 +32,7 @@ from batchwright.errors import (
 from batchwright.files import home, write_all, write_atomic
 from batchwright.fingerprint import digest
 
-__all__ = ["address_of", "fetched", "local_output", "name_of"]
+__all__ = ["address_of", "fetched", "local_output", "name_of", "origin_of"]
 
 RANGE = 1 << 24
 """Bytes of one request."""
@@ -40,10 +41,11 @@ ADDRESS = re.compile(rf"({'|'.join(SCHEMES)})://?(?=[^/])")
 """`Path` makes one slash of two."""
 VERSION = (
     *("ETag", "etag", "generation", "VersionId", "last_commit", "LastModified", "last_modified"),
-    *("Last-Modified", "Content-MD5", "Digest", "mtime"),
+    *("Last-Modified", "Content-MD5", "Digest", "mtime", "blob_id", "xet_hash"),
 )
 """What stores say of the version of an object, under the names that their libraries use."""
 SUM = ".sha256"
+_origins: dict[Path, tuple[str, str]] = {}
 BLOCK = 1 << 22
 
 
@@ -93,15 +95,30 @@ def fetched(path: str | os.PathLike[str]) -> Path:
         raise MissingFile(f"no data at {name_of(address)}; check the address")
     # A folder is a folder of links: which objects it has is part of its version.
     with _said(address):
-        copies = {_below(one, inner): _copy(system, one, f"{address}/{one}") for one in found}
+        names = {_below(one, inner): one for one in found}
+        copies = {
+            name: _copy(system, one, f"{address.rstrip('/')}/{name}") for name, one in names.items()
+        }
     key = digest("folder", address, sorted((name, str(at)) for name, at in copies.items()))[:24]
     folder = _place() / key / (address.rstrip("/").rpartition("/")[2] or "folder")
     for name, copy in copies.items():
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
+        if link.exists() and not link.samefile(copy):
+            link.unlink()
         with contextlib.suppress(FileExistsError):
             os.link(copy, link)
+        if (origin := origin_of(copy)) is not None:
+            _origins[link] = origin
     return folder
+
+
+def origin_of(path: Path) -> tuple[str, str] | None:
+    """Of a copy that this process fetched: the address of the object, and its checksum.
+
+    None for other files, and for an address with a password or a query, which goes to nobody.
+    """
+    return _origins.get(path)
 
 
 @contextlib.contextmanager
@@ -142,20 +159,30 @@ def _copy(system: Any, inner: str, address: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if place.exists() and sums.exists():
-            if _sum(place) == sums.read_text().strip():
-                return place
-            place.unlink()
         part = folder / f".{name}.part"
+        if len(info) == 1:
+            # A store that names no version may have another one of the same size by now.
+            part.unlink(missing_ok=True)
+        elif place.exists() and sums.exists():
+            if (known := _sum(place)) == sums.read_text().strip():
+                return _remembered(place, address, known)
+            place.unlink()
         _read_ranges(system, inner, part, info["size"], address)
         if _info(system, inner) != info:
             part.unlink()
             raise Mismatch(
                 f"{name_of(address)} changed while it was read; run again when it is complete"
             )
-        write_atomic(sums, _sum(part).encode())
+        found = _sum(part)
+        write_atomic(sums, found.encode())
         os.replace(part, place)
-    return place
+    return _remembered(place, address, found)
+
+
+def _remembered(copy: Path, address: str, checksum: str) -> Path:
+    if name_of(address) == address:
+        _origins[copy] = (address, checksum)
+    return copy
 
 
 def _read_ranges(system: Any, inner: str, part: Path, size: int | None, address: str) -> None:
@@ -222,7 +249,7 @@ def _system(address: str) -> tuple[Any, str]:
     except ImportError as error:
         raise MissingExtra(
             f"{scheme}:// needs a library that is missing ({one_line(error)}); run: "
-            f"pip install 'batchwright[remote]'" + (" gcsfs" if scheme == "gs" else "")
+            f"pip install 'batchwright[remote]'" + (" adlfs" if scheme in ("az", "abfs") else "")
         ) from None
     except ValueError as error:
         raise ConfigError(f"cannot parse the address {name_of(address)}: {error}") from None
@@ -242,12 +269,12 @@ def _said(address: str, *, writing: bool = False) -> Iterator[None]:
         cause = error.__cause__
         told = cause is None or isinstance(cause, FileNotFoundError)
         if isinstance(error, FileNotFoundError) and not writing:
-            if told or getattr(cause, "status", None) == 404 or "404" in str(cause):
+            if told or _status(cause) == 404:
                 raise MissingFile(f"no data at {name}; check the address") from None
             error = cause if isinstance(cause, Exception) else error
         kind = CannotWrite if writing else CannotRead
         what = "write to" if writing else "read"
-        denied = isinstance(error, PermissionError) or getattr(error, "status", 0) in (401, 403)
+        denied = isinstance(error, PermissionError) or _status(error) in (401, 403)
         denied = denied or "credential" in type(error).__name__.lower()
         why = f"{type(error).__name__}: {one_line(error)[:200]}"
         way = (
@@ -256,3 +283,19 @@ def _said(address: str, *, writing: bool = False) -> Iterator[None]:
             else "check the address and the connection"
         )
         raise kind(f"cannot {what} {name} ({why}); {way}") from None
+
+
+def _status(error: BaseException | None) -> int:
+    """What the store answered, wherever its library keeps it; 0 if that is not known."""
+    if str(error).startswith("Forbidden"):
+        # gcsfs keeps the word alone.
+        return 403
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        response = response.get("ResponseMetadata", {})
+        return int(response.get("HTTPStatusCode", 0))
+    found = (
+        *(getattr(error, "status", 0), getattr(error, "code", 0)),
+        getattr(response, "status_code", 0),
+    )
+    return next((one for one in found if isinstance(one, int) and one), 0)

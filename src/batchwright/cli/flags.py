@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from batchwright.cli.output import spelled
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def hint(*words: object) -> str:
     >>> hint("data", "batching", "suggest", "-c", Path("my lengths.jsonl"))
     "next: batchwright data batching suggest -c 'my lengths.jsonl'"
     """
-    return "next: " + shlex.join(["batchwright", *map(str, words)])
+    return "next: " + shlex.join(["batchwright", *map(spelled, words)])
 
 
 def at_least(least: int, **given: int | None) -> None:

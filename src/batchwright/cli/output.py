@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Protocol
 from cyclopts import Parameter
 
 from batchwright.errors import printable
+from batchwright.remote import address_of
 
 __all__ = [
     "Force",
@@ -28,6 +29,7 @@ __all__ = [
     "progress_bar",
     "say",
     "show",
+    "spelled",
     "terminated_like_ctrl_c",
 ]
 
@@ -38,6 +40,15 @@ Format = Annotated[
 Force = Annotated[
     bool, Parameter(negative="", help="Replace an output that this command did not write.")
 ]
+
+
+def spelled(path: object) -> str:
+    """A path as it was typed: `Path` makes one slash of the two of an address.
+
+    >>> spelled(Path("s3://bucket/plan")), spelled(Path("plan"))
+    ('s3://bucket/plan', 'plan')
+    """
+    return (isinstance(path, Path) and address_of(path)) or str(path)
 
 
 def check_picture(path: Path | None, inputs: Iterable[Path] = (), *, force: bool) -> None:

@@ -6,7 +6,7 @@ from cyclopts import App, Parameter
 
 from batchwright.cli.data.lengths import Dataset, IdsFlag, IgnoreColumn, LossOnFlag, TokenizerName
 from batchwright.cli.flags import OutFolder, PlanPath
-from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show
+from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show, spelled
 
 __all__ = ["batch"]
 
@@ -64,7 +64,7 @@ def generate(
         "epochs": opened.num_epochs,
         "batches": count,
         "padded_tokens": tokens,
-        "output": str(output),
+        "output": spelled(output),
     }
     text = f"{count_of(count, 'batch', 'batches')} of {count_of(opened.num_epochs, 'epoch')}"
     text += f", {tokens:,} padded tokens"
@@ -75,4 +75,4 @@ def generate(
     with progress_bar("writing", quiet) as progress:
         writer = BatchWriter(opened, rows.sample, output, pad_id=loaded.pad_id, per_file=per_file)
         writer.write_all(progress)
-    show(result, f"{text} -> {output}", format)
+    show(result, f"{text} -> {spelled(output)}", format)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import CachePath, at_least, edges_of, hint, load_lengths
-from batchwright.cli.output import Force, Format, check_picture, count_of, show
+from batchwright.cli.output import Force, Format, check_picture, count_of, show, spelled
 
 __all__ = ["batching"]
 
@@ -80,7 +80,7 @@ def analyze(
     if output is not None:
         write_atomic(output, (json.dumps(report.to_dict(), indent=2) + "\n").encode())
     text = report.to_text()
-    show(report.to_dict(), text + (f"\nsaved {output}" if output else ""), format)
+    show(report.to_dict(), text + (f"\nsaved {spelled(output)}" if output else ""), format)
 
 
 @batching.command

@@ -18,7 +18,7 @@ from batchwright.cli.flags import (
     load_sources,
     sharded,
 )
-from batchwright.cli.output import Force, Format, check_picture, count_of, say, show
+from batchwright.cli.output import Force, Format, check_picture, count_of, say, show, spelled
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ def build(
     else:
         assert output is not None
         plan.save(output)
-        lines.append(f"saved {output}, plan {plan.fingerprint[:16]}")
+        lines.append(f"saved {spelled(output)}, plan {plan.fingerprint[:16]}")
         caches = [word for path in lengths for word in ("-l", path)]
         lines.append(hint("data", "batchplan", "verify", "-p", output, *caches))
-    show({**_facts(plan), "output": None if dry_run else str(output)}, "\n".join(lines), format)
+    show({**_facts(plan), "output": None if dry_run else spelled(output)}, "\n".join(lines), format)
 
 
 @batchplan.command
@@ -250,7 +250,7 @@ def info(
     if facts["shown"] != facts["counts"]:
         # A mixture does not show all samples of its sources.
         rows += [[f"{name} shown", number(value)] for name, value in facts["shown"].items()]
-    lines = [table(["plan", str(plan)], rows), *_dropped_line(opened)]
+    lines = [table(["plan", spelled(plan)], rows), *_dropped_line(opened)]
     for batch in listed:
         ids = ", ".join(batch["samples"][:6]) + (", ..." if len(batch["samples"]) > 6 else "")
         lines.append(
@@ -303,19 +303,20 @@ def draw(
 def verify(*, plan: PlanPath, lengths: LengthPaths, format: Format = "text") -> None:
     """Check every byte of a plan, and that these lengths give the same plan."""
     from batchwright.batching.plan.plan import BatchPlan
+    from batchwright.remote import fetched
     from batchwright.report.text import bytes_
 
     opened = BatchPlan.load(plan, check=True)
-    size = sum(file.stat().st_size for file in plan.glob("*.bin"))
+    size = sum(file.stat().st_size for file in fetched(plan).glob("*.bin"))
     if not opened.sources and len(lengths) > 1:
         raise ConfigError(
-            f"{plan} was built from one length cache, {len(lengths)} are given; "
+            f"{spelled(plan)} was built from one length cache, {len(lengths)} are given; "
             f"give the one it was built from"
         )
     opened.verify(load_sources(lengths) if opened.sources else load_lengths(lengths[0]))
     text = (
-        f"{plan} is intact ({bytes_(size)}) and follows from {', '.join(map(str, lengths))}: "
-        f"plan {opened.fingerprint[:16]}"
+        f"{spelled(plan)} is intact ({bytes_(size)}) and follows from "
+        f"{', '.join(map(spelled, lengths))}: plan {opened.fingerprint[:16]}"
     )
     show({"verified": True, "fingerprint": opened.fingerprint, "bytes": size}, text, format)
 
@@ -367,8 +368,8 @@ def shard(
         lines.append("nothing written (--dry-run)")
     else:
         opened.save_shards(world_size, output, balance)
-        lines.append(f"saved {output}/rank_0 to rank_{world_size - 1}")
-    result = {"epoch": 0, "ranks": ranks, "output": None if dry_run else str(output)}
+        lines.append(f"saved {spelled(output)}/rank_0 to rank_{world_size - 1}")
+    result = {"epoch": 0, "ranks": ranks, "output": None if dry_run else spelled(output)}
     show(result, "\n".join(lines), format)
 
 
@@ -412,7 +413,7 @@ def explain(
 
     opened = sharded(BatchPlan.load(plan, check=True), rank, world_size)
     places = opened.explain(sample_id)
-    lines = [f"{sample_id} in {plan} ({opened.config.layout})"]
+    lines = [f"{sample_id} in {spelled(plan)} ({opened.config.layout})"]
     for place in places:
         batch = opened.batch(place.epoch, place.microbatch)
         piece = f"tokens {place.start:,} to {place.start + place.length - 1:,}"
@@ -450,8 +451,8 @@ def export(
     text += f" of {count_of(opened.num_epochs, 'epoch')}"
     if not dry_run:
         opened.export(output)
-    text += "\nnothing written (--dry-run)" if dry_run else f" -> {output}"
-    show({"microbatches": count, "output": None if dry_run else str(output)}, text, format)
+    text += "\nnothing written (--dry-run)" if dry_run else f" -> {spelled(output)}"
+    show({"microbatches": count, "output": None if dry_run else spelled(output)}, text, format)
 
 
 def _builder(

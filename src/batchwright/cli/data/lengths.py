@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from batchwright.cli.flags import Address, CachePath, On, hint, joined, load_lengths
-from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show
+from batchwright.cli.output import Format, Quiet, count_of, progress_bar, show, spelled
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ Dataset = Annotated[
     Parameter(
         name=["--dataset", "-d"],
         negative="",
-        help="JSONL (.gz, .zst), Parquet, a folder of them, a saved HF dataset or "
-        "hf:NAME[:SPLIT]; several are concatenated.",
+        help="JSONL (.gz, .zst), Parquet, a folder of them, an address such as s3://BUCKET/NAME, "
+        "a saved HF dataset or hf:NAME[:SPLIT]; several are concatenated.",
     ),
 ]
 TokenizerName = Annotated[
@@ -104,9 +104,9 @@ def build(
     source = open_source(dataset[0] if len(dataset) == 1 else dataset, ignore_column or (), ids)
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
     if dry_run:
-        result = {"rows": len(source), "tokenizer": loaded.name, "output": str(output)}
-        text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into {output}"
-        show(result, f"{text}\nnothing written (--dry-run)", format)
+        result = {"rows": len(source), "tokenizer": loaded.name, "output": spelled(output)}
+        text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into "
+        show(result, f"{text}{spelled(output)}\nnothing written (--dry-run)", format)
         return
     using: int | Workers | None = workers
     if on == "ray" and workers is not None:
@@ -128,7 +128,7 @@ def build(
     assert report.store.entries.loss is not None
     without_loss = int((report.store.entries.loss[:, 1] == 0).sum())
     result = {
-        "output": str(output),
+        "output": spelled(output),
         "samples": report.entries,
         "tokens": report.tokens,
         "measured": report.measured,
@@ -144,7 +144,8 @@ def build(
         "dataset_hash": report.cache.lengths.dataset_hash,
     }
     lines = [
-        f"{count_of(report.entries, 'sample')}, {count_of(report.tokens, 'token')} -> {output}",
+        f"{count_of(report.entries, 'sample')}, {count_of(report.tokens, 'token')} "
+        f"-> {spelled(output)}",
         f"measured {report.measured:,}, reused {report.reused:,}, "
         f"skipped {report.skipped.count:,} in {seconds(report.seconds)}",
         *(f"  skipped {reason}" for reason in report.skipped.reasons),

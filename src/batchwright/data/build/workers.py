@@ -55,9 +55,14 @@ class Workers(Protocol):
     """Processes of another kind than this module starts, say on other machines."""
 
     def map(
-        self, begin: Begin[T], chunks: Iterator[Chunk], tokenizer: Tokenizer, known: Known
+        self,
+        begin: Begin[T],
+        source: Source,
+        ranges: Iterator[tuple[int, int]],
+        tokenizer: Tokenizer,
+        known: Known,
     ) -> Iterator[T]:
-        """What becomes of each chunk, in order."""
+        """What becomes of the chunk of each range of rows, in order."""
         ...
 
 
@@ -79,7 +84,7 @@ def map_chunks(
         raise ConfigError(f"workers must be at least 1, got {workers}")
     ranges = row_ranges(source, CHUNK_ROWS)
     if not isinstance(workers, int | None):
-        yield from workers.map(begin, (source.chunk(*rows) for rows in ranges), tokenizer, known)
+        yield from workers.map(begin, source, ranges, tokenizer, known)
         return
     cores = len(os.sched_getaffinity(0))
     if workers is None or workers == 1:

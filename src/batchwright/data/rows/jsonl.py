@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.elsewhere import FarFile, NotTheSame
 from batchwright.errors import BadFile, BadRow, CannotWrite, one_line
 from batchwright.files import cannot_read, line_limit, too_long
 from batchwright.fingerprint import digest
@@ -71,6 +72,17 @@ class JsonlSource:
             raise BadFile(f"{self.path} became shorter while it was read; run again")
         return _Lines(start, raw, (ends - ends[0]).tolist())
 
+    def far_chunk(self, start: int, stop: int) -> "_FarLines | None":
+        """These rows as a chunk that is read where it is used; None for a pipe or compressed."""
+        if self._is_pipe or self._compression is not None:
+            return None
+        ends = self._starts[start : stop + 1]
+        return _FarLines(self._far, start, int(ends[0]), (ends - ends[0]).tolist())
+
+    @cached_property
+    def _far(self) -> FarFile:
+        return FarFile.of(self.path, os.fstat(self._handle))
+
     def size_of(self, start: int, stop: int) -> int:
         return int(self._starts[stop] - self._starts[start])
 
@@ -94,6 +106,23 @@ class _Lines:
     def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
         for number, (start, end) in enumerate(itertools.pairwise(self.ends), self.first):
             yield number, _parse(self.raw[start:end])
+
+
+@dataclass(frozen=True, slots=True)
+class _FarLines:
+    file: FarFile
+    first: int
+    start: int
+    ends: list[int]
+
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
+        with self.file.here().open("rb") as file:
+            raw = _pread(file.fileno(), self.ends[-1], self.start)
+        # Once more: what was read is of the version that is asked for.
+        self.file.here()
+        if len(raw) != self.ends[-1]:
+            raise NotTheSame(f"{self.file.place} is shorter there")
+        return _Lines(self.first, raw, self.ends).rows()
 
 
 def _parse(line: bytes) -> Row | BadRow:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.elsewhere import far_chunk
 from batchwright.data.rows.jsonl import GZIP, ZSTD, JsonlSource, spooled
 from batchwright.data.rows.tables import chosen_split, dataset, hugging_face, parquet
 from batchwright.errors import BadRow, ConfigError, MissingFile
@@ -280,6 +281,10 @@ class _NarrowSource:
     def chunk(self, start: int, stop: int) -> Chunk:
         return _NarrowChunk(self._whole.chunk(start, stop), self._ignored, self._need_id)
 
+    def far_chunk(self, start: int, stop: int) -> Chunk | None:
+        whole = far_chunk(self._whole, start, stop)
+        return None if whole is None else _NarrowChunk(whole, self._ignored, self._need_id)
+
     def size_of(self, start: int, stop: int) -> int:
         return self._whole.size_of(start, stop)
 
@@ -336,6 +341,13 @@ class _JoinedSource:
     def chunk(self, start: int, stop: int) -> Chunk:
         parts = self._parts_of(start, stop)
         return _JoinedChunk([(first, part.chunk(a, b)) for first, part, a, b in parts])
+
+    def far_chunk(self, start: int, stop: int) -> Chunk | None:
+        parts = list(self._parts_of(start, stop))
+        far = [far_chunk(part, a, b) for _, part, a, b in parts]
+        if None in far:
+            return None
+        return _JoinedChunk([(one[0], chunk) for one, chunk in zip(parts, far, strict=True)])
 
     def size_of(self, start: int, stop: int) -> int:
         return sum(part.size_of(a, b) for _, part, a, b in self._parts_of(start, stop))

@@ -5,13 +5,14 @@ import mmap
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.elsewhere import FarFile
 from batchwright.data.rows.jsonl import no_room
 from batchwright.errors import (
     BadFile,
@@ -42,6 +43,7 @@ class TableSource:
         size: int,
         table: Callable[[int, int], Any],
         fingerprint: Callable[[], str],
+        far: FarFile | None = None,
     ) -> None:
         if size == 0:
             raise BadFile(f"{name} has no rows; check its name")
@@ -49,6 +51,7 @@ class TableSource:
         self._size = size
         self._table = table
         self._fingerprint = fingerprint
+        self._far = far
 
     @cached_property
     def fingerprint(self) -> str:
@@ -69,6 +72,10 @@ class TableSource:
     def size_of(self, start: int, stop: int) -> int:
         # A table is read by row groups, however few of their rows are wanted.
         return 0
+
+    def far_chunk(self, start: int, stop: int) -> "_FarTable | None":
+        """These rows as a chunk that is read where it is used; None where only this can."""
+        return None if self._far is None else _FarTable(self._far, start, stop)
 
     def chunk(self, start: int, stop: int) -> "_TableChunk":
         import pyarrow
@@ -91,6 +98,19 @@ class _TableChunk:
 
         with pyarrow.ipc.open_stream(self.raw) as reader:
             yield from enumerate(map(_row, reader.read_all().to_pylist()), self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class _FarTable:
+    file: FarFile
+    start: int
+    stop: int
+
+    def rows(self) -> Iterator[tuple[int, Row]]:
+        path = self.file.here()
+        rows = _opened(self.file, path).decoded(self.start, self.stop).to_pylist()
+        self.file.here()
+        return enumerate(map(_row, rows), self.start)
 
 
 def _row(given: dict[str, Any]) -> Row:
@@ -116,7 +136,7 @@ def parquet(path: Path) -> TableSource:
     large to be held, the file is unpacked once into an unnamed one, which is gone with the process.
     """
     reader = _Parquet(path)
-    return TableSource(path.name, len(reader), reader.table, reader.fingerprint)
+    return TableSource(path.name, len(reader), reader.table, reader.fingerprint, reader.far)
 
 
 class _Parquet:
@@ -136,6 +156,8 @@ class _Parquet:
         sizes = [group.num_rows for group in groups]
         self._starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         self._large = any(group.total_byte_size > LARGE for group in groups)
+        # Who reads a large row group for some of its rows unpacks the whole file first.
+        self.far = None if self._large else FarFile.of(path, path.stat())
         self._jumps = 0
         self._group: tuple[int, Any] = (-1, None)
 
@@ -147,6 +169,12 @@ class _Parquet:
 
         if self._large or self._jumps > JUMPS:
             return pyarrow.concat_tables(self._unpacked.tables(start, stop))
+        return self.decoded(start, stop)
+
+    def decoded(self, start: int, stop: int) -> Any:
+        """The rows from `start` up to but not including `stop`, out of their row groups."""
+        import pyarrow
+
         first, last = np.searchsorted(self._starts, [start, stop - 1], side="right") - 1
         cuts = []
         for group in range(int(first), int(last) + 1):
@@ -191,6 +219,12 @@ class _Parquet:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Parquet, (self._path,))
+
+
+@lru_cache(1)
+def _opened(file: FarFile, path: Path) -> _Parquet:
+    """Of a file that is read elsewhere, with the row group that was read last."""
+    return _Parquet(path)
 
 
 class _Unpacked:

@@ -5,8 +5,8 @@ from typing import Any
 
 from batchwright import __version__
 from batchwright.data.tokenizers import Tokenizer
-from batchwright.errors import ConfigError, Mismatch, NoServer, need, one_line
-from batchwright.integrations.ray.cluster import join, raised_there
+from batchwright.errors import ConfigError, NoServer, need, one_line
+from batchwright.integrations.ray.cluster import join, raised_there, same_version
 from batchwright.streaming.gym import GymConfig, GymEpisodeStream, ModelPolicy
 from batchwright.streaming.gym.episodes import Episode, _Slot
 
@@ -130,11 +130,7 @@ class _Player:
 
     async def play(self, number: int, config: GymConfig) -> Episode:
         # Not where it is made: an actor that cannot be made counts as lost, and its reason too.
-        if self._version != __version__:
-            raise Mismatch(
-                f"a node has batchwright {__version__} and the command {self._version}; install "
-                f"one version on all nodes"
-            )
+        same_version(self._version)
         self._stream.config = config
         slot = self._free.pop() if self._free else _Slot()
         try:

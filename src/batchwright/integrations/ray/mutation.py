@@ -18,8 +18,8 @@ from typing import Any
 from batchwright import __version__
 from batchwright.calls import Pool
 from batchwright.envs.query_mutation.env import MutationPipelines, Turn, _State
-from batchwright.errors import BatchwrightError, Mismatch, need, one_line
-from batchwright.integrations.ray.cluster import raised_there
+from batchwright.errors import BatchwrightError, need, one_line
+from batchwright.integrations.ray.cluster import raised_there, same_version
 from batchwright.integrations.ray.pool import RayPool
 from batchwright.train.query_mutator.config import QueryMutatorConfig
 from batchwright.train.query_mutator.loop import build_env
@@ -148,11 +148,7 @@ class _Steps:
     def _one(self, env: int, state: _State) -> MutationPipelines:
         """An environment of its own for one step, so that what it counts is of that step alone."""
         # Not where the actor is made: one that cannot be made counts as lost.
-        if self._version != __version__:
-            raise Mismatch(
-                f"a node has batchwright {__version__} and the command {self._version}; install "
-                f"one version on all nodes"
-            )
+        same_version(self._version)
         one = copy.copy(self._env)
         one.counts, one.reasons, one._failures = Counter(), Counter(), _Notes()
         one._states = {env: state}  # type: ignore[assignment]

@@ -24,9 +24,9 @@ from batchwright.calls.engine.waiting import Batch
 from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.loop import Background, background, in_thread
 from batchwright.calls.outcome import Failed, Kind
-from batchwright.errors import ConfigError, Mismatch, NoServer, need, one_line
+from batchwright.errors import ConfigError, NoServer, need, one_line
 from batchwright.fingerprint import digest
-from batchwright.integrations.ray.cluster import join, raised_there
+from batchwright.integrations.ray.cluster import join, raised_there, same_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,8 @@ class RayPool(Pool):
     The settings are those of `Pool`; equal settings are one pool, and `name` can separate two.
     Limit, rates, spending cap and cache count for the whole cluster, and equal exact requests of
     all callers are made once. `cache` is a path on the node of the actor, which starts on the
-    node of its first caller and, if that is lost, on another one: put it where all nodes see it.
+    node of its first caller, unless Ray does not know that one yet, and on another one if it is
+    lost: put it where all nodes see it.
     API keys are read by the actor, from the environment of its node; they never travel.
 
     Joins the cluster of RAY_ADDRESS at the first call, unless `ray.init` was called before. The
@@ -110,7 +111,7 @@ class RayPool(Pool):
     def stats(self) -> dict[str, Any]:
         """As `Pool.stats`, of all callers since the actor started; `caller` counts those from here.
 
-        Blocks; from an event loop, use a thread.
+        `node` is the id of the node that the actor is on. Blocks; from an event loop, use a thread.
         """
         engine = self._started(here=True)[1]
         assert isinstance(engine, _Groups)
@@ -171,11 +172,7 @@ class RayPool(Pool):
         if not self._ray.is_initialized():
             join()
         version = self._ask("open")
-        if version != __version__:
-            raise Mismatch(
-                f"the node of the pool has batchwright {version} and this one {__version__}; "
-                f"install one version on all nodes"
-            )
+        same_version(__version__, version, node="the node of the pool")
         engine = _Groups(self, running.loop)
         self._engine, self._background = engine, running
         running.at_exit.add(self)
@@ -362,8 +359,11 @@ class _Owner:
             await asyncio.to_thread(pool.check, requests)
 
     async def stats(self) -> dict[str, Any]:
+        import ray
+
         with self._at_work() as pool:
-            return await asyncio.to_thread(pool.stats)
+            counts = await asyncio.to_thread(pool.stats)
+        return {**counts, "node": ray.get_runtime_context().get_node_id()}
 
     def _end_idle(self, name: str, idle_s: float) -> None:
         import ray

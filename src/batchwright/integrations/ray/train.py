@@ -35,7 +35,7 @@ from batchwright.errors import (
 )
 from batchwright.events import EventTail
 from batchwright.files import write_atomic
-from batchwright.integrations.ray.cluster import join
+from batchwright.integrations.ray.cluster import join, same_version, wait_for_losses
 from batchwright.train.run import (
     SAME_PRESS_S,
     SIGNALS,
@@ -198,6 +198,7 @@ def _until_done(
                     )
                 ) from None
             watched.say(f"a worker was lost at step {watched.step:,}: {why}")
+            wait_for_losses()
 
 
 def _watching(
@@ -366,11 +367,7 @@ def _signals(notes: Path, watched: _Watched) -> Iterator[Callable[[], None]]:
 
 def _rank(told: dict[str, Any]) -> dict[str, Any]:
     """On a worker: train as one rank of the world that Ray Train has joined."""
-    if told["version"] != __version__:
-        raise Mismatch(
-            f"a node has batchwright {__version__} and the command {told['version']}; install one "
-            f"version on all nodes"
-        )
+    same_version(told["version"])
     # Paths of the command are as it was typed.
     with suppress(OSError):
         os.chdir(told["folder"])

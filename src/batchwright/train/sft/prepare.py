@@ -24,6 +24,7 @@ from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.data.tokens import TokenStore, make_store
 from batchwright.errors import BadRow, ConfigError, Mismatch, need
+from batchwright.remote import address_of
 from batchwright.sealed import MANIFEST
 from batchwright.train.run import refuse_taken
 from batchwright.train.sft.config import SftConfig
@@ -78,7 +79,7 @@ def refuse_early(config: SftConfig, world: World, resume: bool) -> None:
         if any(Path(path).is_fifo() for path in paths):
             # Read once, by the rank that tokenises, which looks for the columns first.
             continue
-        if columns or not all(path.startswith("hf:") or Path(path).exists() for path in paths):
+        if columns or not all(map(_may_be_there, paths)):
             # One that is not there is refused with the sentence of the rows.
             _refuse_missing(columns, _opened(paths))
     if config.tokenizer is not None:
@@ -228,6 +229,12 @@ def _data(
             f"rename a file"
         )
     return dict(zip(names, alone, strict=True)), dict(zip(names, shares, strict=True))
+
+
+def _may_be_there(path: str) -> bool:
+    """Whether data are on this disk, or in a dataset of the hub, which is not asked this early."""
+    on_hub = path.startswith("hf:") and address_of(path) is None
+    return on_hub or Path(path).exists()
 
 
 def _opened(paths: tuple[str, ...]) -> Source:
