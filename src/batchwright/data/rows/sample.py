@@ -253,8 +253,8 @@ def _joined(pieces: Sequence[Sequence[int] | NDArray[Any]], total: int) -> NDArr
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
     difficulty, dataset = row.get("difficulty"), row.get("dataset_id")
-    number = isinstance(difficulty, Number) and not isinstance(difficulty, bool)
-    if not number or not math.isfinite(difficulty):
+    number: Any = difficulty if isinstance(difficulty, Number) else math.nan
+    if isinstance(number, bool) or not math.isfinite(number):
         difficulty = None
     return Sample(
         input_ids=ids,
