@@ -174,6 +174,12 @@ def whole_units(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Piece
     """
     lost = groups.of_sample[pieces.skipped]
     lost = lost[lost != ALONE]
+    if config.layout == "packed" and not lost.size:
+        grouped = groups.of_sample[pieces.items]
+        most = max(1, int(np.bincount(grouped[grouped != ALONE], minlength=1).max()))
+        # At worst every piece has a row of its own, and then too they fit.
+        if most * config.get_pad_length(-1, config.pack_max_length) <= config.token_budget:
+            return pieces
     units = units_of(pieces, groups, config)
     rows = units.row_counts
     large = np.flatnonzero(rows * units.width > config.token_budget)
