@@ -396,8 +396,8 @@ def test_once_asks_every_query_exactly_once_in_order() -> None:
 
 
 def test_what_is_filled_bounds_what_is_no_padding() -> None:
-    for settings in ({}, {"once": True}, {"end_action": False}):
-        env = small(6, **settings)
+    for own in ({}, {"once": True}, {"end_action": False}):
+        env = small(6, **own)
         for turn in range(40):
             behind = np.arange(env.num_actions) >= env.filled[:, None]
             assert (env.observation["candidates"][behind] == -1).all()

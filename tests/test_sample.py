@@ -319,6 +319,6 @@ def test_hashes_of_many_rows_are_those_of_each() -> None:
 
 
 def test_a_difficulty_that_is_no_number_is_none() -> None:
-    for given in ([1], {"a": 1}, "hard", True, float("inf")):
-        row = {"text": "a", "difficulty": given}
+    for difficulty in ([1], {"a": 1}, "hard", True, float("inf")):
+        row = {"text": "a", "difficulty": difficulty}
         assert encode_row(row, load_tokenizer("bytes"), "0").difficulty is None
