@@ -245,8 +245,9 @@ class Encoding:
 
 def _joined(pieces: Sequence[Sequence[int] | NDArray[Any]], total: int) -> NDArray[np.int32]:
     if any(isinstance(piece, np.ndarray) for piece in pieces):
-        arrays = [np.asarray(piece, np.int32) for piece in pieces if len(piece)]
-        return np.concatenate(arrays) if arrays else np.empty(0, np.int32)
+        # An empty list would count as one of floats.
+        filled = [piece for piece in pieces if len(piece)] or [np.empty(0, np.int32)]
+        return np.concatenate(filled, dtype=np.int32, casting="same_kind")
     # Lists are read one number at a time in any case.
     return np.fromiter(itertools.chain.from_iterable(pieces), np.int32, total)
 
