@@ -223,8 +223,9 @@ def simulated(hours: float, connections: int) -> dict[str, Any]:
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("gym", args)
-    rates(report, (1, 16) if args.quick else (1, 16, 64), 32 if args.quick else 128)
-    found = simulated(4.0 if args.quick else 24.0, 8)
+    episodes = 8 if args.smoke else 32 if args.quick else 128
+    rates(report, (1, 4) if args.smoke else (1, 16) if args.quick else (1, 16, 64), episodes)
+    found = simulated(0.5 if args.smoke else 4.0 if args.quick else 24.0, 8)
     report.table("a day in virtual time, 8 connections", ("", "value"), found.items())
     growth = found["resident MB at the end"] - found["resident MB after a quarter"]
     report.target("MB of memory gained after the first quarter", growth, most=10.0)

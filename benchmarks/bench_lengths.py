@@ -3,16 +3,18 @@
 Timed is, for writing, a list of ids and a list of lengths -> a finished file, journal, checksum
 and fsync included for ours, neither for the plain loop; for loading, the file -> lengths and ids
 as arrays (ours) or as a dictionary (the plain loop, and ours where it says so). Files stand in
-the page cache.
+the page cache. `data lengths build` with the tokenizer `bytes` is all that is not the tokenizer:
+rows are read, checked, hashed, and lengths and tokens written; beside it only their JSON is parsed.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from batchwright.data import LengthCache
+from batchwright.data import LengthCache, build_lengths
 from common import Contender, Report, arguments, lengths_of, measure
 
 Entries = tuple[list[str], list[int]]
@@ -85,6 +87,52 @@ def loading_plain(path: Path) -> Contender:
     return Contender("plain json loop", prepare, summary)
 
 
+def rows_of(words: int, n: int) -> list[str]:
+    return [json.dumps({"prompt": f"{i} " + "word " * words, "completion": "ok"}) for i in range(n)]
+
+
+def building(rows: list[str]) -> Callable[[], int]:
+    def call() -> int:
+        # Tokens are kept by what the data holds, so every call gets a place of its own.
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as own:
+            os.environ["BATCHWRIGHT_TOKENS"] = own
+            path = Path(own, "rows.jsonl")
+            path.write_text("\n".join(rows))
+            return build_lengths(path, "bytes", f"{own}/lengths.jsonl", workers=1).measured
+
+    return call
+
+
+def parsing(rows: list[str]) -> Callable[[], int]:
+    return lambda: sum(1 for row in rows if json.loads(row))
+
+
+def rows_read(rows: list[str], read: int) -> Mapping[str, Any]:
+    assert read == len(rows)
+    return {}
+
+
+def of_bytes(report: Report, n: int) -> None:
+    """`lengths build -t bytes` beside the parsing of the same rows."""
+    table, shares = [], []
+    for words in (2, 100):
+        rows = rows_of(words, n)
+        spent = []
+        for name, prepare in (("parse the JSON", parsing), ("lengths build -t bytes", building)):
+            contender = Contender(name, prepare, rows_read)
+            got = measure(contender, rows, rows[:100], runs=3, limit_s=600.0)
+            if got.busy is None:
+                report.not_measured(name, got.reason)
+                continue
+            spent.append(got.busy)
+            size = sum(map(len, rows)) / n
+            table.append([f"{name}, rows of {size:.0f} bytes", 1e6 * got.busy / n])
+        shares.append(spent[-1] / spent[0] if len(spent) == 2 else None)
+    report.table(f"{n:,} rows", ("", "processor us/row"), table)
+    ratio = None if report.args.quick else shares[0]
+    report.target("lengths build -t bytes, short rows, x parsing", ratio, most=10.0)
+
+
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("lengths", args)
@@ -117,6 +165,7 @@ def main() -> None:
             extra = (got.extra_bytes or 0) / n
             rows.append([way.name, got.seconds, 1e6 * got.seconds / n, extra])
         report.table(f"load {n:,} entries", ("", "seconds", "us/entry", "extra bytes/entry"), rows)
+    of_bytes(report, 5_000 if args.quick else 100_000)
     for name in ("batchwright .jsonl", "batchwright .safetensors"):
         measured = loads.get(name) if n == 1_000_000 else None
         report.target(f"{name}: load of 1M entries, s", measured, most=1.0)

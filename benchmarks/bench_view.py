@@ -35,11 +35,11 @@ ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-backgroun
 def main() -> None:
     args = arguments(__doc__).parse_args()
     report = Report("view", args)
-    events = 100_000 if args.quick else 1_000_000
+    events = 2_000 if args.smoke else 100_000 if args.quick else 1_000_000
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         runs = folder / "runs"
-        write_run(runs / "ten", megabytes=MEGABYTES)
+        write_run(runs / "ten", megabytes=0.1 if args.smoke else MEGABYTES)
         write_run(runs / "many", events=events)
         rows: list[list[Any]] = []
         for run in ("ten", "many"):
@@ -48,7 +48,7 @@ def main() -> None:
             found = summarise(runs / run)
             rows.append([run, found["steps"]["rows"], size / 1e6, time.perf_counter() - began])
         report.table("reading a log", ("run", "records", "MB", "s"), rows)
-        samples = 100_000 if args.quick else SAMPLES
+        samples = 2_000 if args.smoke else 100_000 if args.quick else SAMPLES
         sizes = []
         for layout in ("packed", "bucketed"):
             config = BatchingConfig(layout=layout)
@@ -63,7 +63,9 @@ def main() -> None:
             report.not_measured("in Chromium", "no Chromium, or no playwright to drive it")
         else:
             write_run(folder / "other" / "small", events=1000)
-            first, opened, updated = in_browser(runs, folder / "other", 3 if args.quick else 7)
+            first, opened, updated = in_browser(
+                runs, folder / "other", 1 if args.smoke else 3 if args.quick else 7
+            )
             seen = [["open, nothing read yet", first], ["open", opened], ["update", updated]]
             report.table("in Chromium", ("what", "s"), seen)
             report.target("page open on a run of 10 MB, nothing read yet, s", first, most=1.0)

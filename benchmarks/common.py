@@ -135,10 +135,7 @@ def measure(
     quarters of the memory that was free before; an import that fails is a reason, not an error.
     """
     if _Smoke.on:
-        given, runs, limit_s = small, 1, min(limit_s, 20.0)
-        if warm:
-            # Here, once: what each child would load anew is most of what a smoke run takes.
-            permute(3, 1000, np.uint64(7))
+        return _here(contender, small)
     # Forked, so that the input is shared and not sent; nothing here may have started threads.
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -186,6 +183,25 @@ def measure(
     )
 
 
+def _here(contender: Contender, given: Any) -> Measured:
+    """Run a contender once in this process: what it imports is there for the others, and to
+    import it is most of what a smoke run does."""
+    try:
+        start, worked = time.perf_counter(), time.process_time()
+        result = contender.prepare(given)()
+        seconds, busy = time.perf_counter() - start, time.process_time() - worked
+        summary = dict(contender.summary(given, result))
+    except Exception as error:
+        return Measured(contender.name, reason=_said(error))
+    # Shares are taken of all of these.
+    least = max(1e-9, min(seconds, busy))
+    return Measured(contender.name, seconds, seconds, least, (seconds,), 0, summary)
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 def _child(
     pipe: Connection,
     contender: Contender,
@@ -223,7 +239,7 @@ def _child(
                 break
         pipe.send(("done", dict(contender.summary(given, result))))
     except BaseException as error:
-        pipe.send(("error", f"{type(error).__name__}: {error}".splitlines()[0][:200]))
+        pipe.send(("error", _said(error)))
 
 
 def _wait(pipe: Connection, pid: int | None, seconds: float, most_bytes: int) -> str:
@@ -277,6 +293,7 @@ class Report:
         self.stamp = machine()
         # A note of who else was at work while the numbers were taken.
         self.load_before = os.getloadavg()[0]
+        self._begun = time.monotonic()
         print(f"{name}: {self.stamp['cpu']}, {self.stamp['cores']} cores, {self.stamp['date']}")
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -319,6 +336,8 @@ class Report:
         for target in self.targets:
             state = words[target["reached"]]
             print(f"target {target['what']} {target['goal']}: {_cell(target['value'])}, {state}")
+        wall, busy = time.monotonic() - self._begun, _processor_seconds()
+        print(f"took {wall:,.0f} s, {busy:,.0f} s of processor time")
         if self.args.no_save:
             return
         folder = RESULTS / "quick" if self.args.quick else RESULTS
@@ -327,6 +346,7 @@ class Report:
             "benchmark": self.name,
             "machine": self.stamp,
             "load": {"before": self.load_before, "after": os.getloadavg()[0]},
+            "took": {"seconds": round(wall), "processor_seconds": round(busy)},
             "note": "best call of several; the machine was shared, so trust ratios, not seconds",
             "not_measured": self.missing,
             "targets": self.targets,
@@ -335,6 +355,12 @@ class Report:
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(saved, indent=1, default=_plain) + "\n")
         print(f"saved {path.relative_to(RESULTS.parent)}")
+
+
+def _processor_seconds() -> float:
+    """Of this process and all that it started and that ended."""
+    each = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(used.ru_utime + used.ru_stime for used in each)
 
 
 def machine() -> dict[str, Any]:

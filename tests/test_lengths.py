@@ -487,6 +487,19 @@ def test_numbered_ids_stay_numbered(tmp_path: Path, suffix: str) -> None:
     assert LengthCache.load(tmp_path / f"l{suffix}").lengths.ids.arrays is None
 
 
+class NoWorkers:
+    def map(self, *_: Any) -> Any:
+        raise AssertionError("workers were started")
+
+
+def test_unchanged_data_start_no_workers(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "d.jsonl", [{"text": f"row {i}"} for i in range(1000)])
+    build_lengths(data, "bytes", tmp_path / "one.jsonl")
+    again = build_lengths(data, "bytes", tmp_path / "two.jsonl", workers=NoWorkers())
+    assert (again.measured, again.reused) == (0, 1000)
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("workers", "suffix"), [(1, ".jsonl"), (1, ".safetensors"), (2, ".safetensors")]
 )

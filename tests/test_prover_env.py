@@ -395,6 +395,20 @@ def test_once_asks_every_query_exactly_once_in_order() -> None:
     assert env.active.all()
 
 
+def test_what_is_filled_bounds_what_is_no_padding() -> None:
+    for own in ({}, {"once": True}, {"end_action": False}):
+        env = small(6, **own)
+        for turn in range(40):
+            behind = np.arange(env.num_actions) >= env.filled[:, None]
+            assert (env.observation["candidates"][behind] == -1).all()
+            if turn == 20:
+                env.copy_slots(np.array([3, 3, 3, 0, 4, 5]))
+            elif turn == 30:
+                env.load_state_dict(env.state_dict())
+            else:
+                env.step(env.random_actions(turn))
+
+
 def test_a_part_of_the_slots_can_begin_anew() -> None:
     env = small(4)
     env.step(env.random_actions(1))

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchwright.data.rows.sample import Sample, content_hash, encode_row, encode_rows
+from batchwright.data.rows import Row
+from batchwright.data.rows.sample import (
+    Sample,
+    content_hash,
+    content_hashes,
+    encode_row,
+    encode_rows,
+)
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
 from batchwright.errors import BadRow
@@ -298,3 +305,20 @@ def test_content_hashes_follow_the_content_and_not_its_spelling() -> None:
     assert content_hash({"a": 1}) != content_hash({"a": 2})
     assert content_hash({"a": "\ud800"}) != content_hash({"a": "\ud801"})
     assert f"{content_hash({'text': 'a'}):016x}" == "6193c97585a0f731"
+
+
+def test_hashes_of_many_rows_are_those_of_each() -> None:
+    rows: list[Row] = [
+        {"text": '},{"a":1},', "b": [1, None]},
+        {},
+        {"é": None, "x": float("nan")},
+        {"z": [], "a": {"y": None}},
+    ]
+    assert content_hashes([]).tolist() == []
+    assert content_hashes(rows).tolist() == [*map(content_hash, rows)]
+
+
+def test_a_difficulty_that_is_no_number_is_none() -> None:
+    for difficulty in ([1], {"a": 1}, "hard", True, float("inf")):
+        row = {"text": "a", "difficulty": difficulty}
+        assert encode_row(row, load_tokenizer("bytes"), "0").difficulty is None

@@ -334,6 +334,12 @@ class ArrayWriter:
             self._size += len(part)
             view = view[len(part) :]
 
+    def sha256(self, more: bytes = b"") -> str:
+        """The checksum of all bytes so far, and of `more` after them."""
+        hasher = self._sha256.copy()
+        hasher.update(more)
+        return hasher.hexdigest()
+
     def entry(self, shape: Sequence[int] | None = None) -> dict[str, Any]:
         """What the manifest says of the array."""
         return {

@@ -121,6 +121,16 @@ class Symbolic(Protocol):
 
 
 @runtime_checkable
+class Padded(Protocol):
+    """A symbolic environment that says how much of its `candidates` is no padding."""
+
+    @property
+    def filled(self) -> NDArray[np.int64]:
+        """[B]: in each row of `candidates` all from this one on are -1."""
+        ...
+
+
+@runtime_checkable
 class Seeded(Protocol):
     """An environment whose seed can be changed after it was made."""
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.permutation import mix
 
-__all__ = ["advantages", "episodes", "greedy", "sample"]
+__all__ = ["advantages", "copy_filled", "episodes", "greedy", "sample"]
 
 
 @kernel
@@ -202,3 +202,23 @@ def episodes(
                     count += 1
                 returns[b], lengths[b], clean[b] = 0.0, 0, True
     return count
+
+
+@kernel
+def copy_filled(
+    rows: NDArray[np.int32],
+    filled: NDArray[np.int64],
+    out: NDArray[np.int32],
+    held: NDArray[np.int64],
+) -> None:
+    """Make `out` [B, n] equal to `rows`, of which row b is -1 from filled[b] on.
+
+    `out` is -1 already from held[b] on, which is filled[b] afterwards: what is padding in both is
+    neither read nor written.
+    """
+    for b in range(rows.shape[0]):
+        for k in range(filled[b]):
+            out[b, k] = rows[b, k]
+        for k in range(filled[b], held[b]):
+            out[b, k] = -1
+        held[b] = filled[b]

@@ -4,6 +4,7 @@ A step runs the actor only. Values are not needed to act, so they are computed f
 rollout at once, and so are those of the final observations of truncated episodes.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from batchwright import rng
-from batchwright.envs.api import Env, Obs
+from batchwright.envs.api import Env, Obs, Padded
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.rl import kernels
 from batchwright.rl.policy import Policy, choose
@@ -109,6 +110,11 @@ class Runner:
         self.stop: Callable[[], bool] | None = None
         """Asked between steps whether to stop; then the rollout is as if it had not begun."""
         self._rollout = Rollout.allocate(env, num_steps)
+        self._padded = env if isinstance(env, Padded) else None
+        if self._padded is not None:
+            # How much of the candidates of each step may be other than padding: at first, all.
+            size = math.prod(env.spec["candidates"].shape)
+            self._held = np.full((num_steps, env.num_envs), size)
         self._obs: Obs | None = None
         self._returns = np.zeros(env.num_envs, np.float64)
         self._lengths = np.zeros(env.num_envs, np.int64)
@@ -141,8 +147,7 @@ class Runner:
         for t in range(len(out.actions)):
             if self.stop is not None and self.stop():
                 raise RolloutStopped
-            for name, array in out.obs.items():
-                array[t] = obs[name]
+            self._keep(out, t, obs)
             seen = {n: torch.from_numpy(a[t]).to(policy.device) for n, a in out.obs.items()}
             with torch.inference_mode():
                 logits = policy.logits(seen)
@@ -158,6 +163,16 @@ class Runner:
                 finals.append((t, cut, {n: step.final_obs[n][cut] for n in out.obs}))
             obs = step.obs
         return obs, finals
+
+    def _keep(self, out: Rollout, t: int, obs: Obs) -> None:
+        """Copy an observation; of candidates that are mostly padding only what is none."""
+        for name, array in out.obs.items():
+            if name != "candidates" or self._padded is None:
+                array[t] = obs[name]
+                continue
+            shown, kept = (all.reshape(len(all), -1) for all in (obs[name], array[t]))
+            filled = self._padded.filled * array.shape[-1]
+            kernels.copy_filled(shown, filled, kept, self._held[t])
 
     def action_key(self, t: int) -> int:
         """The key of the random numbers that sample the actions of step `t` of this rollout."""

@@ -10,7 +10,6 @@ but for `pack_mode` optimal, whose patterns come from a linear programme and are
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,12 @@ from batchwright.batching.packing.modes import PackingMode
 from batchwright.batching.packing.optimal import pack_optimal
 from batchwright.batching.plan import order_kernels
 from batchwright.batching.plan.canonical import canonical_order
-from batchwright.batching.plan.groups import Groups, Unit, shuffled_units, units_of, whole_units
+from batchwright.batching.plan.groups import Groups, Units, shuffled_units, units_of, whole_units
 from batchwright.batching.plan.mixing import mixable_patterns
 from batchwright.batching.plan.order import (
     Listing,
     MaterialisedOrder,
     Order,
-    Rows,
     VirtualOrder,
 )
 from batchwright.batching.plan.pieces import Counts, Pieces, cut_pieces
@@ -95,9 +93,7 @@ def arrange(
         pieces = whole_units(pieces, groups, config)
         ordered = pieces.of_items(canonical)
         units = units_of(ordered, groups, config)
-        together = [
-            Listing.of(_grouped(ordered, units, config, epoch)) for epoch in range(num_epochs)
-        ]
+        together = [_grouped(ordered, units, config, epoch) for epoch in range(num_epochs)]
         return Arranged(MaterialisedOrder.collect(config, together), pieces)
     # From easy to hard, in stages; all in one stage without a difficulty.
     easy_first, stages = canonical, 1
@@ -275,31 +271,29 @@ def _listed(
     return Listing.joined(listed)
 
 
-def _grouped(pieces: Pieces, units: list[Unit], config: BatchingConfig, epoch: int) -> list[Rows]:
+def _grouped(pieces: Pieces, units: Units, config: BatchingConfig, epoch: int) -> Listing:
     """The microbatches of one epoch, in which no unit is divided."""
     if config.layout != "packed":
-        return shuffled_units(pieces, units, [], config, epoch)
-    large = [unit for unit in units if len(unit.rows) > 1]
-    small = [unit for unit in units if len(unit.rows) == 1]
-    if not small:
-        return shuffled_units(pieces, large, [], config, epoch)
+        return shuffled_units(pieces, units, None, config, epoch)
+    rows = units.row_counts
+    large, small = units.take(np.flatnonzero(rows > 1)), units.take(np.flatnonzero(rows == 1))
+    if not len(small):
+        return shuffled_units(pieces, large, None, config, epoch)
     # Units of one row are packed as samples are, each as long as all of it.
     most = config.pack_max_segments
     if most is not None:
-        most = max(1, most // max(len(unit.pieces) for unit in small))
+        most = max(1, most // int(np.diff(small.offsets).max()))
     one_row = {"token_budget": config.limit, "pack_max_length": config.limit, "align": 1}
     own = config.model_copy(
         update={**one_row, "segment_multiple": 1, "pack_max_segments": most, "min_length": 1}
     )
-    rooms = np.array([unit.room for unit in small], np.int32)
     numbers = np.arange(len(small), dtype=np.int32)
+    rooms = small.room.astype(np.int32)
     whole = Pieces(numbers, np.empty(0, np.int32), rooms, pieces.skipped, pieces.counts)
     packed = _listed(whole, [numbers], own, epoch)
-    rows = [
-        [small[at].pieces for at in packed.items[a:b].tolist()]
-        for a, b in pairwise(packed.row_offsets.tolist())
-    ]
-    return shuffled_units(pieces, large, rows, config, epoch)
+    in_row = small.take(packed.items)
+    rows_of_small = in_row.members, in_row.offsets[packed.row_offsets]
+    return shuffled_units(pieces, large, rows_of_small, config, epoch)
 
 
 def _virtual(

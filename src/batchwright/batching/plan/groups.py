@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from batchwright import rng
 from batchwright.batching.config import BatchingConfig, PadPolicy
 from batchwright.batching.packing.bins import pack_lengths
-from batchwright.batching.plan.order import Rows
+from batchwright.batching.plan.order import Listing
 from batchwright.batching.plan.pieces import Pieces
 from batchwright.errors import ConfigError, OversizedSample
 from batchwright.permutation import permutation
 
-__all__ = ["ALONE", "Groups", "Unit", "shuffled_units", "units_of", "whole_units"]
+__all__ = ["ALONE", "Groups", "Units", "runs", "shuffled_units", "units_of", "whole_units"]
 
 ALONE = -1
 """The group of a sample that is in none."""
@@ -54,43 +54,75 @@ class Groups:
         return self.names[number] if self.names else str(number)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """What is planned as one: the pieces of a group, or one piece of a sample that is alone."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Units:
+    """What is planned as one: the pieces of a group, or one piece of a sample that is alone.
 
-    group: int
-    pieces: NDArray[np.int64]
-    rows: tuple[NDArray[np.int64], ...]
-    """The matrix rows that it fills, each with its pieces."""
-    room: int
+    Unit u fills the matrix rows rows[u] to rows[u + 1] - 1, row r has the pieces
+    members[offsets[r]] to members[offsets[r + 1] - 1].
+    """
+
+    members: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    group: NDArray[np.int64]
+    room: NDArray[np.int64]
     """Tokens that all of it takes up."""
-    width: int
+    width: NDArray[np.int64]
     """Tokens of a row, by which the budget is counted."""
-    bucket: int
+    bucket: NDArray[np.int64]
     """The bucket of its longest piece in a bucketed layout, else -1."""
 
+    def __len__(self) -> int:
+        return len(self.group)
 
-def units_of(pieces: Pieces, groups: Groups, config: BatchingConfig) -> list[Unit]:
+    @property
+    def row_counts(self) -> NDArray[np.int64]:
+        return np.diff(self.rows)
+
+    def take(self, numbers: NDArray[np.integer]) -> "Units":
+        """These units, in this order."""
+        rows, unit_rows = runs(self.rows, numbers)
+        at, offsets = runs(self.offsets, rows)
+        mine = (column[numbers] for column in (self.group, self.room, self.width, self.bucket))
+        return Units(self.members[at], offsets, unit_rows, *mine)
+
+
+def runs(
+    offsets: NDArray[np.int64], numbers: NDArray[np.integer]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The places in the runs of these numbers, one run after another, and the offsets of those.
+
+    Run i are the places offsets[i] to offsets[i + 1] - 1.
+
+    >>> [found.tolist() for found in runs(np.array([0, 2, 3, 6]), np.array([2, 0]))]
+    [[3, 4, 5, 0, 1], [0, 3, 5]]
+    """
+    sizes = np.diff(offsets)[numbers]
+    ends = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)))
+    moved = np.repeat(offsets[:-1][numbers] - ends[:-1], sizes)
+    return moved + np.arange(ends[-1]), ends
+
+
+def units_of(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Units:
     """The units of `pieces`, in the order of their first pieces."""
     group = groups.of_sample[pieces.items].astype(np.int64)
     alone = np.flatnonzero(group == ALONE)
     # Every piece of a sample that is alone is a unit of its own.
     group[alone] = len(groups.of_sample) + alone
     _, first, which = np.unique(group, return_index=True, return_inverse=True)
-    grouped = np.argsort(which, kind="stable")
-    bounds = np.concatenate(([0], np.cumsum(np.bincount(which))))
-    longest = np.maximum.reduceat(pieces.lengths[grouped], bounds[:-1])
+    # Renumbered by first piece; sorted by that, the pieces of a unit keep their order.
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first, kind="stable")] = np.arange(len(first))
+    unit = rank[which]
+    members = np.argsort(unit, kind="stable")
+    bounds = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.bincount(unit))))
     room = config.room(pieces.lengths)
-    tokens = np.add.reduceat(room[grouped].astype(np.int64), bounds[:-1])
-    widths, buckets = _widths(longest, config)
-    units = []
-    for number in np.argsort(first, kind="stable").tolist():
-        members = grouped[bounds[number] : bounds[number + 1]]
-        rows = _rows(members, room, int(tokens[number]), config)
-        of = int(groups.of_sample[pieces.items[members[0]]])
-        sizes = (int(tokens[number]), int(widths[number]), int(buckets[number]))
-        units.append(Unit(of, members, rows, *sizes))
-    return units
+    tokens = np.add.reduceat(room[members].astype(np.int64), bounds[:-1])
+    widths, buckets = _widths(np.maximum.reduceat(pieces.lengths[members], bounds[:-1]), config)
+    of = groups.of_sample[pieces.items[members[bounds[:-1]]]].astype(np.int64)
+    rows = _rows(members, bounds, room, tokens, config)
+    return Units(*rows, of, tokens, widths, buckets)
 
 
 def _widths(
@@ -109,15 +141,29 @@ def _widths(
 
 
 def _rows(
-    members: NDArray[np.int64], room: NDArray[np.int32], tokens: int, config: BatchingConfig
-) -> tuple[NDArray[np.int64], ...]:
+    members: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    room: NDArray[np.int32],
+    tokens: NDArray[np.int64],
+    config: BatchingConfig,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Members, offsets and rows of units that have the members bounds[u] to bounds[u + 1] - 1."""
     if config.layout != "packed":
-        return tuple(members[at : at + 1] for at in range(len(members)))
+        return members, np.arange(len(members) + 1), bounds
     most = config.pack_max_segments
-    if tokens <= config.limit and len(members) <= (most or len(members)):
-        return (members,)
-    packing = pack_lengths(room[members], config.limit, max_segments=most)
-    return tuple(members[packing.items[a:b]] for a, b in pairwise(packing.offsets.tolist()))
+    large = (tokens > config.limit) | (np.diff(bounds) > (most or len(members)))
+    counts = np.ones(len(tokens), np.int64)
+    # Where each row ends, at first as if every unit had one.
+    ends = [bounds[1:][~large]]
+    members = members.copy()
+    for unit in np.flatnonzero(large).tolist():
+        own = members[bounds[unit] : bounds[unit + 1]]
+        packing = pack_lengths(room[own], config.limit, max_segments=most)
+        own[:] = own[packing.items]
+        ends.append(bounds[unit] + packing.offsets[1:])
+        counts[unit] = packing.num_bins
+    offsets = np.concatenate((np.zeros(1, np.int64), np.sort(np.concatenate(ends))))
+    return members, offsets, np.concatenate((np.zeros(1, np.int64), np.cumsum(counts)))
 
 
 def whole_units(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Pieces:
@@ -128,17 +174,26 @@ def whole_units(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Piece
     """
     lost = groups.of_sample[pieces.skipped]
     lost = lost[lost != ALONE]
-    for unit in units_of(pieces, groups, config):
-        if len(unit.rows) * unit.width <= config.token_budget:
-            continue
-        if config.overflow != "skip":
-            raise OversizedSample(
-                f"group {groups.name(unit.group)!r} of {len(unit.pieces):,} samples needs "
-                f"{len(unit.rows):,} rows of {unit.width:,} tokens in one microbatch, over "
-                f"token_budget={config.token_budget:,}; raise the budget to at least "
-                f"{len(unit.rows) * unit.width:,}, or skip such groups with overflow skip"
-            )
-        lost = np.append(lost, unit.group)
+    if config.layout == "packed" and not lost.size:
+        grouped = groups.of_sample[pieces.items]
+        most = max(1, int(np.bincount(grouped[grouped != ALONE], minlength=1).max()))
+        # At worst every piece has a row of its own, and then too they fit.
+        if most * config.get_pad_length(-1, config.pack_max_length) <= config.token_budget:
+            return pieces
+    units = units_of(pieces, groups, config)
+    rows = units.row_counts
+    large = np.flatnonzero(rows * units.width > config.token_budget)
+    if large.size and config.overflow != "skip":
+        at = int(large[0])
+        needed = int(rows[at] * units.width[at])
+        size = units.offsets[units.rows[at + 1]] - units.offsets[units.rows[at]]
+        raise OversizedSample(
+            f"group {groups.name(int(units.group[at]))!r} of {size:,} samples needs "
+            f"{rows[at]:,} rows of {units.width[at]:,} tokens in one microbatch, over "
+            f"token_budget={config.token_budget:,}; raise the budget to at least "
+            f"{needed:,}, or skip such groups with overflow skip"
+        )
+    lost = np.append(lost, units.group[large])
     if not lost.size:
         return pieces
     gone = np.isin(groups.of_sample, lost)
@@ -162,83 +217,115 @@ def whole_units(pieces: Pieces, groups: Groups, config: BatchingConfig) -> Piece
 
 def shuffled_units(
     pieces: Pieces,
-    units: list[Unit],
-    rows: list[list[NDArray[np.int64]]],
+    units: Units,
+    small: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
     config: BatchingConfig,
     epoch: int,
-) -> list[Rows]:
-    """The microbatches of an epoch: `units` and packed `rows` of small units, none divided.
+) -> Listing:
+    """The microbatches of an epoch: `units` and packed rows of `small` units, none divided.
 
-    `rows` hold whole units each, so they may stand in any microbatch.
+    The rows of small ones, members and offsets, may stand in any microbatch.
     """
     order = permutation(len(units), np.uint64(rng.key(config.seed, "plan/units", epoch)))
-    shuffled = [units[at] for at in order.tolist()]
+    shuffled = units.take(order)
     if config.layout == "packed":
-        batches = _packed(shuffled, rows, config)
+        made = _packed(shuffled, 0 if small is None else len(small[1]) - 1, config)
     elif config.layout == "sorted":
-        batches = _sorted(shuffled, config)
+        made = _sorted(shuffled, config)
     else:
-        batches = _bucketed(shuffled, config)
+        made = _bucketed(shuffled, config)
+    members, offsets = shuffled.members, shuffled.offsets
+    if small is not None:
+        offsets = np.concatenate((offsets, small[1][1:] + offsets[-1]))
+        members = np.concatenate((members, small[0]))
+    rows, batches, buckets = made
     if config.interleave_buckets:
         key = np.uint64(rng.key(config.seed, "plan/batches", epoch))
-        batches = [batches[at] for at in permutation(len(batches), key).tolist()]
-    return [_laid(pieces, bucket, listed, config) for bucket, listed in batches]
+        mixed = permutation(len(buckets), key)
+        at, batches = runs(batches, mixed)
+        rows, buckets = rows[at], buckets[mixed]
+    at, row_offsets = runs(offsets, rows)
+    return _laid(pieces, members[at], row_offsets, batches, buckets, config)
 
 
-Batch = tuple[int, list[NDArray[np.int64]]]
-"""A bucket, and rows of pieces."""
+Batches = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Rows by number, the offsets of each batch in them, and the bucket of each."""
 
 
-def _packed(
-    units: list[Unit], small: list[list[NDArray[np.int64]]], config: BatchingConfig
-) -> list[Batch]:
-    """Units of several rows share microbatches; the rows of small units fill them up."""
+def _packed(units: Units, small: int, config: BatchingConfig) -> Batches:
+    """Units of several rows share microbatches; the rows of small units fill them up.
+
+    The small rows are numbered after those of the units.
+    """
     most = config.token_budget // config.get_pad_length(-1, config.pack_max_length)
-    left = [np.concatenate(row) for row in small]
-    batches: list[Batch] = []
-    if units:
-        packing = pack_lengths(np.array([len(unit.rows) for unit in units]), most)
-        for a, b in pairwise(packing.offsets.tolist()):
-            listed = [row for at in packing.items[a:b].tolist() for row in units[at].rows]
-            kept = max(0, len(left) - (most - len(listed)))
-            batches.append((-1, listed + left[kept:]))
-            del left[kept:]
-    batches += [(-1, left[at : at + most]) for at in range(0, len(left), most)]
-    return batches
+    first = int(units.rows[-1])
+    rows, left = [np.empty(0, np.int64)], small
+    sizes = [0]
+    if len(units):
+        packing = pack_lengths(units.row_counts, most)
+        own, row_offsets = runs(units.rows, packing.items)
+        for a, b in pairwise(row_offsets[packing.offsets].tolist()):
+            kept = max(0, left - (most - (b - a)))
+            rows += [own[a:b], first + np.arange(kept, left)]
+            sizes.append(b - a + left - kept)
+            left = kept
+    rows.append(first + np.arange(left))
+    sizes += [min(most, left - at) for at in range(0, left, most)]
+    return np.concatenate(rows), np.cumsum(sizes), np.full(len(sizes) - 1, -1)
 
 
-def _sorted(units: list[Unit], config: BatchingConfig) -> list[Batch]:
+def _sorted(units: Units, config: BatchingConfig) -> Batches:
     """Runs of units by width, as long as the budget allows; the narrowest come first."""
-    batches: list[Batch] = []
-    widest = 0
-    for unit in sorted(units, key=lambda unit: unit.width, reverse=True):
-        if not batches or (len(batches[-1][1]) + len(unit.rows)) * widest > config.token_budget:
-            widest = unit.width
-            batches.append((-1, []))
-        batches[-1][1].extend(unit.rows)
-    return batches[::-1]
+    order = np.argsort(-units.width, kind="stable")
+    widths = units.width[order]
+    ends = np.cumsum(units.row_counts[order])
+    cuts = [0]
+    while cuts[-1] < len(order):
+        begun = cuts[-1]
+        before = ends[begun - 1] if begun else 0
+        most = before + config.token_budget // widths[begun]
+        cuts.append(max(begun + 1, int(np.searchsorted(ends, most, side="right"))))
+    narrow_first, in_units = runs(np.array(cuts), np.arange(len(cuts) - 1)[::-1])
+    rows, row_offsets = runs(units.rows, order[narrow_first])
+    return rows, row_offsets[in_units], np.full(len(cuts) - 1, -1)
 
 
-def _bucketed(units: list[Unit], config: BatchingConfig) -> list[Batch]:
+def _bucketed(units: Units, config: BatchingConfig) -> Batches:
     """The units of each bucket in as few batches as their rows need, bucket after bucket."""
-    batches: list[Batch] = []
-    for bucket in sorted({unit.bucket for unit in units}):
-        own = [unit for unit in units if unit.bucket == bucket]
-        sizes = np.array([len(unit.rows) for unit in own])
-        packing = pack_lengths(sizes, config.token_budget // own[0].width)
-        for a, b in pairwise(packing.offsets.tolist()):
-            rows = [row for at in packing.items[a:b].tolist() for row in own[at].rows]
-            batches.append((bucket, rows))
-    return batches
+    rows, sizes, buckets = [], [np.zeros(1, np.int64)], []
+    for bucket in np.unique(units.bucket).tolist():
+        own = np.flatnonzero(units.bucket == bucket)
+        packing = pack_lengths(
+            units.row_counts[own], int(config.token_budget // units.width[own[0]])
+        )
+        found, row_offsets = runs(units.rows, own[packing.items])
+        rows.append(found)
+        sizes.append(np.diff(row_offsets[packing.offsets]))
+        buckets.append(np.full(packing.num_bins, bucket))
+    return np.concatenate(rows), np.cumsum(np.concatenate(sizes)), np.concatenate(buckets)
 
 
 def _laid(
-    pieces: Pieces, bucket: int, rows: list[NDArray[np.int64]], config: BatchingConfig
-) -> Rows:
-    at = np.concatenate(rows)
+    pieces: Pieces,
+    at: NDArray[np.int64],
+    row_offsets: NDArray[np.int64],
+    batches: NDArray[np.int64],
+    buckets: NDArray[np.int64],
+    config: BatchingConfig,
+) -> Listing:
+    """The pieces `at` as microbatches, each as wide as its layout asks."""
     lengths = pieces.lengths[at]
     packed = config.layout == "packed"
-    width = config.get_pad_length(bucket, config.pack_max_length if packed else int(lengths.max()))
-    offsets = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
-    starts = pieces.starts[at] if pieces.starts.size else np.zeros_like(lengths)
-    return Rows(bucket, width, pieces.items[at], starts, lengths, offsets)
+    longest = np.maximum.reduceat(lengths, row_offsets[batches[:-1]])
+    asked = np.full(len(buckets), config.pack_max_length) if packed else longest.astype(np.int64)
+    kinds, which = np.unique(np.stack([buckets, asked]), axis=1, return_inverse=True)
+    widths = [config.get_pad_length(bucket, asked) for bucket, asked in kinds.T.tolist()]
+    return Listing(
+        pieces.items[at],
+        pieces.starts[at] if pieces.starts.size else np.zeros_like(lengths),
+        lengths,
+        row_offsets,
+        batches,
+        np.array(widths, np.int32)[which],
+        buckets.astype(np.int32),
+    )

@@ -13,7 +13,8 @@ from batchwright.data.build.known import Known
 from batchwright.data.build.workers import Workers, map_chunks
 from batchwright.data.entries import Entries
 from batchwright.data.ids import Ids
-from batchwright.data.rows.sample import Encoding, content_hash, row_id
+from batchwright.data.rows import Row
+from batchwright.data.rows.sample import Encoding, content_hashes, row_id
 from batchwright.data.rows.source import Chunk, OnBadRow, Skipped, Source, good_rows
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow, DuplicateId
@@ -146,43 +147,41 @@ class EncodingChunk:
 
     def __init__(self, chunk: Chunk, tokenizer: Tokenizer, known: Known) -> None:
         self._bad: list[tuple[int, BadRow]] = []
-        self._read = []
+        self._rows: list[int] = []
+        self._ids: list[str] = []
+        read: list[Row] = []
         for item, row in chunk.rows():
             try:
                 if isinstance(row, BadRow):
                     raise row
-                self._read.append((item, row, row_id(row, str(item)), content_hash(row)))
+                self._ids.append(row_id(row, str(item)))
             except BadRow as error:
                 self._bad.append((item, error))
-        self._content = np.array([r[3] for r in self._read], np.uint64)
-        self._lengths, self._places = known.find([r[2] for r in self._read], self._content)
-        new = [(at, self._read[at][1]) for at in np.flatnonzero(self._places < 0).tolist()]
-        self._encoding = Encoding(new, tokenizer)
+                continue
+            self._rows.append(item)
+            read.append(row)
+        self._content = content_hashes(read)
+        self._lengths, self._places = known.find(self._ids, self._content)
+        self._new = np.flatnonzero(self._places < 0)
+        self._encoding = Encoding([read[at] for at in self._new.tolist()], tokenizer)
 
     def tokenise(self) -> None:
         """Run the tokenizer; any thread may."""
         self._encoding.tokenise()
 
     def result(self) -> EncodedChunk:
-        bad, lengths = self._bad, self._lengths
-        ids: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
-        masks: list[NDArray[np.uint8]] = [np.empty(0, np.uint8)]
-        for at, _, tokens in self._encoding.tokens():
-            if isinstance(tokens, BadRow):
-                bad.append((self._read[at][0], tokens))
-                continue
-            lengths[at] = len(tokens[0])
-            ids.append(tokens[0])
-            masks.append(tokens[1])
+        encoded, lengths = self._encoding.result(), self._lengths
+        lengths[self._new] = encoded.lengths
+        bad = [(self._rows[self._new[at]], why) for at, why in encoded.bad.items()]
         good = lengths > 0
-        kept = [r for r, keep in zip(self._read, good.tolist(), strict=True) if keep]
+        kept = np.flatnonzero(good).tolist()
         return EncodedChunk(
-            rows=[r[0] for r in kept],
-            ids=[r[2] for r in kept],
+            rows=[self._rows[at] for at in kept],
+            ids=[self._ids[at] for at in kept],
             lengths=lengths[good],
             content=self._content[good],
             places=self._places[good],
-            tokens=np.concatenate(ids),
-            mask=np.concatenate(masks),
-            bad=sorted(bad, key=itemgetter(0)),
+            tokens=encoded.tokens,
+            mask=encoded.mask,
+            bad=sorted(self._bad + bad, key=itemgetter(0)),
         )

@@ -25,6 +25,8 @@ __all__ = ["GZIP", "ZSTD", "JsonlSource", "no_room", "spooled"]
 
 BLOCK = 1 << 24
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# What `json.loads` calls, without what it does before and after for every row.
+_decode = json.JSONDecoder().raw_decode
 BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
 
 
@@ -126,6 +128,18 @@ class _FarLines:
 
 
 def _parse(line: bytes) -> Row | BadRow:
+    try:
+        text = line.rstrip().decode()
+        row, end = _decode(text)
+        if end == len(text) and isinstance(row, dict):
+            return row
+    except (ValueError, RecursionError):
+        pass
+    # It begins with white space, or is bad.
+    return _parsed(line)
+
+
+def _parsed(line: bytes) -> Row | BadRow:
     try:
         row = json.loads(line.rstrip().decode())
     except UnicodeDecodeError as error:

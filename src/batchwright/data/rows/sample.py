@@ -22,11 +22,14 @@ responses and counts for the loss; conversations end as their template ends them
 """
 
 import hashlib
+import itertools
 import json
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from numbers import Number
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,14 +48,24 @@ from batchwright.data.rows.shapes import (
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.errors import BadRow
 
-__all__ = ["IGNORE", "Encoding", "Sample", "content_hash", "encode_row", "encode_rows", "row_id"]
+__all__ = [
+    "IGNORE",
+    "Encoded",
+    "Encoding",
+    "Sample",
+    "content_hash",
+    "content_hashes",
+    "encode_row",
+    "encode_rows",
+    "row_id",
+]
 
 # Created once: `json.dumps` would create one for every row.
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
 Name = TypeVar("Name", int, str)
-Tokens = tuple[NDArray[np.int32], NDArray[np.uint8]]
-"""Ids and loss mask of a row."""
+BETWEEN = secrets.token_hex(8)
+"""A text that is in no row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,16 +104,19 @@ def encode_rows(
     All texts go to the tokenizer in one batch, which is several times faster than one by one.
     Rows are named by their number or an id; rows that are already bad pass through.
     """
-    encoding = Encoding(rows, tokenizer)
+    given = list(rows)
+    encoding = Encoding([row for _, row in given], tokenizer)
     encoding.tokenise()
+    encoded = encoding.result()
+    ends: list[int] = np.cumsum(encoded.lengths).tolist()
     outcomes: list[tuple[Name, Sample | BadRow]] = []
-    for name, row, tokens in encoding.tokens():
-        if isinstance(tokens, BadRow):
-            outcomes.append((name, tokens))
-            continue
-        assert not isinstance(row, BadRow), "it has no tokens"
+    for at, ((name, row), start, end) in enumerate(zip(given, [0, *ends], ends, strict=False)):
         try:
-            outcomes.append((name, _sample(row, str(name), *tokens)))
+            if isinstance(row, BadRow) or at in encoded.bad:
+                raise encoded.bad[at]
+            # Copied, so that a sample that is kept does not keep the others.
+            ids, mask = encoded.tokens[start:end].copy(), encoded.mask[start:end].copy()
+            outcomes.append((name, _sample(row, str(name), ids, mask)))
         except BadRow as error:
             outcomes.append((name, error))
     return outcomes
@@ -114,22 +130,52 @@ def content_hash(row: Row) -> int:
     >>> content_hash({"text": "a", "id": None}) == content_hash({"text": "a"})
     True
     """
-    present = {key: value for key, value in row.items() if value is not None}
-    return int.from_bytes(hashlib.sha256(_canonical(present).encode()).digest()[:8], "big")
+    return int(content_hashes([row])[0])
 
 
-class Encoding(Generic[Name]):
-    """Rows on their way to tokens, in steps: create it, `tokenise`, take the `tokens`.
+def content_hashes(rows: Sequence[Row]) -> NDArray[np.uint64]:
+    """The `content_hash` of each row."""
+    present = [{key: value for key, value in row.items() if value is not None} for row in rows]
+    hashes = [hashlib.sha256(raw).digest()[:8] for raw in _written(present)]
+    return np.frombuffer(b"".join(hashes), ">u8").astype(np.uint64)
+
+
+def _written(rows: Sequence[Row]) -> Iterable[bytes]:
+    """Each row as canonical JSON.
+
+    All are written at once, which is quicker, with a text between them that none of them has.
+    """
+    together: list[Row | str] = [BETWEEN] * (2 * len(rows) - 1)
+    together[::2] = rows
+    try:
+        written = _canonical(together)[1:-1].encode().split(b',"%b",' % BETWEEN.encode())
+    except RecursionError:
+        # In the list they are nested one level deeper.
+        written = []
+    return written if len(written) == len(rows) else [_canonical(row).encode() for row in rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Rows as tokens and loss mask, one after another."""
+
+    lengths: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.uint8]
+    bad: dict[int, BadRow]
+    """Why a row, by its place, has no tokens; its length is 0."""
+
+
+class Encoding:
+    """Rows on their way to tokens, in steps: create it, `tokenise`, take the `result`.
 
     Only `tokenise` runs the tokenizer, which may use other cores meanwhile: another thread can
     call it while this one reads the next rows.
     """
 
-    def __init__(self, rows: Iterable[tuple[Name, Row | BadRow]], tokenizer: Tokenizer) -> None:
+    def __init__(self, rows: Iterable[Row | BadRow], tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._read: list[tuple[Name, Row | BadRow, Shape | BadRow]] = [
-            (name, row, shape_or_reason(row, tokenizer)) for name, row in rows
-        ]
+        self._shapes = [shape_or_reason(row, tokenizer) for row in rows]
         # Shapes are taken in the order they were given, so iterators are enough.
         self._texts: Iterator[Sequence[int]] = iter(())
         self._parts: Iterator[Sequence[int]] = iter(())
@@ -137,59 +183,79 @@ class Encoding(Generic[Name]):
 
     def tokenise(self) -> None:
         """Run the tokenizer once for each kind of text."""
-        shapes = [shape for _, _, shape in self._read]
         encode = self._tokenizer.encode_batch
-        if texts := [shape.text for shape in shapes if isinstance(shape, Text)]:
+        if texts := [shape.text for shape in self._shapes if isinstance(shape, Text)]:
             self._texts = iter(encode(texts, special=True))
-        pairs = [shape for shape in shapes if isinstance(shape, Pair)]
+        pairs = [shape for shape in self._shapes if isinstance(shape, Pair)]
         if parts := [part for pair in pairs for part in (pair.prompt, pair.response)]:
             self._parts = iter(encode(parts, special=False))
-        if chats := [shape.text for shape in shapes if isinstance(shape, Chat)]:
+        if chats := [shape.text for shape in self._shapes if isinstance(shape, Chat)]:
             self._chats = iter(self._tokenizer.encode_with_offsets(chats))
 
-    def tokens(self) -> Iterator[tuple[Name, Row | BadRow, Tokens | BadRow]]:
-        """Each row's ids and mask, or the reason why it has none; to be iterated once."""
-        for name, row, shape in self._read:
+    def result(self) -> Encoded:
+        """The tokens; to be taken once."""
+        pieces: list[Sequence[int] | NDArray[Any]] = []
+        bad: dict[int, BadRow] = {}
+        ends: list[int] = []
+        trained: list[tuple[int, int, Any]] = []
+        total = 0
+        for at, shape in enumerate(self._shapes):
+            start = total
             if isinstance(shape, BadRow):
-                yield name, row, shape
-                continue
-            ids, mask = self._tokens_of(shape)
-            yield name, row, (ids, mask) if len(ids) else BadRow("has no tokens")
+                bad[at] = shape
+            else:
+                own, first, mask = self._pieces_of(shape)
+                pieces += own
+                total += sum(map(len, own))
+                trained.append((start + first, total, mask))
+                if total == start:
+                    bad[at] = BadRow("has no tokens")
+            ends.append(total)
+        masks = np.zeros(total, np.uint8)
+        for begin, end, mask in trained:
+            masks[begin:end] = mask
+        lengths = np.diff(np.array(ends, np.int64), prepend=0).astype(np.int32)
+        return Encoded(lengths, _joined(pieces, total), masks, bad)
 
-    def _tokens_of(self, shape: Shape) -> Tokens:
-        if isinstance(shape, Ready):
-            return shape.ids, shape.mask
-        if isinstance(shape, Chat):
-            found, offsets = next(self._chats)
-            mask = np.zeros(len(found), np.uint8)
-            for start, end in shape.spans:
-                mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-            return np.asarray(found, np.int32), mask
+    def _pieces_of(
+        self, shape: Shape
+    ) -> tuple[list[Sequence[int] | NDArray[Any]], int, NDArray[np.uint8] | int]:
+        """The tokens of a row in pieces, and the mask from some token on, before which it is 0."""
+        if isinstance(shape, Pair):
+            prefix, prompt, ids = self._tokenizer.prefix, next(self._parts), next(self._parts)
+            everything = self._tokenizer.loss_on == "everything"
+            first = 0 if everything else len(prefix) + len(prompt)
+            return [prefix, prompt, ids, self._end_of(ids)], first, 1
         if isinstance(shape, Text):
-            ids = self._ended((), (), next(self._texts))
-            return ids, np.ones(len(ids), np.uint8)
-        prompt, prefix = next(self._parts), self._tokenizer.prefix
-        ids = self._ended(prefix, prompt, next(self._parts))
+            ids = next(self._texts)
+            return [ids, self._end_of(ids)], 0, 1
+        if isinstance(shape, Ready):
+            return [shape.ids], 0, shape.mask
+        ids, offsets = next(self._chats)
         mask = np.zeros(len(ids), np.uint8)
-        everything = self._tokenizer.loss_on == "everything"
-        mask[0 if everything else len(prefix) + len(prompt) :] = 1
-        return ids, mask
+        for start, end in shape.spans:
+            mask |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+        return [ids], 0, mask
 
-    def _ended(
-        self, prefix: Sequence[int], prompt: Sequence[int], ids: Sequence[int]
-    ) -> NDArray[np.int32]:
-        """All of them, with the end-of-text token appended unless the ids end with it."""
+    def _end_of(self, ids: Sequence[int]) -> Sequence[int]:
+        """The end-of-text token, unless the ids end with it."""
         eos = self._tokenizer.eos_id
-        end: Sequence[int] = () if eos is None or (len(ids) and ids[-1] == eos) else (eos,)
-        if isinstance(ids, np.ndarray):
-            return np.concatenate([np.asarray(p, np.int32) for p in (prefix, prompt, ids, end)])
-        # One list, because Python joins lists quicker than numpy reads them.
-        return np.array([*prefix, *prompt, *ids, *end], np.int32)
+        return () if eos is None or (len(ids) and ids[-1] == eos) else (eos,)
+
+
+def _joined(pieces: Sequence[Sequence[int] | NDArray[Any]], total: int) -> NDArray[np.int32]:
+    if any(isinstance(piece, np.ndarray) for piece in pieces):
+        # An empty list would count as one of floats.
+        filled = [piece for piece in pieces if len(piece)] or [np.empty(0, np.int32)]
+        return np.concatenate(filled, dtype=np.int32, casting="same_kind")
+    # Lists are read one number at a time in any case.
+    return np.fromiter(itertools.chain.from_iterable(pieces), np.int32, total)
 
 
 def _sample(row: Row, name: str, ids: NDArray[np.int32], mask: NDArray[np.uint8]) -> Sample:
     difficulty, dataset = row.get("difficulty"), row.get("dataset_id")
-    if isinstance(difficulty, bool | str) or difficulty is None or not math.isfinite(difficulty):
+    number: Any = difficulty if isinstance(difficulty, Number) else math.nan
+    if isinstance(number, bool) or not math.isfinite(number):
         difficulty = None
     return Sample(
         input_ids=ids,

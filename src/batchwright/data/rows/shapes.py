@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -176,10 +177,14 @@ Shape = Text | Pair | Chat | Ready
 class _Columns:
     """A row, and which of its columns were read. One that is null counts as absent."""
 
+    __slots__ = ("row", "used")
+
     def __init__(self, row: Row) -> None:
         self.row = row
         self.used: list[str] = []
-        self.has = {name for name, value in row.items() if value is not None}.__contains__
+
+    def has(self, name: str) -> bool:
+        return self.row.get(name) is not None
 
     def take(self, name: str) -> Any:
         self.used.append(name)
@@ -212,6 +217,10 @@ class _Columns:
         raise BadRow(f"has {having} but no {' or '.join(names)}; saw {_keys(self.row)}")
 
 
+Reader = Callable[[_Columns, Tokenizer], Shape]
+"""How rows with certain columns are read."""
+
+
 def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
     """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
@@ -233,51 +242,86 @@ def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
 
 
 def _shape(row: _Columns, tokenizer: Tokenizer) -> Shape:
+    columns = row.row
+    nulls = tuple([name for name, value in columns.items() if value is None])
+    return _reader(tuple(columns), nulls)(row, tokenizer)
+
+
+@lru_cache(1024)
+def _reader(names: tuple[str, ...], nulls: tuple[str, ...]) -> Reader:
+    """How to read rows with these columns: decided once for all rows that have the same ones."""
+    row = _Columns(dict.fromkeys(names, "") | dict.fromkeys(nulls))
     if row.has("input_ids"):
-        return _ready(row, tokenizer.vocab_size)
+        return _ready
     for name in CHATS:
         if row.has(name):
-            return _conversation(row, name, tokenizer)
+            return partial(_conversation, name=name)
     if row.has("query") and row.has("answers") and row.has("tools"):
-        return _chat(row, _calling(row), 0, tokenizer)
+        return _calling
     if row.has("chosen"):
-        return _chosen(row, tokenizer)
+        return _chosen
     if row.has("prompt"):
-        response = row.response("prompt")
-        if isinstance(row.row["prompt"], list) or isinstance(row.row[response], list):
-            asked = _messages(_spoken(row.take("prompt"), "user"), "prompt")
-            answered = _messages(_spoken(row.take(response), "assistant"), response)
-            return _chat(row, [*asked, *answered], len(asked), tokenizer)
-        prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
-        return _pair(prompt, row.text(response))
+        return partial(_prompted, response=row.response("prompt"))
     if row.has("instruction"):
-        return _alpaca(row)
+        return partial(_alpaca, response=row.response("instruction", "output", "response"))
     for name, first in QUESTIONS.items():
         has_answer = any(answer in row.row for answer in (*first, *RESPONSES))
         if row.has(name) and (has_answer or name == "question"):
-            response = row.response(name, *first)
-            parts = (row.optional(*SYSTEM), row.optional("context"), row.text(name))
-            return _pair(_after(*parts) + "\n", row.text(response))
+            asked = (*_first(row, *SYSTEM), *_first(row, "context"), name)
+            return partial(_answered, asked=asked, response=row.response(name, *first))
     if row.has("input") and "output" in row.row:
-        response = row.response("input", "output")
-        prompt = _after(row.optional(*SYSTEM), row.text("input"))
-        return _pair(prompt + "\n", row.text(response))
+        asked = (*_first(row, *SYSTEM), "input")
+        return partial(_answered, asked=asked, response=row.response("input", "output"))
     for name in ("text", "content", "input"):
         if row.has(name):
-            text = row.text(name)
-            if not text:
-                raise BadRow(f"its {name} is empty, so there are no tokens to train on")
-            return Text(text)
-    if isinstance(row.row.get("data"), list):
-        # UltraChat, as it was first published.
-        return _conversation(row, "data", tokenizer)
+            return partial(_text, name=name)
+    if row.has("data"):
+        return _dialogue
     if null := [name for name in KNOWN if name in row.row]:
         raise BadRow(f"its {null[0]} is null, so there is nothing to train on")
-    raise BadRow(
+    raise _unknown(row)
+
+
+def _unknown(row: _Columns) -> BadRow:
+    return BadRow(
         f"has none of the known keys; saw {_keys(row.row)}; known are input_ids, messages, "
         f"conversations, chosen, prompt + completion, instruction + output, question + answer, "
         f"query + response, problem + solution, inputs + targets, input + output, and text"
     )
+
+
+def _first(row: _Columns, *names: str) -> tuple[str, ...]:
+    """The first of these columns that there is, if any."""
+    return next(((name,) for name in names if row.has(name)), ())
+
+
+def _text(row: _Columns, tokenizer: Tokenizer, name: str) -> Text:
+    text = row.text(name)
+    if not text:
+        raise BadRow(f"its {name} is empty, so there are no tokens to train on")
+    return Text(text)
+
+
+def _dialogue(row: _Columns, tokenizer: Tokenizer) -> Chat:
+    """UltraChat, as it was first published: turns as a list of texts."""
+    if not isinstance(row.row["data"], list):
+        raise _unknown(row)
+    return _conversation(row, tokenizer, "data")
+
+
+def _prompted(row: _Columns, tokenizer: Tokenizer, response: str) -> Shape:
+    if isinstance(row.row["prompt"], list) or isinstance(row.row[response], list):
+        asked = _messages(_spoken(row.take("prompt"), "user"), "prompt")
+        answered = _messages(_spoken(row.take(response), "assistant"), response)
+        return _chat(row, [*asked, *answered], len(asked), tokenizer)
+    prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
+    return _pair(prompt, row.text(response))
+
+
+def _answered(row: _Columns, tokenizer: Tokenizer, asked: tuple[str, ...], response: str) -> Pair:
+    """The texts of the columns `asked` and a newline, then the response."""
+    prompt = _after(*[row.text(name) for name in asked]) + "\n"
+    return _pair(prompt, row.text(response))
 
 
 def _spoken(given: Any, role: str) -> Any:
@@ -299,8 +343,7 @@ def _refuse_unwanted(row: Row) -> None:
             )
 
 
-def _alpaca(row: _Columns) -> Pair:
-    response = row.response("instruction", "output", "response")
+def _alpaca(row: _Columns, tokenizer: Tokenizer, response: str) -> Pair:
     system = row.optional(*SYSTEM)
     given = row.optional("input") or row.optional("context")
     if given == "<noinput>":
@@ -311,7 +354,7 @@ def _alpaca(row: _Columns) -> Pair:
     return _pair(_after(system, asked), row.text(response))
 
 
-def _conversation(row: _Columns, name: str, tokenizer: Tokenizer) -> Chat:
+def _conversation(row: _Columns, tokenizer: Tokenizer, name: str) -> Chat:
     messages = row.take(name)
     if row.has("chosen") and row.row["chosen"] == messages:
         # The preferred answer is the conversation, as UltraFeedback has it.
@@ -326,17 +369,18 @@ def _conversation(row: _Columns, name: str, tokenizer: Tokenizer) -> Chat:
     return _chat(row, asked, 0, tokenizer)
 
 
-def _calling(row: _Columns) -> list[dict[str, Any]]:
+def _calling(row: _Columns, tokenizer: Tokenizer) -> Chat:
     """A question and the calls that answer it, as xLAM's rows have them."""
     calls = row.take("answers")
     calls = _parsed(calls) if isinstance(calls, str) else calls
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise BadRow("its answers are not a list of calls beside its query and tools")
     functions = [{"type": "function", "function": dict(call)} for call in calls]
-    return [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": row.text("query")},
         {"role": "assistant", "content": None, "tool_calls": functions},
     ]
+    return _chat(row, messages, 0, tokenizer)
 
 
 def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
@@ -379,7 +423,8 @@ def _pair(prompt: str, response: str) -> Pair:
     return Pair(prompt, response)
 
 
-def _ready(row: _Columns, vocab_size: int) -> Ready:
+def _ready(row: _Columns, tokenizer: Tokenizer) -> Ready:
+    vocab_size = tokenizer.vocab_size
     ids = _integers(row, "input_ids")
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
@@ -945,7 +990,8 @@ def _strings(value: Any) -> list[str]:
 def checked_unicode(text: str, key: str) -> str:
     # JSON can encode half of a surrogate pair, which no tokenizer can read.
     try:
-        text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError:
         raise BadRow(
             f"its {key} has half of a surrogate pair, which is not valid Unicode"

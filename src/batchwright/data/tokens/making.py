@@ -1,11 +1,10 @@
 """Find the token store of a data set and a tokenizer, or make it: once, resumed after kill -9."""
 
 import contextlib
-import hashlib
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -119,8 +118,8 @@ def _intact(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
 class _Unfinished:
     """Tokens in the order they were made, in a folder beside the store, and their journal.
 
-    A chunk's tokens are written before its record, which holds their checksum: what a killed
-    build left behind the last record is cut off. Places count first the rows of `earlier`, a
+    A chunk's tokens are written before its record, which holds the checksum of all so far: what a
+    killed build left behind the last record is cut off. Places count first the rows of `earlier`, a
     store of an earlier version of the data, then the rows here.
     """
 
@@ -178,7 +177,7 @@ class _Unfinished:
                 f"cannot write {self._folder}: {error.strerror}; {ELSEWHERE}, and run again: "
                 f"it resumes from here"
             ) from None
-        self._journal.append(*chunk.record(), _checksum(*raw.values()))
+        self._journal.append(*chunk.record(), self._checksum())
 
     def put(self, folder: Path, kept: NDArray[np.bool_]) -> dict[str, Any]:
         """Tokens and masks of the rows that are `kept`, in the order of the rows, into `folder`."""
@@ -223,11 +222,18 @@ class _Unfinished:
     def _is_intact(self, record: Record) -> bool:
         items = sum(record[1])
         raw = {name: f.read(items * LARGE[name].itemsize) for name, f in self._files.items()}
-        if record[3:] != (_checksum(*raw.values()),):
+        if record[3:] != (self._checksum(raw),):
             return False
         for name, part in raw.items():
             self._writers[name].update(part)
         return True
+
+    def _checksum(self, more: Mapping[str, bytes] | None = None) -> str:
+        """Of all that was written so far, and `more`: what the finished files are hashed by."""
+        return "".join(
+            writer.sha256(more[name] if more else b"")[:16]
+            for name, writer in self._writers.items()
+        )
 
     def _close(self, *, keep: bool) -> None:
         for file in self._files.values():
@@ -345,7 +351,3 @@ def _mapped(path: Path, name: str) -> NDArray[Any]:
 
 def _bytes(values: NDArray[Any], name: str) -> bytes:
     return np.ascontiguousarray(values, LARGE[name]).tobytes()
-
-
-def _checksum(*parts: bytes) -> str:
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]

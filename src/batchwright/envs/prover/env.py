@@ -237,6 +237,11 @@ class ProverEnv:
         return self._obs
 
     @property
+    def filled(self) -> NDArray[np.int64]:
+        """[B]: in each row of the candidates shown now all from this one on are padding."""
+        return np.maximum(self._own.slots[:, layout.FILLED], layout.FIRST)
+
+    @property
     def episode(self) -> NDArray[np.int64]:
         """The number of the episode in each slot, -1 for none."""
         return self._own.slots[:, layout.EPISODE].copy()
