@@ -61,9 +61,7 @@ def lose(cluster: Any, node: Any) -> None:
     Its workers would otherwise go on for seconds, until they miss their node.
     """
     parents = {one.process.pid for one in node.all_processes["raylet"]}
-    everyone = map(int, filter(str.isdecimal, os.listdir("/proc")))
-    workers = [pid for pid in everyone if parent_of(pid) in parents]
-    for pid in (*parents, *workers):
+    for pid in (*parents, *workers_of(node)):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     cluster.remove_node(node, allow_graceful=False)
@@ -77,13 +75,18 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def processes(name: str) -> set[int]:
-    """The processes of this machine whose title begins with `name`, as `ray::_Owner`."""
+def workers_of(node: Any) -> list[int]:
+    """The processes that a node has started for tasks and actors."""
+    parents = {one.process.pid for one in node.all_processes["raylet"]}
+    everyone = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return [pid for pid in everyone if parent_of(pid) in parents]
+
+
+def processes(cluster: Any, name: str) -> set[int]:
+    """The workers of a cluster whose title begins with `name`, as `ray::_Owner`."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if path.read_bytes().startswith(name.encode()):
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
+    for pid in (pid for node in cluster.list_all_nodes() for pid in workers_of(node)):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode()):
+                found.add(pid)
     return found

@@ -26,7 +26,7 @@ END_OF_TEXT = 50256
 PLAN_KEYS = {
     *("fingerprint", "layout", "kind", "epochs", "microbatches", "steps", "padded_tokens"),
     *("useful_tokens", "efficiency", "ullage", "counts", "config", "dataset_hash"),
-    *("tokenizer_hash", "sources", "note", "shard", "whole", "fillers", "dropped"),
+    *("tokenizer_hash", "sources", "note", "shard", "whole", "fillers", "dropped", "shown"),
 }
 HISTOGRAM_KEYS = {
     *("bins", "total_samples", "total_tokens", "min_length", "max_length", "mean_length"),
@@ -285,7 +285,7 @@ READING = {
     "data batchplan diff batch_plan shards/rank_1": {
         *("same", "config", "first", "only_left", "only_right", "moved"),
     },
-    "data batchplan explain row-07 -p batch_plan": {"sample_id", "left_out", "places"},
+    "data batchplan explain row-07 -p batch_plan": {"sample_id", "left_out", "reason", "places"},
     "data batching histogram -c lengths.jsonl": HISTOGRAM_KEYS,
     "data batching analyze -c lengths.jsonl": {
         *("histogram", "analysis", "suggestions", "token_budget", "recommendations"),

@@ -220,7 +220,7 @@ def test_workers_that_die_each_time_end_the_run_with_its_checkpoints(
         nonlocal killed
         if text.startswith("training on "):
             killed += 1
-            os.kill(train_worker(), signal.SIGKILL)
+            os.kill(train_worker(cluster), signal.SIGKILL)
 
     with pytest.raises(BatchwrightError, match="3 times without a checkpoint") as found:
         train_sft_on_ray(dataclasses.replace(config, save_every=0), workers=1, say=say)
@@ -235,11 +235,11 @@ def test_workers_that_die_each_time_end_the_run_with_its_checkpoints(
     assert rest.step == 2
 
 
-def train_worker() -> int:
+def train_worker(cluster: Cluster) -> int:
     """The process of the one training worker."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
-        for found in processes("ray::RayTrainWorker"):
+        for found in processes(cluster, "ray::RayTrainWorker"):
             return found
         time.sleep(0.1)
     raise AssertionError("no training worker")
