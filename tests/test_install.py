@@ -128,7 +128,7 @@ def test_a_wheel_has_its_kernels_wherever_it_is_built(tmp_path: Path) -> None:
     """In pip's isolated environment, also under a Python that has the checkout installed."""
     root = SCRIPT.parents[1]
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, root]
-    subprocess.run(build, check=True, timeout=900)
+    subprocess.run(build, check=True, timeout=3600)
     (made,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(made) as files:
         names = files.namelist()
