@@ -184,11 +184,15 @@ def measure(
 
 
 def _here(contender: Contender, given: Any) -> Measured:
-    """Run a contender once in this process: what it imports is there for the others, and to
-    import it is most of what a smoke run does."""
+    """Run a contender in this process, after a first call as always.
+
+    What it imports is there for the others, and to import it is most of what a smoke run does.
+    """
     try:
+        contender.prepare(given)()
+        call = contender.prepare(given)
         start, worked = time.perf_counter(), time.process_time()
-        result = contender.prepare(given)()
+        result = call()
         seconds, busy = time.perf_counter() - start, time.process_time() - worked
         summary = dict(contender.summary(given, result))
     except Exception as error:

@@ -10,8 +10,9 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 SHORT = [
-    *("answers", "balance", "cache", "edges", "hops", "lengths", "limit", "mixing"),
-    *("probe", "rows", "seal"),
+    *("answers", "balance", "cache", "calls", "edges", "gae", "gym", "hops", "lengths", "limit"),
+    *("mixing", "packing", "plans", "probe", "prover_env", "replay", "resume", "rewards", "rows"),
+    *("seal", "view"),
 ]
 """Those of a few seconds; the others run with the slow tests."""
 LONG = [name for name in SCRIPTS if name not in SHORT]
@@ -26,6 +27,9 @@ from batchwright.permutation import permute
 
 names = sys.argv[1:]
 scripts = [import_module(f"bench_{name}") for name in names]
+for peer in ("torchrl.collectors", "trl", "datasets", "openai"):
+    with contextlib.suppress(ImportError):
+        import_module(peer)
 permute(3, 1000, np.uint64(7))
 for name, script in zip(names, scripts):
     child = os.fork()
@@ -42,8 +46,8 @@ for name, script in zip(names, scripts):
     if os.waitpid(child, 0)[1]:
         sys.exit(f"bench_{name}.py --smoke failed")
 """
-"""Each in a child of one process that has loaded torch and numba for all of them: to load both
-takes longer than most of what a smoke run does."""
+"""Each in a child of one process that has loaded torch, numba and the largest peers for all of
+them: to load these takes longer than most of what a smoke run does."""
 
 
 def run(names: list[str], folder: Path, timeout_s: float) -> None:
