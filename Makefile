@@ -9,6 +9,8 @@ CODE := src tests benchmarks examples tools
 # Two workers, or as many as JOBS says.
 PYTEST = $(BIN)/pytest -n $(or $(JOBS),2) --durations=25
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Hundreds of processes start in the tests: none compiles torch again, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE =
 # Small models on a shared machine: one thread each is faster than threads that wait for others.
 export OMP_NUM_THREADS ?= 1
 
