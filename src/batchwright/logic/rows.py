@@ -24,6 +24,7 @@ __all__ = ["group_span", "index_rows", "row_span", "span_of"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
+Number = int | np.int64
 
 DENSE = 2**24
 """Rows up to which an index is dense: 64 MiB."""
@@ -51,7 +52,7 @@ def index_rows(rows: Longs, groups: int, width: int) -> Ints:
 
 
 @kernel
-def row_span(ptr: Ints, row: int) -> tuple[int, int]:
+def row_span(ptr: Ints, row: Number) -> tuple[int, int]:
     """Where the entries of a row begin and end."""
     if ptr[0] == 0:
         return np.int64(ptr[row]), np.int64(ptr[row + 1])
@@ -60,7 +61,7 @@ def row_span(ptr: Ints, row: int) -> tuple[int, int]:
 
 
 @kernel
-def group_span(ptr: Ints, group: int, width: int) -> tuple[int, int]:
+def group_span(ptr: Ints, group: Number, width: int) -> tuple[int, int]:
     """Where the entries of rows `group * width` to `(group + 1) * width` begin and end."""
     if ptr[0] == 0:
         row = np.int64(group) * width

@@ -12,7 +12,7 @@ head. A fact does not count for itself.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -105,7 +105,7 @@ def mine_constants(
     feature, counts = feature.astype(np.int64), counts.astype(np.int64)
     for s in range(2 * preds):
         first, last = index.start_ptr[inverse(s, preds)], index.start_ptr[inverse(s, preds) + 1]
-        parts = []
+        parts: list[list[Any]] = []
         # A part at a time, so that Ctrl-C is heard.
         while not parts or first < last:
             first, *part = _count_answers(

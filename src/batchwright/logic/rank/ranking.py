@@ -349,8 +349,8 @@ def count_ranks(
                 equal += 1
         wrong = n
         seen_answer = False
-        low, high = row_span(ptr, rows[q])
-        for i in range(low, high):
+        begin, end = row_span(ptr, rows[q])
+        for i in range(begin, end):
             e = others[i]
             marked[e] = q
             wrong -= 1
