@@ -6,10 +6,9 @@ rank at the middle of its ties (see batchwright.logic.rank.ranking). What is com
     rules     chains and rules with constants mined from train, joined as does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid
     hybrid    both, weighted as does best on valid
-    rl        the prover's policy `answers`, which begins with every rule alike (on FB15k-237 with
-              the squares of their confidences), trained by PPO alone on train with each question's
-              own fact hidden, kept by its MRR on valid; it is ranked by all proofs that its rules
-              find. No embedding, no supervised pass
+    rl        the prover's policy `answers`, which begins with every rule alike, trained by PPO
+              alone on train with each question's own fact hidden, kept by its MRR on valid; it is
+              ranked by all proofs that its rules find. No embedding, no supervised pass
     untrained the same without PPO
 
 The policy `rules` stands in a table of its own, each phase of its training alone and some left

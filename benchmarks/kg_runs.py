@@ -108,8 +108,8 @@ RL_GRAPHS: dict[str, tuple[ProverConfig, float]] = {
     ),
     "fb15k237": (
         replace(
-            ANSWERS, length=3, most=500, start="confidence", shared=True, draws=64,
-            ppo_steps=1_000_000, lr=0.05, decay=0.0, eval_every=20, eval_triples=500,
+            ANSWERS, length=3, most=500, shared=True, draws=64, lr=2.0,
+            ppo_steps=2_000_000, decay=0.0, eval_every=20, eval_triples=500,
         ),
         1800.0,
     ),
