@@ -6,10 +6,9 @@ rank at the middle of its ties (see batchwright.logic.rank.ranking). What is com
     rules     chains and rules with constants mined from train, joined as does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid
     hybrid    both, weighted as does best on valid
-    rl        the prover's policy `answers`, which begins with every rule alike (on FB15k-237 with
-              the squares of their confidences), trained by PPO alone on train with each question's
-              own fact hidden, kept by its MRR on valid; it is ranked by all proofs that its rules
-              find. No embedding, no supervised pass
+    rl        the prover's policy `answers`, which begins with every rule alike, trained by PPO
+              alone on train with each question's own fact hidden, kept by its MRR on valid; it is
+              ranked by all proofs that its rules find. No embedding, no supervised pass
     untrained the same without PPO
 
 The policy `rules` stands in a table of its own, each phase of its training alone and some left
@@ -27,8 +26,10 @@ between countries; which of the two is taken is chosen by the area on valid, the
 do alike. The chances were added after the areas of scores on test were known, so both stand in the
 table. The rules of Countries are mined like all others, none is given.
 
-Every graph and seed leaves a file in --runs, and is not run again while its settings stay the
-same. Seconds are of one thread: `cpu s` is what counts on a shared machine, `wall s` what passed.
+Every graph and seed leaves a file in --runs, and is not run again while its settings and the code
+stay the same. So graphs may be run one by one with --no-save and be saved together by --kept,
+which runs nothing and says what was not run by this code. Seconds are of one thread: `cpu s` is
+what counts on a shared machine, `wall s` what passed.
 """
 
 import argparse
@@ -43,6 +44,7 @@ from kg_runs import (
     PHASE_GRAPHS,
     RL_GRAPHS,
     TARGETS,
+    code,
     kept_or_run,
     phases,
     rl_seed,
@@ -177,15 +179,34 @@ def prover_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
     report.target(f"{name}: cpu seconds of the prover", spent, most=RL_GRAPHS[name][1])
 
 
+def measured_seed(
+    report: Report, args: argparse.Namespace, name: str, seed: int
+) -> dict[str, Any] | None:
+    """All rows of one graph and seed; None if --kept does not find all of them."""
+    found = {"graph": kept_or_run(args.runs, name, seed, args.kept)}
+    if name in RL_GRAPHS and not args.without_rl:
+        found["prover"] = rl_seed(DATA, args.runs, name, seed, only_kept=args.kept)
+        if name in PHASE_GRAPHS and not args.without_phases:
+            found["phases"] = phases(args.runs, name, seed, args.kept)
+    missing = [part for part, value in found.items() if value is None]
+    if missing:
+        report.not_measured(f"{name}, seed {seed}", f"no {' and '.join(missing)} by this code")
+        return None
+    rows = {**found["graph"], **found.get("prover", {})}
+    return rows | ({"phases": found["phases"]} if "phases" in found else {})
+
+
 def main() -> None:
     parser = arguments(__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="graphs, separated by commas")
     parser.add_argument("--without-rl", action="store_true", help="leave the prover out")
     parser.add_argument("--without-phases", action="store_true", help="no ablation by phase")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--kept", action="store_true", help="only report what was run before")
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_kg"), help="kept work")
     args: argparse.Namespace = parser.parse_args()
     report = Report("kg", args)
+    report.stamp["code"] = code()
     chosen = [name for name in args.only.split(",") if name] or list(GRAPHS)
     if args.quick:
         chosen = [name for name in chosen if name.startswith(("umls", "countries"))]
@@ -193,14 +214,13 @@ def main() -> None:
         if not (DATA / name).is_dir():
             report.not_measured(name, f"no kg/{name}; set BATCHWRIGHT_DATA")
             continue
-        seeds = []
-        for seed in range(1 if args.quick else args.seeds):
-            seeds.append(kept_or_run(args.runs, name, seed))
-            if name in RL_GRAPHS and not args.without_rl:
-                seeds[-1] |= rl_seed(DATA, args.runs, name, seed)
-                if name in PHASE_GRAPHS and not args.without_phases:
-                    seeds[-1]["phases"] = phases(args.runs, name, seed)
-        report_on(report, name, seeds)
+        seeds = [
+            found
+            for seed in range(1 if args.quick else args.seeds)
+            if (found := measured_seed(report, args, name, seed)) is not None
+        ]
+        if seeds:
+            report_on(report, name, seeds)
     report.close()
 
 

@@ -1,10 +1,13 @@
 """Rules, embedding, both and a trained prover on one graph with one seed: the work of bench_kg.py.
 
-Every graph and seed leaves a file, and is not run again while its settings stay the same. The
-settings were found beforehand in a few tries judged by valid, though test figures of some tries
-were in sight as well (of the prover alone: of one try for each graph).
+Every graph and seed leaves a file, and is not run again while its settings and the code that it
+came from stay the same (comments aside). The settings were found beforehand in a few tries judged
+by valid, though test figures of some tries were in sight as well (of the prover alone: of one try
+for each graph).
 """
 
+import ast
+import functools
 import json
 import os
 import shutil
@@ -15,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+import batchwright
 from batchwright.events import read_events
 from batchwright.fingerprint import digest
 from batchwright.logic.kge import KgeScorer, load_kge
@@ -32,11 +36,13 @@ from batchwright.train.prover.loop import load_prover, train_prover
 
 __all__ = [
     *("DATA", "GRAPHS", "PHASES", "PHASE_GRAPHS", "RL_GRAPHS", "TARGETS", "Settings"),
-    *("kept_or_run", "phases", "rl_seed"),
+    *("code", "kept_or_run", "phases", "rl_seed"),
 ]
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg"
+SOURCES = ("logic", "train/kge", "train/prover", "envs/prover", "rl")
+"""The parts of the package that figures come from."""
 REGIONS = ("africa", "americas", "asia", "europe", "oceania")
 
 
@@ -102,8 +108,8 @@ RL_GRAPHS: dict[str, tuple[ProverConfig, float]] = {
     ),
     "fb15k237": (
         replace(
-            ANSWERS, length=3, most=500, start="confidence", draws=64, ppo_steps=1_000_000,
-            decay=0.0, eval_every=20, eval_triples=500,
+            ANSWERS, length=3, most=500, shared=True, draws=64, lr=2.0,
+            ppo_steps=2_000_000, decay=0.0, eval_every=20, eval_triples=500,
         ),
         1800.0,
     ),
@@ -136,6 +142,34 @@ PHASES: dict[str, dict[str, Any]] = {
     "all but PPO": {"ppo_steps": 0},
 }
 """The training of the policy `rules` with phases left out."""
+
+
+@functools.cache
+def code() -> str:
+    """A digest of the sources that figures come from, without their comments."""
+    package = Path(batchwright.__file__).parent
+    files = [
+        Path(__file__),
+        *(p for part in SOURCES for p in sorted((package / part).rglob("*.py"))),
+    ]
+    return digest("kg/code", [ast.dump(ast.parse(file.read_text())) for file in files])
+
+
+def kept(path: Path, mark: str) -> dict[str, Any] | None:
+    """What an earlier call left, if its settings and code were these."""
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        if (found.get("settings"), found.get("code")) == (mark, code()):
+            return found
+    return None
+
+
+def leave(path: Path, mark: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Keep what was found for later calls."""
+    found = {"settings": mark, "code": code(), **found}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1))
+    return found
 
 
 class Clock:
@@ -185,7 +219,8 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     )  # fmt: skip
     for_rules = clock.read()
 
-    run = runs / f"{name}-{seed}"
+    # Tables that other code trained are neither resumed nor ranked.
+    run = runs / f"{name}-{seed}-{code()[:12]}"
     config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
     if not (run / "model").is_dir():
         train_kge(config, resume=(run / "config.toml").exists())
@@ -217,29 +252,28 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     }
 
 
-def kept_or_run(runs: Path, name: str, seed: int) -> dict[str, Any]:
-    """Rules, embedding and both, from the file of an earlier call if its settings were these."""
+def kept_or_run(runs: Path, name: str, seed: int, only_kept: bool = False) -> dict[str, Any] | None:
+    """Rules, embedding and both, from the file of an earlier call if there is one that holds."""
     settings = GRAPHS[name]
     path = runs / f"{name}-{seed}.json"
     form = "kg/constants" if settings.area_goal is None else "kg/constants, areas on valid"
     mark = digest(form, json.dumps(asdict(settings), sort_keys=True))
-    if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_bytes())
-        if kept.get("settings") == mark:
-            return kept
-    found = {"settings": mark, **run_seed(DATA, runs, name, settings, seed)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1))
-    return found
+    found = kept(path, mark)
+    if found is not None or only_kept:
+        return found
+    return leave(path, mark, run_seed(DATA, runs, name, settings, seed))
 
 
-def phases(runs: Path, name: str, seed: int) -> dict[str, float]:
+def phases(runs: Path, name: str, seed: int, only_kept: bool = False) -> dict[str, float] | None:
     """MRR on test with each phase alone and with some left out, kept by valid like the whole."""
     found = {}
     for phase, off in PHASES.items():
         settings = replace(PHASE_GRAPHS[name], **off)
-        kept = rl_seed(DATA, runs, name, seed, settings, f"{phase.replace(' ', '-')}-")
-        found[phase] = float(kept["rl"]["both"]["mrr"])
+        label = f"{phase.replace(' ', '-')}-"
+        one = rl_seed(DATA, runs, name, seed, settings, label, only_kept)
+        if one is None:
+            return None
+        found[phase] = float(one["rl"]["both"]["mrr"])
     return found
 
 
@@ -250,19 +284,18 @@ def rl_seed(
     seed: int,
     settings: ProverConfig | None = None,
     label: str = "",
-) -> dict[str, Any]:
+    only_kept: bool = False,
+) -> dict[str, Any] | None:
     """The row of one seed, of the prover alone: {"rl": ..., "rl_parts": ...}.
 
     Of the policy `answers` also {"untrained": ...}: the same rules and search without PPO.
     """
     settings = settings or RL_GRAPHS[name][0]
-    runs.mkdir(parents=True, exist_ok=True)
     path = runs / f"rl-{label}{name}-{seed}.json"
     mark = digest("kg_rl", json.dumps(asdict(settings), sort_keys=True, default=str))
-    if path.exists():
-        kept: dict[str, Any] = json.loads(path.read_bytes())
-        if kept["settings"] == mark:
-            return kept
+    before = kept(path, mark)
+    if before is not None or only_kept:
+        return before
     run = runs / f"rl-{label}{name}-{seed}"
     # A run that was cut off begins anew: its time is to be that of one whole run.
     shutil.rmtree(run, ignore_errors=True)
@@ -272,7 +305,6 @@ def rl_seed(
     spent = clock.read()
     graph = load_graph(folder / name)
     found = {
-        "settings": mark,
         "rl": measured(graph, load_prover(run, graph), spent),
         "rl_parts": parts(run),
     }
@@ -281,8 +313,7 @@ def rl_seed(
         weighed = Weighed(seen, parse_rules(run / "rules.txt", seen.vocab))
         untrained = AnswerScorer(weighed, AnswerPolicy(weighed.start(config.start)))
         found["untrained"] = measured(graph, untrained, {"wall_s": 0.0, "cpu_s": 0.0})
-    path.write_text(json.dumps(found, indent=1))
-    return found
+    return leave(path, mark, found)
 
 
 def parts(run: Path) -> dict[str, float]:

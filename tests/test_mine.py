@@ -2,6 +2,7 @@ import _thread
 import itertools
 import math
 import threading
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from batchwright.logic.facts import Facts
 from batchwright.logic.mine.constants import mine_constants
 from batchwright.logic.mine.kernels import NO_LIMIT, walk
 from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
+from batchwright.logic.mine.paths import adjacency, count_bodies, find_paths
 from batchwright.logic.mine.score import learn_rules
 from batchwright.logic.rank.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
@@ -649,3 +651,86 @@ def test_ctrl_c_stops_mining_as_everywhere_else() -> None:
         with pytest.raises(KeyboardInterrupt):
             mine(train, vocab)
         timer.join()
+
+
+def test_ctrl_c_is_heard_before_the_second_next_part_of_the_work() -> None:
+    rng = np.random.default_rng(1)
+    vocab = vocab_of(3000, 40)
+    train = np.stack([rng.integers(0, m, 60_000) for m in (3000, 40, 3000)], 1).astype(np.int32)
+    parts = later = 0
+    reached = threading.Event()
+    signalled = threading.Event()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal parts, later
+        parts += 1
+        later += signalled.is_set()
+        if parts == 3:
+            reached.set()
+
+    def interrupt() -> None:
+        reached.wait()
+        _thread.interrupt_main()
+        signalled.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        mine(train, vocab, progress=progress)
+    thread.join()
+    assert parts >= 3
+    assert later <= 1
+
+
+def test_no_part_of_mining_is_longer_than_its_share_of_work_and_one_body() -> None:
+    """Between two parts Ctrl-C is heard: they are bounded by edges, whatever the graph."""
+    rng = np.random.default_rng(1)
+    n, preds, work = 500, 5, 2000
+    triples = np.stack([rng.integers(0, m, 20_000) for m in (n, preds, n)], 1).astype(np.int32)
+    index = adjacency(triples, n, preds)
+    bodies = np.array([(s, t, -1) for s in range(10) for t in range(10)], np.int32)
+
+    def counted(begin: int, limit: int) -> tuple[list[NDArray[np.int64]], int]:
+        *found, now, _, end = count_bodies(
+            bodies, np.full(100, 2, np.int32), begin, index, n, preds, 10_000, limit, np.uint64(7),
+            2, 0.0, 5.0, np.full(n, -1, np.int64), np.zeros(n, np.uint8), np.empty(n, np.int32), 0,
+        )  # fmt: skip
+        assert now > 0
+        return list(found), end
+
+    whole, end = counted(0, 2**40)
+    assert end == 100
+    parts, at = [], 0
+    for _ in range(100):
+        found, after = counted(at, work)
+        assert after == at + 1
+        parts.append(found)
+        at = after
+    assert all(
+        (one == np.concatenate(each)).all()
+        for one, each in zip(whole, zip(*parts, strict=True), strict=True)
+    )
+    out = np.empty(10**6, np.int64)
+    facts = triples[:100]
+    count, done, _ = find_paths(facts, index, preds, 3, 50, np.uint64(7), 0, out, 0)
+    assert done == 100
+    again, piece = np.empty(10**6, np.int64), 0
+    for first in range(0, 100, 7):
+        piece, done, _ = find_paths(
+            facts[first : first + 7], index, preds, 3, 50, np.uint64(7), first, again, piece
+        )
+    assert piece == count
+    assert (again[:count] == out[:count]).all()
+
+
+def test_rules_with_constants_of_many_answers_are_counted_part_by_part_and_each_once() -> None:
+    rng = np.random.default_rng(1)
+    n, preds = 300, 2
+    triples = np.stack([rng.integers(0, m, 30_000) for m in (n, preds, n)], 1)
+    facts = {(h, p, t) for h, p, t in triples.tolist()}
+
+    rules = mine_constants(triples, vocab_of(n, preds), min_confidence=0.9, most=10**6)
+
+    bare = [read_constant(rules, r)[:2] for r in range(len(rules)) if not rules.body_len[r]]
+    counts = Counter(edge for of_one in edges_of(facts, preds).values() for edge in of_one)
+    assert sorted(bare) == sorted(edge for edge, count in counts.items() if count > 1)

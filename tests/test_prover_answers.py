@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from batchwright.logic.mine.mining import mine
 from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import LIMIT
 from batchwright.logic.rules import Rules, parse_rules
-from batchwright.train.prover.answers import AnswerPolicy, AnswerScorer, Weighed
+from batchwright.train.prover.answers import AnswerPolicy, AnswerScorer, Weighed, fit_to_ask
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import find_answers, improve_answers
 from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
@@ -222,7 +222,7 @@ def test_a_start_by_confidence_sums_squared_confidences_and_runs_decay_to_it(
 ) -> None:
     text = "a:0.5:father(X,Y) -> uncle(X,Y)\nb:0.2:mother(X,Y) -> aunt(X,Y)"
     weighed = Weighed(family, parse_rules(text, family.vocab))
-    assert sorted(weighed.start("confidence")) == pytest.approx([0.04, 0.04, 0.25, 0.25])
+    assert sorted(weighed.start("confidence")) == pytest.approx([0.32, 0.32, 2.0, 2.0])
 
     small = {**SMALL, "start": "confidence", "decay": 0.1}
     config = ProverConfig(data=str(FAMILY), run_dir=tmp_path / "whole", **small)
@@ -231,6 +231,77 @@ def test_a_start_by_confidence_sums_squared_confidences_and_runs_decay_to_it(
     assert not train_prover(dataclasses.replace(cut, stop_after=2)).finished
     assert train_prover(cut, resume=True).finished
     same_end(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_rules_of_one_form_and_confidence_share_a_factor_and_runs_resume(
+    family: Graph, tmp_path: Path
+) -> None:
+    person = family.vocab.entities[0]
+    lines = [
+        "0.11:father(X,Y) -> uncle(X,Y)",
+        "0.19:mother(Y,X) -> aunt(X,Y)",
+        "0.25:father(X,Y) -> aunt(X,Y)",
+        "0.15:father(X,Z), mother(Z,Y) -> aunt(X,Y)",
+        f"0.15:father(X,{person}) -> aunt(X,{person})",
+        f"0.15:father(X,Y) -> aunt(X,{person})",
+        f"0.15: -> aunt(X,{person})",
+    ]
+    text = "\n".join(f"r{number}:{line}" for number, line in enumerate(lines))
+    weighed = Weighed(family, parse_rules(text, family.vocab))
+    start, groups = weighed.start("confidence"), weighed.groups()
+
+    # From both ends each; the first two are of one form and bin, and a rule with a constant at
+    # both of its atoms is another one when it is asked from the constant.
+    assert weighed.num_rules == len(groups) == 2 * len(lines)
+    sizes = Counter(groups.tolist())
+    assert sorted(sizes.values())[-1] == 4
+    assert len(sizes) == 7
+    policy = AnswerPolicy(start, groups)
+    assert (policy.array() == start).all()
+    rng = np.random.default_rng(0)
+    slope = rng.normal(size=len(start))
+    with torch.no_grad():
+        policy.weights += torch.from_numpy(rng.normal(size=len(policy.weights)))
+    factors = policy.weights.detach().numpy()
+    for rule, group in enumerate(groups):
+        assert policy.array()[rule] == start[rule] * factors[group]
+    for group in sizes:
+        expected = (slope * start)[groups == group].sum()
+        assert policy.slope(slope)[group] == pytest.approx(expected)
+
+    small = {**SMALL, "start": "confidence", "shared": True, "decay": 0.1}
+    config = ProverConfig(data=str(FAMILY), run_dir=tmp_path / "whole", **small)
+    assert train_prover(config).finished
+    cut = dataclasses.replace(config, run_dir=tmp_path / "cut")
+    assert not train_prover(dataclasses.replace(cut, stop_after=2)).finished
+    assert train_prover(cut, resume=True).finished
+    same_end(tmp_path / "cut", tmp_path / "whole")
+    load_prover(tmp_path / "whole", family)
+
+
+def test_train_queries_with_joined_ends_are_left_out_where_valid_has_none(family: Graph) -> None:
+    config = ProverConfig(data="x", policy="answers")
+    assert fit_to_ask(config, family) is family.train
+    rng = np.random.default_rng(0)
+    train = np.stack([rng.integers(0, m, 300) for m in (30, 3, 30)], 1).astype(np.int32)
+    train = np.unique(train, axis=0)
+    ends = Counter(tuple(sorted(pair)) for pair in train[:, [0, 2]].tolist())
+    free = [(x, 1, y) for x in range(30) for y in range(x, 30) if (x, y) not in ends][:9]
+    graph = dataclasses.replace(family, train=train, valid=np.array(free, np.int32))
+
+    expected = [one for one in train.tolist() if ends[tuple(sorted((one[0], one[2])))] == 1]
+    assert 0 < len(expected) < len(train)
+    assert fit_to_ask(config, graph).tolist() == expected
+    joined = dataclasses.replace(graph, valid=np.concatenate([graph.valid, train[:1]]))
+    assert fit_to_ask(config, joined) is train
+    never = dataclasses.replace(config, linked=False)
+    assert fit_to_ask(never, joined).tolist() == expected
+    assert fit_to_ask(dataclasses.replace(config, linked=True), graph) is train
+    shifted = (train + np.array([0, 3, 0])).astype(np.int32)
+    double = dataclasses.replace(graph, train=np.concatenate([train, shifted]))
+    assert len(fit_to_ask(config, double)) == len(double.train)
+    with pytest.raises(ConfigError, match="leaves no train query"):
+        fit_to_ask(never, double)
 
 
 def test_ppo_learns_from_rewards_alone_which_rule_is_right(tmp_path: Path) -> None:
@@ -325,6 +396,9 @@ def test_what_the_policy_does_not_have_is_refused(given: dict[str, Any], named: 
         ProverConfig(data="x", policy="answers", **given)
     with pytest.raises(ConfigError, match="--policy answers only"):
         ProverConfig(data="x", constants=5)
+    for own in ({"shared": True}, {"linked": False}, {"start": "confidence"}):
+        with pytest.raises(ConfigError, match="are for --policy answers"):
+            ProverConfig(data="x", **own)  # type: ignore[arg-type]
 
 
 def test_rules_of_a_file_are_followed_and_the_others_named(tmp_path: Path, family: Graph) -> None:

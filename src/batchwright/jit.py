@@ -119,7 +119,11 @@ class _Kernel:
         try:
             return self.dispatcher(*args)
         except SystemError as error:
-            # What Ctrl-C becomes if it is heard while numba makes Python objects of the result.
-            if isinstance(error.__cause__, KeyboardInterrupt):
-                raise error.__cause__ from None
+            # What Ctrl-C becomes if it is heard while numba makes Python objects of the result:
+            # one such error for each of several arrays.
+            cause: BaseException | None = error
+            while isinstance(cause, SystemError):
+                cause = cause.__cause__
+            if isinstance(cause, KeyboardInterrupt):
+                raise cause from None
             raise

@@ -1,6 +1,7 @@
 """Facts p(s, o) in two indexes: by predicate and subject, and by predicate and object.
 
-A goal with one argument bound is answered by a slice of an array, whatever the size of the graph.
+A goal with one argument bound is answered by a slice of an array, whatever the size of the graph;
+memory is bounded by the number of facts.
 """
 
 from dataclasses import dataclass
@@ -10,25 +11,26 @@ from numpy.typing import ArrayLike, NDArray
 
 from batchwright.errors import BadProgram, ConfigError
 from batchwright.jit import kernel, quicker_without_numba
+from batchwright.logic.rows import index_rows, row_span, span_of
 from batchwright.logic.vocab import Vocab
 
-__all__ = ["Facts", "as_triples", "is_fact", "lower_bound"]
+__all__ = ["Facts", "as_triples", "check_size", "is_fact", "lower_bound"]
 
 Ints = NDArray[np.int32]
 
-MOST_ROWS = 2**28
-"""Predicates times entities. Each row costs 8 bytes in the two indexes, so this is 2 GiB."""
+MOST_TRIPLES = 2**63
+"""Triples that could be made of the ids: each has a number of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Facts:
     """Triples (head, predicate, tail), each once, and where to find them.
 
-    With `N` entities, the objects of p(s, ?) stand in `ps_obj[ps_ptr[i] : ps_ptr[i + 1]]` with
-    `i = p * N + s`, and the subjects of p(?, o) in `po_sub[po_ptr[i] : po_ptr[i + 1]]` with
-    `i = p * N + o`, both ascending. The facts of a whole predicate are a slice too: `ps_sub` and
-    `ps_obj` from `ps_ptr[p * N]` to `ps_ptr[(p + 1) * N]`. Self-loops p(x, x) are listed
-    once more, in `loop_sub[loop_ptr[p] : loop_ptr[p + 1]]`.
+    With `N` entities, the objects of p(s, ?) are the slice `row_span(ps_ptr, p * N + s)` of
+    `ps_obj`, and the subjects of p(?, o) the slice `row_span(po_ptr, p * N + o)` of `po_sub`, both
+    ascending; see `batchwright.logic.rows`. The facts of a whole predicate are a slice of `ps_sub`
+    and `ps_obj`: `group_span(ps_ptr, p, N)`. Self-loops p(x, x) are listed once more, in
+    `loop_sub[loop_ptr[p] : loop_ptr[p + 1]]`.
 
     >>> vocab = Vocab.of(["a", "b", "c"], ["p"])
     >>> facts = Facts.of([(0, 0, 1), (0, 0, 2), (2, 0, 1)], vocab)
@@ -53,11 +55,7 @@ class Facts:
         """Index triples of ids of `vocab` (or of other facts); repeated ones count once."""
         given = as_triples(triples)
         n, preds = vocab.num_entities, vocab.num_predicates
-        if preds * n > MOST_ROWS:
-            raise ConfigError(
-                f"{preds:,} predicates times {n:,} entities are too many for an index in memory; "
-                f"{MOST_ROWS:,} rows are allowed, split the graph by predicate"
-            )
+        check_size(n, preds)
         high = np.array([n, preds, n])
         bad = np.flatnonzero(((given < 0) | (given >= high)).any(axis=1))
         if bad.size:
@@ -74,12 +72,12 @@ class Facts:
         return cls(
             n,
             preds,
-            _pointers(row, preds * n),
+            index_rows(row, preds, n),
             sub.astype(np.int32),
             obj.astype(np.int32),
-            _pointers((pred * n + obj)[order], preds * n),
+            index_rows((pred * n + obj)[order], preds, n),
             sub[order].astype(np.int32),
-            _pointers(pred[loops], preds),
+            index_rows(pred[loops], preds, 1),
             sub[loops].astype(np.int32),
         )
 
@@ -89,32 +87,54 @@ class Facts:
     @property
     def triples(self) -> Ints:
         """All facts as (head, predicate, tail), [n, 3], by predicate, head and tail."""
-        ends = self.ps_ptr[:: self.num_entities] if self.num_entities else np.zeros(1, np.int32)
-        preds = np.repeat(np.arange(self.num_predicates, dtype=np.int32), np.diff(ends))
+        n = self.num_entities
+        spans = [span_of(self.ps_ptr, p * n, n) for p in range(self.num_predicates)]
+        counts = [high - low for low, high in spans]
+        preds = np.repeat(np.arange(self.num_predicates, dtype=np.int32), counts)
         return np.stack([self.ps_sub, preds, self.ps_obj], axis=1)
 
     def contains(self, h: ArrayLike, p: ArrayLike, t: ArrayLike) -> NDArray[np.bool_]:
         """Whether p(h, t) is a fact, for arrays that fit each other's shapes."""
         heads, preds, tails = np.broadcast_arrays(h, p, t)
         flat = np.stack([heads.ravel(), preds.ravel(), tails.ravel()], axis=1).astype(np.int32)
-        by_numpy = quicker_without_numba(0.01 * len(self.ps_ptr) + 0.2 * len(flat))
-        contains = _contains_by_numpy if by_numpy else _contains
-        hits = contains(self.ps_ptr, self.ps_obj, self.num_entities, flat)
+        if quicker_without_numba(0.01 * len(self.ps_ptr) + 0.2 * len(flat)):
+            hits = self._contains_by_numpy(flat)
+        else:
+            hits = _contains(self.ps_ptr, self.ps_obj, self.num_entities, self.num_predicates, flat)
         return hits.reshape(heads.shape)
 
     def tails(self, h: int, p: int) -> Ints:
         """All t with p(h, t), ascending."""
-        row = p * self.num_entities + h
-        return self.ps_obj[self.ps_ptr[row] : self.ps_ptr[row + 1]]
+        return self.ps_obj[slice(*span_of(self.ps_ptr, p * self.num_entities + h))]
 
     def heads(self, p: int, t: int) -> Ints:
         """All h with p(h, t), ascending."""
-        row = p * self.num_entities + t
-        return self.po_sub[self.po_ptr[row] : self.po_ptr[row + 1]]
+        return self.po_sub[slice(*span_of(self.po_ptr, p * self.num_entities + t))]
+
+    def _contains_by_numpy(self, triples: Ints) -> NDArray[np.bool_]:
+        """`_contains` for as long as numba is not worth loading."""
+        n = self.num_entities
+        (s, q, o), (h, p, t) = (each.T.astype(np.int64) for each in (self.triples, triples))
+        facts, wanted = (q * n + s) * n + o, (p * n + h) * n + t
+        place = np.searchsorted(facts, wanted)
+        inside: NDArray[np.bool_] = (h >= 0) & (h < n) & (t >= 0) & (t < n) & (p >= 0)
+        inside &= place < len(facts)
+        inside[inside] = facts[place[inside]] == wanted[inside]
+        return inside
 
     def __repr__(self) -> str:
         counts = f"{self.num_entities:,} entities, {self.num_predicates:,} predicates"
         return f"Facts({len(self):,} facts, {counts})"
+
+
+def check_size(entities: int, predicates: int) -> None:
+    """Refuse a vocabulary over which triples cannot be numbered."""
+    possible = predicates * entities**2
+    if possible >= MOST_TRIPLES:
+        raise ConfigError(
+            f"{predicates:,} predicates and {entities:,} entities can form {possible:,} triples; "
+            f"fewer than 2**63 are allowed, split the graph by predicate"
+        )
 
 
 def as_triples(triples: ArrayLike) -> Ints:
@@ -145,48 +165,17 @@ def lower_bound(values: Ints, low: int, high: int, wanted: int) -> int:
 @kernel
 def is_fact(ps_ptr: Ints, ps_obj: Ints, n: int, h: int, p: int, t: int) -> bool:
     """Whether p(h, t) is a fact; `n` is the number of entities."""
-    row = np.int64(p) * n + h
-    end = ps_ptr[row + 1]
-    place = lower_bound(ps_obj, ps_ptr[row], end, t)
+    low, end = row_span(ps_ptr, np.int64(p) * n + h)
+    place = lower_bound(ps_obj, low, end, t)
     return bool(place < end and ps_obj[place] == t)
 
 
 @kernel
-def _contains(ps_ptr: Ints, ps_obj: Ints, n: int, triples: Ints) -> NDArray[np.bool_]:
+def _contains(ps_ptr: Ints, ps_obj: Ints, n: int, preds: int, triples: Ints) -> NDArray[np.bool_]:
     """`is_fact` for each of `triples` (head, predicate, tail); ids out of range are not facts."""
     out = np.zeros(triples.shape[0], np.bool_)
     for i in range(triples.shape[0]):
         h, p, t = triples[i, 0], triples[i, 1], triples[i, 2]
-        if 0 <= h < n and p >= 0 and (p + 1) * np.int64(n) < ps_ptr.size:
+        if 0 <= h < n and 0 <= p < preds:
             out[i] = is_fact(ps_ptr, ps_obj, n, h, p, t)
-    return out
-
-
-def _contains_by_numpy(ps_ptr: Ints, ps_obj: Ints, n: int, triples: Ints) -> NDArray[np.bool_]:
-    """`_contains` for as long as numba is not worth loading."""
-    h, p, t = triples.T.astype(np.int64)
-    facts = np.repeat(np.arange(len(ps_ptr) - 1) * n, np.diff(ps_ptr)) + ps_obj
-    wanted = (p * n + h) * n + t
-    place = np.searchsorted(facts, wanted)
-    inside: NDArray[np.bool_] = (h >= 0) & (h < n) & (t >= 0) & (t < n) & (p >= 0)
-    inside &= place < len(facts)
-    inside[inside] = facts[place[inside]] == wanted[inside]
-    return inside
-
-
-def _pointers(rows: NDArray[np.int64], size: int) -> Ints:
-    """Where each of `size` groups begins in the ascending group numbers `rows`, [size + 1]."""
-    if quicker_without_numba(0.1 * size):
-        return np.searchsorted(rows, np.arange(size + 1)).astype(np.int32)
-    return _count_pointers(rows, size)
-
-
-@kernel
-def _count_pointers(rows: NDArray[np.int64], size: int) -> Ints:
-    """Where each of `size` groups begins in the ascending group numbers `rows`, [size + 1]."""
-    out = np.zeros(size + 1, np.int32)
-    for row in rows:
-        out[row + 1] += 1
-    for row in range(size):
-        out[row + 1] += out[row]
     return out

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from batchwright import rng
 from batchwright.checkpoint import Checkpoint, latest, save_checkpoint
@@ -65,13 +65,16 @@ class PPOConfig:
     value_clip: float | None = None
     """Clip range of the value function loss; None: no clipping."""
     value_coef: float = 0.5
-    """Value loss coefficient."""
+    """Value loss coefficient; the loss is half the mean squared error."""
     entropy_coef: float = 0.01
     """Entropy bonus coefficient."""
     final_entropy_coef: float | None = None
     """Linear schedule of `entropy_coef` to this value over the run; None: constant."""
     max_grad_norm: float = 0.5
-    """Gradient clipping norm, of actor and critic separately."""
+    """Gradient clipping norm."""
+    clip_together: bool = True
+    """Clip the gradients of actor and critic as one, as Stable-Baselines3 and TorchRL do; False:
+    each by itself, so that large errors of an untrained critic do not scale the actor's down."""
     target_kl: float | None = None
     """Early stopping: end an update at a minibatch with a larger approximate KL divergence."""
     normalize_advantages: bool = True
@@ -265,9 +268,7 @@ class PPO:
 
                 self.optimizer.zero_grad(set_to_none=True)
                 torch.autograd.backward(loss)
-                # Separately: they share no weights, and the large value errors of an untrained
-                # critic would scale the actor's gradient down to nothing.
-                norms = [clip_grad_norm_(net, config.max_grad_norm) for net in self._networks]
+                norms = self._clip()
                 norm = math.hypot(*map(float, norms))
                 if not math.isfinite(norm):
                     raise BadLoss(
@@ -285,6 +286,16 @@ class PPO:
             metrics |= {f"losses/{n}": mean for n, mean in zip(MEASURED, means, strict=True)}
         metrics["losses/minibatches"] = float(len(parts))
         return metrics
+
+    def _clip(self) -> list[Tensor]:
+        """Bound the gradient; the norms of actor and critic before that."""
+        most, networks = self.config.max_grad_norm, self._networks
+        if not self.config.clip_together:
+            return [clip_grad_norm_(net, most) for net in networks]
+        norms = [get_total_norm([p.grad for p in net if p.grad is not None]) for net in networks]
+        both = torch.linalg.vector_norm(torch.stack(norms))
+        clip_grads_with_norm_([p for net in networks for p in net], most, both)
+        return norms
 
     def save(self, folder: Path, *, keep: int = 2) -> Path:
         """Write a checkpoint of the policy, optimizer and environment to `folder`."""

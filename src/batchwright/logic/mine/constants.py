@@ -12,13 +12,14 @@ head. A fact does not count for itself.
 # mypy: disable-error-code="arg-type, assignment, return-value, no-any-return"
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from batchwright.jit import kernel
-from batchwright.logic.facts import Facts, as_triples
+from batchwright.logic.facts import Facts, as_triples, lower_bound
+from batchwright.logic.mine.kernels import inverse
 from batchwright.logic.mine.paths import Adjacency, adjacency
 from batchwright.logic.rules import Atom, Clause, Rules
 from batchwright.logic.vocab import Vocab
@@ -32,6 +33,8 @@ CONSTANT_CONFIDENCE = 0.05
 """The lowest confidence of a rule with constants, of which there are very many, unless told."""
 SEEN = 256
 """Entities of one answer, and edges of one entity, that are looked at."""
+WORK = 2**19
+"""Edges looked at between two moments at which Ctrl-C is heard, or those of one answer."""
 EACH = 10
 """Rules kept for one answer of a relation."""
 
@@ -99,11 +102,18 @@ def mine_constants(
     count, count_any = np.zeros(len(names), np.int64), np.zeros(2 * preds, np.int64)
     clauses: list[Clause] = []
     weights: list[float] = []
+    feature, counts = feature.astype(np.int64), counts.astype(np.int64)
     for s in range(2 * preds):
-        rows, confidence = _count_answers(
-            s, index, feature.astype(np.int64), counts.astype(np.int64), preds, min_support,
-            min_confidence, prior, count, count_any,
-        )  # fmt: skip
+        first, last = index.start_ptr[inverse(s, preds)], index.start_ptr[inverse(s, preds) + 1]
+        parts: list[list[Any]] = []
+        # A part at a time, so that Ctrl-C is heard.
+        while not parts or first < last:
+            first, *part = _count_answers(
+                s, first, index, feature, counts, preds, min_support, min_confidence, prior, WORK,
+                count, count_any,
+            )  # fmt: skip
+            parts.append(part)
+        rows, confidence = (np.concatenate(each) for each in zip(*parts, strict=True))
         order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0], -confidence))[:most]
         for i in order.tolist():
             c, step, code = rows[i].tolist()
@@ -124,6 +134,7 @@ def _atom(step: int, x: int, end: int, preds: int) -> Atom:
 @kernel
 def _count_answers(
     s: int,
+    first_answer: int,
     index: Adjacency,
     feature: Longs,
     counts: Longs,
@@ -131,28 +142,31 @@ def _count_answers(
     least_support: int,
     least_confidence: float,
     prior: float,
+    work: int,
     count: Longs,
     count_any: Longs,
-) -> tuple[Longs, NDArray[np.float64]]:
+) -> tuple[int, Longs, NDArray[np.float64]]:
     """Rules whose head is step s to a constant: rows (constant, step of the body, feature or -1).
 
-    The step is -1 where there is no body. `count` and `count_any` are all zero, before and after.
+    The step is -1 where there is no body. Answers begin at number `first_answer` of `starts` and
+    end after the one that brings the edges looked at to `work`; the next one is returned first.
+    `count` and `count_any` are all zero, before and after.
     """
     rows = [(np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
     found = [0.0 for _ in range(0)]
-    turned = s + preds if s < preds else s - preds
+    turned = inverse(s, preds)
     askers = index.start_ptr[s + 1] - index.start_ptr[s]
     touched = np.empty(SEEN * SEEN, np.int64)
     best = np.zeros(EACH)
     best_row = np.zeros((EACH, 2), np.int64)
-    for a in range(index.start_ptr[turned], index.start_ptr[turned + 1]):
+    a, end, looked = np.int64(first_answer), index.start_ptr[turned + 1], 0
+    while a < end and looked < work:
         c = index.starts[a]
-        low, high = index.ptr[c], index.ptr[c + 1]
-        while low < high and index.step[low] < turned:
-            low += 1
-        size = 0
-        while low + size < high and index.step[low + size] == turned:
-            size += 1
+        a += 1
+        looked += 1
+        high = index.ptr[c + 1]
+        low = lower_bound(index.step, index.ptr[c], high, turned)
+        size = lower_bound(index.step, low, high, turned + 1) - low
         if size < least_support:
             continue
         rows.append((np.int64(c), np.int64(-1), np.int64(-1)))
@@ -163,6 +177,7 @@ def _count_answers(
             x = index.end[low + k * size // looks]
             first, edges = index.ptr[x], index.ptr[x + 1] - index.ptr[x]
             some = min(edges, SEEN)
+            looked += some
             before = -1
             for j in range(some):
                 at = first + j * edges // some
@@ -179,6 +194,7 @@ def _count_answers(
                     count_any[step] += 1
                     before = step
         kept = 0
+        looked += used + 2 * preds
         for i in range(used + 2 * preds):
             if i < used:
                 step, f = index.step[touched[i]], feature[touched[i]]
@@ -216,7 +232,7 @@ def _count_answers(
     out = np.empty((len(rows), 3), np.int64)
     for i in range(len(rows)):
         out[i, 0], out[i, 1], out[i, 2] = rows[i][0], rows[i][1], rows[i][2]
-    return out, np.array(found)
+    return a, out, np.array(found)
 
 
 def constants_of(rules: Rules) -> tuple[Constants, NDArray[np.float64], Longs]:

@@ -2,13 +2,15 @@
 
 Edges are followed in both directions. With P predicates and N entities, step s < P reads predicate
 s from head to tail and step s + P reads it from tail to head; the ends of step s from x are
-`ends[ptr[s * N + x] : ptr[s * N + x + 1]]`. A chain never goes back over the edge it just came by.
+`ends[low:high]` with `low, high = row_span(ptr, s * N + x)`. A chain never goes back over the edge
+it just came by.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.jit import kernel
+from batchwright.logic.rows import row_span
 
 __all__ = ["NO_LIMIT", "inverse", "walk"]
 
@@ -46,7 +48,7 @@ def _choices(
     Returns its span in `ends`; the two of them that are excluded, as the hidden fact and as the
     fact we came by (-1: none); and the probability of each of the others.
     """
-    low, high = int(ptr[step * n + u]), int(ptr[step * n + u + 1])
+    low, high = row_span(ptr, np.int64(step) * n + u)
     count = high - low
     facing = back = -1
     if hidden >= 0:

@@ -26,8 +26,9 @@ from numpy.typing import ArrayLike, NDArray
 from batchwright import rng
 from batchwright.errors import ConfigError
 from batchwright.files import write_atomic
-from batchwright.logic.facts import Facts, as_triples
-from batchwright.logic.mine.paths import Adjacency, adjacency, count_bodies, find_paths
+from batchwright.logic.facts import Facts
+from batchwright.logic.mine.paths import Adjacency, adjacency, count_bodies, distinct, find_paths
+from batchwright.logic.rows import index_rows
 from batchwright.logic.rules import Clause, Rules
 from batchwright.logic.vocab import Vocab
 from batchwright.permutation import permutation
@@ -55,18 +56,21 @@ MIN_CONFIDENCE = 0.01
 
 FACTS = 1000
 """Facts of each relation between whose ends paths are looked for."""
-SOME = 256
-"""Facts for which that is done at a time."""
+SOME = 16
+"""Facts for which that is done at a time: between two of them Ctrl-C is heard."""
+NAMED = 256
+"""Facts whose paths are drawn by one key."""
 PATHS = 1024
 """Paths of each length that are looked at for one fact."""
-KEYS = 2**22
+KEYS = 2**21
 """Paths that are kept in memory at a time, at least."""
 BODIES = 20_000
 """Bodies of each length that are counted: those found most often."""
 EDGES = 100_000
 """Edges looked at to count one body; an entity from which a tenth does not suffice is left out."""
-FEW = 64
-"""Bodies that are counted at a time, at first."""
+WORK = 2**19
+"""Edges looked at between two moments at which Ctrl-C and the end of the time are heard, or those
+of one body if they are more."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,17 +78,21 @@ class Steps:
     """The edges of a graph in both directions: step s is predicate s, step s + P its reverse."""
 
     ptr: Ints
+    """Of step s from x: row s * N + x of `batchwright.logic.rows`."""
     ends: Ints
     num_entities: int
     num_predicates: int
 
     @classmethod
     def of(cls, facts: Facts) -> "Steps":
+        n, preds = facts.num_entities, facts.num_predicates
+        h, p, t = facts.triples.T.astype(np.int64)
+        rows = np.concatenate([p * n + h, np.sort((p + preds) * n + t)])
         return cls(
-            np.concatenate([facts.ps_ptr, facts.po_ptr[1:] + facts.ps_ptr[-1]]).astype(np.int32),
+            index_rows(rows, 2 * preds, n),
             np.concatenate([facts.ps_obj, facts.po_sub]).astype(np.int32),
-            facts.num_entities,
-            facts.num_predicates,
+            n,
+            preds,
         )
 
 
@@ -140,8 +148,9 @@ def mine(
 ) -> Mined:
     """Mine chain rules of up to `length` edges; at most `most` are kept for each predicate.
 
-    `facts` may be triples, for graphs too large for an index. No more than `seconds` are spent on
-    counting; rules that were counted by then are kept. Ctrl-C is heard within a second.
+    `facts` may be triples, which saves making an index of them. No more than `seconds` are spent on
+    counting; rules that were counted by then are kept. Ctrl-C is heard between bodies, after
+    `WORK` edges or the first body that needs more.
 
     >>> vocab = Vocab.of(["a", "b", "c", "d"], ["child", "parent"])
     >>> facts = Facts.of([(0, 0, 1), (1, 1, 0), (2, 0, 3), (3, 1, 2)], vocab)
@@ -158,8 +167,8 @@ def mine(
             f"seconds must be above 0, got {seconds}"
         )
     began = time.monotonic()
-    triples = np.unique(as_triples(facts.triples if isinstance(facts, Facts) else facts), axis=0)
     n, preds = vocab.num_entities, vocab.num_predicates
+    triples = distinct(facts.triples if isinstance(facts, Facts) else facts, n)
     index = adjacency(triples, n, preds)
     found, found_all = _candidates(triples, index, preds, length, min_support, seed, began, seconds)
     bodies = found[:, :LONGEST]
@@ -167,21 +176,14 @@ def mine(
     stamp, uses, out = np.full(n, -1, np.int64), np.zeros(n, np.uint8), np.empty(n, np.int32)
     columns: list[tuple[Longs, ...]] = []
     at = now = cut = 0
-    size = FEW
+    key = np.uint64(rng.key(seed, "mine/starts"))
     while at < len(bodies) and (at == 0 or time.monotonic() - began < seconds):
-        part = slice(at, at + size)
-        start = time.monotonic()
-        which, *counts, now, short = count_bodies(
-            bodies[part], lengths[part], index, n, preds, EDGES,
-            np.uint64(rng.key(seed, "mine/starts", at)), min_support, min_confidence, prior,
-            stamp, uses, out, now,
+        *found_here, now, short, at = count_bodies(
+            bodies, lengths, at, index, n, preds, EDGES, WORK, key, min_support, min_confidence,
+            prior, stamp, uses, out, now,
         )  # fmt: skip
-        columns.append((which + at, *counts))
+        columns.append(tuple(found_here))
         cut += short
-        at = min(at + size, len(bodies))
-        # About a fifth of a second a part, so that Ctrl-C and the end of the time are heard.
-        spent = time.monotonic() - start
-        size = max(FEW, min(2 * size, int(size * 0.2 / max(spent, 1e-3))))
         if progress:
             progress(at, len(bodies))
     counted = [np.concatenate(each) for each in zip(*columns, strict=True)] if columns else []
@@ -264,19 +266,22 @@ def _candidates(
     drawn = triples[order[np.argsort(place, kind="stable")][: np.minimum(counts, FACTS).sum()]]
     bound = 2 * (2 * preds + 1) * (PATHS + 2)
     keys, hits = np.empty(0, np.int64), np.empty(0, np.int64)
-    at, number = 0, 0
+    out = np.empty(max(KEYS, bound), np.int64)
+    at = count = 0
     whole = len(drawn) == len(triples)
-    while at < len(drawn) and (at == 0 or time.monotonic() - began < seconds / 3):
-        key = np.uint64(rng.key(seed, "mine/paths", number))
-        more, done, all_paths = find_paths(
-            drawn[at : at + SOME], index, preds, length, PATHS, key, max(KEYS, 2 * bound)
+    more = len(drawn) > 0
+    while more:
+        key = np.uint64(rng.key(seed, "mine/paths", at // NAMED))
+        some = drawn[at : min(at + SOME, (at // NAMED + 1) * NAMED)]
+        count, done, all_paths = find_paths(
+            some, index, preds, length, PATHS, key, at % NAMED, out, count
         )
-        new, count = np.unique(more, return_counts=True)
-        joined = np.concatenate([keys, new])
-        keys, place_of = np.unique(joined, return_inverse=True)
-        hits = np.bincount(place_of, np.concatenate([hits, count]), len(keys)).astype(np.int64)
-        at, number = at + done, number + 1
+        at += done
         whole = whole and all_paths
+        more = at < len(drawn) and time.monotonic() - began < seconds / 3
+        if done < len(some) or not more:
+            keys, hits = _counted(keys, hits, out[:count])
+            count = 0
     # A path that was drawn by chance may be the only one of its kind.
     often = hits >= (least if whole else max(2, least))
     keys, hits = keys[often], hits[often]
@@ -299,6 +304,14 @@ def _candidates(
     kept = ranked[np.arange(len(ranked)) - first < BODIES]
     best = kept[np.lexsort((names[kept], -total[kept], sizes[kept] > 2))]
     return np.ascontiguousarray(found[best]), len(names)
+
+
+def _counted(keys: Longs, hits: Longs, more: Longs) -> tuple[Longs, Longs]:
+    """Each key once with its hits, those of more keys added."""
+    new, count = np.unique(more, return_counts=True)
+    both, place_of = np.unique(np.concatenate([keys, new]), return_inverse=True)
+    total = np.bincount(place_of, np.concatenate([hits, count]), len(both))
+    return both, total.astype(np.int64)
 
 
 def _kept(

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from batchwright.errors import BadProgram
 from batchwright.jit import kernel
-from batchwright.logic.facts import as_triples, lower_bound
+from batchwright.logic.facts import as_triples, check_size, lower_bound
 from batchwright.logic.mine.kernels import inverse
 from batchwright.permutation import mix
 
-__all__ = ["Adjacency", "adjacency", "between", "count_bodies", "find_paths"]
+__all__ = ["Adjacency", "adjacency", "between", "count_bodies", "distinct", "find_paths"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -39,8 +40,7 @@ class Adjacency(NamedTuple):
 
 def adjacency(triples: ArrayLike, entities: int, preds: int) -> Adjacency:
     """The edges of distinct triples (head, predicate, tail) in both directions."""
-    given = np.unique(as_triples(triples), axis=0)
-    h, p, t = given.T
+    h, p, t = distinct(triples, entities).T
     start = np.concatenate([h, t])
     step = np.concatenate([p, p + np.int32(preds)])
     end = np.concatenate([t, h])
@@ -58,6 +58,23 @@ def adjacency(triples: ArrayLike, entities: int, preds: int) -> Adjacency:
         np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         (of_step % entities).astype(np.int32),
     )
+
+
+def distinct(triples: ArrayLike, entities: int) -> Ints:
+    """The triples, each once, by head, predicate and tail."""
+    given = as_triples(triples)
+    if given.min(initial=0) < 0 or given[:, [0, 2]].max(initial=-1) >= entities:
+        raise BadProgram(
+            f"triples hold ids outside the {entities:,} entities of the vocabulary; index them "
+            f"with the one they came from"
+        )
+    high = int(given[:, 1].max(initial=0)) + 1
+    check_size(entities, high)
+    # One number for each, which is sorted several times as fast as rows are.
+    h, p, t = given.astype(np.int64).T
+    numbers = np.unique((h * high + p) * entities + t)
+    rest, t = numbers // max(entities, 1), numbers % max(entities, 1)
+    return np.stack([rest // high, rest % high, t], 1).astype(np.int32)
 
 
 @kernel
@@ -93,23 +110,27 @@ def find_paths(
     length: int,
     most: int,
     key: np.uint64,
-    room: int,
-) -> tuple[Longs, int, bool]:
-    """The bodies that join the ends of facts (x, r, y), as keys; the facts done; whether all paths.
+    turn: int,
+    out: Longs,
+    count: int,
+) -> tuple[int, int, bool]:
+    """Add to the `count` keys in `out` the bodies that join the ends of facts (x, r, y).
 
-    A key is ((s1 + 1) M + s2 + 1) M + s3 + 1 times P plus r, with M = 2 P + 1; shorter bodies have
-    zeros at their end. Of a fact at most about `most` paths of each length are looked at, drawn
-    at random where there are more. It stops before a fact for which `room` keys may not do.
+    Returns the count, the facts done, and whether all paths were looked at. A key is
+    ((s1 + 1) M + s2 + 1) M + s3 + 1 times P plus r, with M = 2 P + 1; shorter bodies have zeros at
+    their end. Of a fact at most about `most` paths of each length are looked at, drawn at random by
+    (key, turn + number of the fact) where there are more. It stops before a fact for which `out`
+    may not do, unless that is empty.
     """
-    out = np.empty(room, np.int64)
-    count = 0
+    room = len(out)
     whole = True
     m = 2 * preds + 1
-    for i in range(len(facts)):
+    for fact in range(len(facts)):
         # No fact adds more than this: every look at a pair of edges gives at most 2 P bodies.
-        if count + 2 * m * (most + 2) > room and i > 0:
-            return out[:count], i, whole
-        x, r, y = facts[i, 0], facts[i, 1], facts[i, 2]
+        if count + 2 * m * (most + 2) > room and count > 0:
+            return count, fact, whole
+        i = turn + fact
+        x, r, y = facts[fact, 0], facts[fact, 1], facts[fact, 2]
         first, last = between(index, x, y)
         for a in range(first, last):
             s = index.step_by_end[a]
@@ -172,7 +193,7 @@ def find_paths(
                 if count < room:
                     out[count] = ((s1 + 1) * m * m + (s2 + 1) * m + s3 + 1) * preds + r
                     count += 1
-    return out[:count], len(facts), whole
+    return count, len(facts), whole
 
 
 @kernel
@@ -247,10 +268,12 @@ def _reach(
 def count_bodies(
     bodies: Ints,
     lengths: Ints,
+    begin: int,
     index: Adjacency,
     n: int,
     preds: int,
     limit: int,
+    work: int,
     key: np.uint64,
     least_support: int,
     least_confidence: float,
@@ -259,8 +282,11 @@ def count_bodies(
     uses: NDArray[np.uint8],
     out: Ints,
     now: int,
-) -> tuple[Longs, Longs, Longs, Longs, int, int]:
-    """Body, head step, support and pairs of every rule that is good enough; `now`, bodies cut.
+) -> tuple[Longs, Longs, Longs, Longs, int, int, int]:
+    """Body, head step, support and pairs of every rule that is good enough.
+
+    Then `now`, how many bodies were cut, and the body before which it stopped: it starts at body
+    `begin` and ends after the one that brings the edges looked at to `work`.
 
     For each body entities are visited that it may begin at, in a random order if `limit` edges do
     not suffice for all of them. An entity from which a tenth of the limit does not suffice is left
@@ -273,8 +299,9 @@ def count_bodies(
     bits = np.zeros(2 * preds, np.uint8)
     slot = np.zeros(2 * preds, np.int64)
     found = [(np.int64(0), np.int64(0), np.int64(0), np.int64(0)) for _ in range(0)]
-    cut = 0
-    for b in range(len(bodies)):
+    cut = looked = 0
+    b = begin
+    while b < len(bodies) and looked < work:
         body, length = bodies[b], lengths[b]
         less[:] = 0
         slots = 0
@@ -329,6 +356,7 @@ def count_bodies(
                         support[step] += 1
             now += 1
         cut += short
+        looked += spent + 1
         mirrored = True
         for i in range(length):
             if body[i] != inverse(body[length - 1 - i], preds):
@@ -347,11 +375,12 @@ def count_bodies(
         for i in range(length):
             bits[body[i]] = 0
             bits[inverse(body[i], preds)] = 0
+        b += 1
     columns = np.empty((4, len(found)), np.int64)
     for i in range(len(found)):
         for c in range(4):
             columns[c, i] = found[i][c]
-    return columns[0], columns[1], columns[2], columns[3], now, cut
+    return columns[0], columns[1], columns[2], columns[3], now, cut, b
 
 
 @kernel

@@ -18,6 +18,7 @@ from batchwright.logic.facts import lower_bound
 from batchwright.logic.mine.constants import Constants
 from batchwright.logic.mine.kernels import inverse, walk
 from batchwright.logic.mine.paths import Adjacency
+from batchwright.logic.rows import row_span
 
 __all__ = [
     "Program",
@@ -131,7 +132,7 @@ def gather(
     if k >= 0:
         for j in range(given.back_ptr[k], given.back_ptr[k + 1]):
             row = np.int64(inverse(given.back_step[j], preds)) * n + given.back_end[j]
-            low, high = program.ptr[row], program.ptr[row + 1]
+            low, high = row_span(program.ptr, row)
             if high - low > limit:
                 wide += 1
                 continue
@@ -295,7 +296,8 @@ def learn_rules(
     for q in range(len(questions)):
         x, step, y = questions[q, 0], questions[q, 1], questions[q, 2]
         others = n
-        for i in range(program.ptr[step * n + x], program.ptr[step * n + x + 1]):
+        low, high = row_span(program.ptr, step * n + x)
+        for i in range(low, high):
             true[program.ends[i]] = q
             if program.ends[i] != y:
                 others -= 1

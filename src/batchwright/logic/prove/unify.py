@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from batchwright.jit import kernel
 from batchwright.logic.facts import Facts, lower_bound
+from batchwright.logic.rows import group_span, row_span
 from batchwright.logic.rules import Rules
 
 __all__ = [
@@ -79,9 +80,7 @@ def span(
 ) -> tuple[int, int, int]:
     """Which facts unify with p(x, y): the kind of goal, where they begin, how many they are."""
     if x < entities:
-        row = np.int64(p) * entities + x
-        low = ps_ptr[row]
-        high = ps_ptr[row + 1]
+        low, high = row_span(ps_ptr, np.int64(p) * entities + x)
         if y >= entities:
             return OBJECTS, low, high - low
         at = lower_bound(ps_obj, low, high, y)
@@ -89,14 +88,13 @@ def span(
             return GROUND, at, 1
         return GROUND, at, 0
     if y < entities:
-        row = np.int64(p) * entities + y
-        low = po_ptr[row]
-        return SUBJECTS, low, po_ptr[row + 1] - low
+        low, high = row_span(po_ptr, np.int64(p) * entities + y)
+        return SUBJECTS, low, high - low
     if x == y:
-        low = loop_ptr[p]
-        return LOOPS, low, loop_ptr[p + 1] - low
-    low = ps_ptr[np.int64(p) * entities]
-    return PAIRS, low, ps_ptr[(np.int64(p) + 1) * entities] - low
+        low, high = row_span(loop_ptr, p)
+        return LOOPS, low, high - low
+    low, high = group_span(ps_ptr, p, entities)
+    return PAIRS, low, high - low
 
 
 @kernel
@@ -122,9 +120,7 @@ def place(
         at = lower_bound(loop_sub, low, high, s)
         return at if at < high and loop_sub[at] == s and s == o else -1
     if kind == PAIRS:
-        row = np.int64(p) * entities + s
-        low = ps_ptr[row]
-        high = ps_ptr[row + 1]
+        low, high = row_span(ps_ptr, np.int64(p) * entities + s)
     at = lower_bound(ps_obj, low, high, o)
     return at if at < high and ps_obj[at] == o else -1
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from batchwright.errors import ConfigError
 from batchwright.jit import kernel
 from batchwright.logic.facts import Facts
+from batchwright.logic.rows import row_span
 from batchwright.permutation import mix
 from batchwright.rng import key
 
@@ -348,7 +349,8 @@ def count_ranks(
                 equal += 1
         wrong = n
         seen_answer = False
-        for i in range(ptr[rows[q]], ptr[rows[q] + 1]):
+        begin, end = row_span(ptr, rows[q])
+        for i in range(begin, end):
             e = others[i]
             marked[e] = q
             wrong -= 1

@@ -9,7 +9,7 @@ is no critic.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from batchwright import rng
-from batchwright.errors import Mismatch
+from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic.loaders import Graph
+from batchwright.logic.mine.mining import LONGEST
 from batchwright.logic.rank.ranking import Side
 from batchwright.logic.rank.scorers import LIMIT, RuleScorer
 from batchwright.logic.rules import Rules
@@ -28,7 +29,7 @@ from batchwright.train.prover.kernels import find_answers, improve_answers
 from batchwright.train.prover.learners import SMALL_SQUARE, Asking, Metrics
 from batchwright.train.prover.scorer import log_scores
 
-__all__ = ["AnswerPolicy", "AnswerScorer", "Answering", "Weighed", "answer_once"]
+__all__ = ["AnswerPolicy", "AnswerScorer", "Answering", "Weighed", "answer_once", "fit_to_ask"]
 
 Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
@@ -37,6 +38,15 @@ Doubles = NDArray[np.float64]
 
 ALIKE = 0.1
 """The weight of every rule of an untrained policy that starts with all of them alike."""
+
+SHARP = 8.0
+"""The weight of a certain rule of an untrained policy that starts by confidence."""
+
+BINS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
+"""Rules whose confidences lie between two of these may share what is learned of them."""
+
+FORMS = LONGEST + 4
+"""Chains of 1 to 3 edges; then an edge to a constant, to anything, none, and from a constant."""
 
 ROOM = 1 << 20
 """Hits that there is room for at first."""
@@ -56,11 +66,27 @@ class Weighed:
     def start(self, how: Literal["alike", "confidence"]) -> Doubles:
         """The weights of an untrained policy, which learned ones decay to.
 
-        By confidence a rule weighs the square of it: strong rules count more than many weak ones.
+        By confidence a rule weighs `SHARP` times the square of it: strong rules count more than
+        many weak ones, and the policy is about as sure of an answer as it is right.
         """
         if how == "alike":
             return np.full(self.num_rules, ALIKE)
-        return np.square(np.expm1(-self._scorer.evidence))
+        return SHARP * np.square(self._confidence())
+
+    def groups(self) -> Longs:
+        """The group of every rule: those of one form, with confidences in one bin."""
+        chains, constants = len(self.program.lengths), self.program.constants
+        # What is looked up from a constant stands last.
+        form = np.full(self.num_rules, LONGEST + 3)
+        form[:chains] = self.program.lengths - 1
+        edge, steps = constants.keys // (2 * self.num_predicates), 2 * self.num_predicates
+        any_end = edge % (self.num_entities + 1) == self.num_entities
+        kind = np.where(edge == steps * (self.num_entities + 1), 2, any_end)
+        form[chains + constants.rule] = LONGEST + np.repeat(kind, np.diff(constants.ptr))
+        return form * (len(BINS) + 1) + np.digitize(self._confidence().round(9), BINS)
+
+    def _confidence(self) -> Doubles:
+        return np.asarray(-np.expm1(-self._scorer.evidence))
 
     def questions(self, triples: Ints) -> Longs:
         """Both questions of each triple as (entity, step, answer), those for tails first."""
@@ -76,21 +102,41 @@ class Weighed:
 
 
 class AnswerPolicy(nn.Module):
-    """A weight for each rule of a `Weighed`, at each of its ends."""
+    """A weight for each rule of a `Weighed`, at each of its ends.
 
-    def __init__(self, start: Doubles) -> None:
+    With `groups` what is learned are factors of the weights at the start, one for each group.
+    """
+
+    def __init__(self, start: Doubles, groups: Longs | None = None) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.from_numpy(start.copy()))
+        self.num_rules, self._groups = len(start), groups
+        learned = start.copy() if groups is None else np.ones(FORMS * (len(BINS) + 1))
+        self.weights = nn.Parameter(torch.from_numpy(learned))
+        # Saved with the factors: rules in a file have their confidences rounded.
+        self.register_buffer("start", torch.from_numpy(start.copy()), groups is not None)
 
     def array(self) -> Doubles:
-        return self.weights.detach().numpy()
+        """The weight of every rule."""
+        learned: Doubles = self.weights.detach().numpy()
+        return learned if self._groups is None else self._first() * learned[self._groups]
+
+    def slope(self, of_rules: Doubles) -> Doubles:
+        """The gradient of what is learned, from that of every rule's weight."""
+        if self._groups is None:
+            return of_rules
+        return np.asarray(
+            np.bincount(self._groups, of_rules * self._first(), len(self.weights)), np.float64
+        )
+
+    def _first(self) -> Doubles:
+        return cast(torch.Tensor, self.start).numpy()
 
 
 class AnswerScorer:
     """Scores log(1 + probability / FLOOR) of the answers that rules prove."""
 
     def __init__(self, weighed: Weighed, policy: AnswerPolicy) -> None:
-        if len(policy.weights) != weighed.num_rules:
+        if policy.num_rules != weighed.num_rules:
             raise Mismatch("the policy was trained with other rules; use those of its run")
         self._scorer = weighed.scorer(policy.array().copy())
         self.num_entities, self.num_predicates = weighed.num_entities, weighed.num_predicates
@@ -161,10 +207,10 @@ class Answering:
         of: int,
     ) -> None:
         self._weighed, self._questions, self._config, self._of = weighed, questions, config, of
-        self._weights = policy.array()
+        self._policy, self._weights = policy, policy.weights.detach().numpy()
         # What weights decay to; of a run that is resumed, `load_state_dict` has it.
         self._start = self._weights.copy()
-        self._squares = np.full(weighed.num_rules, SMALL_SQUARE)
+        self._squares = np.full(len(self._weights), SMALL_SQUARE)
         self._found = _Searched(weighed, config.draws)
         self._done = 0
 
@@ -177,7 +223,7 @@ class Answering:
         )
         asked = order[number * config.num_envs : (number + 1) * config.num_envs]
         key = rng.key(config.seed, "prover/draws", self._done)
-        found.search(self._questions[asked], self._weights, key)
+        found.search(self._questions[asked], self._policy.array(), key)
         lr = recipe.lr * (1.0 - self._done / self._of)
         sums = np.zeros(3)
         bounds = np.linspace(0, len(asked), config.minibatches + 1).astype(np.int64)
@@ -185,8 +231,12 @@ class Answering:
             shuffle = rng.key(config.seed, "prover/answers/minibatches", self._done, turn)
             mixed = permutation(len(asked), np.uint64(shuffle))
             for part in np.split(mixed, bounds[1:-1]):
-                slope = config.decay * len(part) * (self._start - self._weights)
-                sums += found.improve(part, self._weights, config.clip, recipe.entropy_coef, slope)
+                of_rules = np.zeros(self._weighed.num_rules)
+                sums += found.improve(
+                    part, self._policy.array(), config.clip, recipe.entropy_coef, of_rules
+                )
+                slope = self._policy.slope(of_rules)
+                slope += config.decay * len(part) * (self._start - self._weights)
                 self._squares += slope * slope
                 self._weights += lr * slope / np.sqrt(self._squares)
         self._done += 1
@@ -208,6 +258,35 @@ class Answering:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._done = int(state["done"])
         self._squares[:], self._start[:] = state["squares"], state["start"]
+
+
+def fit_to_ask(config: ProverConfig, graph: Graph) -> Ints:
+    """The triples of train whose queries teach what valid asks.
+
+    Where the ends of no valid triple are joined by a fact of train, as in FB15k-237, train queries
+    with such ends would teach rules that valid has no use for.
+    """
+    if config.linked is True or not len(graph.valid):
+        return graph.train
+    n = graph.vocab.num_entities
+
+    def pairs(triples: Ints) -> Longs:
+        ends = np.sort(triples[:, [0, 2]].astype(np.int64), axis=1)
+        return ends[:, 0] * n + ends[:, 1]
+
+    of_train = pairs(graph.train)
+    if config.linked == "auto" and np.isin(pairs(graph.valid), of_train).any():
+        return graph.train
+    _, place, counts = np.unique(of_train, return_inverse=True, return_counts=True)
+    alone: Ints = graph.train[counts[place] == 1]
+    if config.linked == "auto" and not len(alone):
+        return graph.train
+    if not len(alone):
+        raise ConfigError(
+            "--no-linked leaves no train query: every two entities of a fact have another fact; "
+            "leave it out"
+        )
+    return alone
 
 
 def answer_once(weighed: Weighed, policy: AnswerPolicy, triples: Ints, seed: int) -> Asking:

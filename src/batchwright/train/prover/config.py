@@ -119,6 +119,12 @@ class ProverConfig(RunConfig):
     """Entropy bonus coefficient; auto: 0.01 for rules, 0.05 for neural, 0 for answers."""
     start: Literal["alike", "confidence"] = "alike"
     """Weights of rules that the policy answers starts with: all alike, or by their confidence."""
+    shared: bool = False
+    """Rules of one form (edges, constants) and about one confidence share what the policy answers
+    learns: a factor of their weights. Few numbers, for graphs with very many rules."""
+    linked: bool | Auto = "auto"
+    """Ask the policy answers train queries whose two ends another fact joins, too; auto: unless
+    valid has none such and train has others."""
     draws: int = 16
     """Answers that the policy answers gives to each query of a rollout."""
     decay: float = 3e-4
@@ -188,8 +194,11 @@ class ProverConfig(RunConfig):
 
         if self.policy == "answers":
             self._only_answers()
-        elif self.start != "alike":
-            raise ConfigError(f"--start is for --policy answers; leave it out with {self.policy}")
+        elif self.start != "alike" or self.shared or self.linked != "auto":
+            raise ConfigError(
+                f"--start, --shared and --linked are for --policy answers; leave them out with "
+                f"{self.policy}"
+            )
         elif self.recipe.constants:
             raise ConfigError(
                 f"rules with constants are followed by --policy answers only; leave --constants "

@@ -2,7 +2,7 @@
 
 A policy draws a rule for a query by its weight, and then a fact for each step of the rule's body,
 uniformly. Edges are followed in both directions, as `batchwright.logic.mine.Steps` lists them: the
-ends of step s from x are `ends[ptr[s * n + x] : ptr[s * n + x + 1]]`.
+ends of step s from x are `ends[low:high]` with `low, high = row_span(ptr, s * n + x)`.
 
 Another policy follows every rule and draws one of the answers they prove, by the summed weights of
 the rules that prove it: `find_answers` draws, and `improve_answers` has the gradient of PPO.
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from batchwright.jit import kernel
 from batchwright.logic.mine.kernels import walk
 from batchwright.logic.mine.score import Program, gather, new_scratch
+from batchwright.logic.rows import row_span
 from batchwright.permutation import mix
 
 __all__ = ["answer", "find_answers", "improve_answers", "learn"]
@@ -102,7 +103,8 @@ def learn(
         x, step, y = questions[q, 0], questions[q, 1], questions[q, 2]
         first = rule_ptr[step]
         rules = rule_ptr[step + 1] - first
-        for i in range(ptr[step * n + x], ptr[step * n + x + 1]):
+        low, high = row_span(ptr, step * n + x)
+        for i in range(low, high):
             true[ends[i]] = q
         top = -np.inf
         for r in range(rules):
@@ -170,7 +172,8 @@ def find_answers(
     now = at = 0
     for q in range(len(questions)):
         x, step, y = questions[q, 0], questions[q, 1], questions[q, 2]
-        for i in range(program.ptr[step * n + x], program.ptr[step * n + x + 1]):
+        low, high = row_span(program.ptr, step * n + x)
+        for i in range(low, high):
             true[program.ends[i]] = q
         count, now, _, scratch = gather(x, step, y, program, n, preds, limit, now, scratch)
         if at + count > len(hit_rule):

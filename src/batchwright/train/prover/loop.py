@@ -34,6 +34,7 @@ from batchwright.train.prover.answers import (
     AnswerScorer,
     Weighed,
     answer_once,
+    fit_to_ask,
 )
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.episodes import Episodes
@@ -210,7 +211,8 @@ def _train(
     potential = _potential(config, graph, wider)
     config = run.config = _sized(config, asked)
     policy = _policy(config, asked)
-    questions = asked.questions(graph.train)
+    train = fit_to_ask(config, graph) if isinstance(asked, Weighed) else graph.train
+    questions = asked.questions(train)
     valid = evenly_spread(graph.valid, config.eval_triples)
     plan = _plan(config, asked.depth if isinstance(asked, Asked) else 1)
     facts = digest("prover", vocab_digest(graph), digest_array(wider.train), rules.fingerprint)
@@ -369,7 +371,8 @@ def _sized(config: ProverConfig, asked: Program) -> ProverConfig:
 
 def _policy(config: ProverConfig, asked: Program) -> AnyPolicy:
     if isinstance(asked, Weighed):
-        return AnswerPolicy(asked.start(config.start))
+        groups = asked.groups() if config.shared else None
+        return AnswerPolicy(asked.start(config.start), groups)
     if config.policy == "neural":
         return neural_policy(asked, config.width, config.constant_scale, config.seed)
     return rule_policy(asked, config.seed)

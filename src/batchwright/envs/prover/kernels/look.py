@@ -63,6 +63,7 @@ from batchwright.logic.prove.unify import (
     resolve_rule,
     unify,
 )
+from batchwright.logic.rows import group_span, row_span
 
 __all__ = ["erase", "look", "option", "write"]
 
@@ -330,19 +331,18 @@ def _spans(
         if slots[b, DEPTH] > 0 and slots[b, COUNT] > 0:
             p = np.int64(goals[b, 0, 0])
             x, y = np.int64(goals[b, 0, 1]), np.int64(goals[b, 0, 2])
-            row = p * entities
             if x < entities:
                 kind = GROUND if y < entities else OBJECTS
-                low, high = np.int64(ps_ptr[row + x]), np.int64(ps_ptr[row + x + 1])
+                low, high = row_span(ps_ptr, p * entities + x)
             elif y < entities:
                 kind = SUBJECTS
-                low, high = np.int64(po_ptr[row + y]), np.int64(po_ptr[row + y + 1])
+                low, high = row_span(po_ptr, p * entities + y)
             elif x == y:
                 kind = LOOPS
-                low, high = np.int64(loop_ptr[p]), np.int64(loop_ptr[p + 1])
+                low, high = row_span(loop_ptr, p)
             else:
                 kind = PAIRS
-                low, high = np.int64(ps_ptr[row]), np.int64(ps_ptr[row + entities])
+                low, high = group_span(ps_ptr, p, entities)
         elif slots[b, COUNT] > 0:
             x, y = goals[b, 0, 1], goals[b, 0, 2]
             kind = OBJECTS if y >= entities else SUBJECTS if x >= entities else GROUND
