@@ -626,3 +626,110 @@ def test_roles_and_older_calls_are_named_in_their_errors() -> None:
     older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
     with pytest.raises(BadRow, match="its message 1 has a function_call"):
         encode_row({"messages": [ASKED, older]}, load_tokenizer("bytes"), "0")
+
+
+LOSS_NAMES = [
+    *("loss_mask", "mask", "masked", "is_masked", "isMasked", "weights", "lossWeight"),
+    *("trainable", "is_trainable", "train_on", "no_train", "include_in_loss", "compute_loss"),
+    *("label", "labels", "learn", "supervised", "ignore", "exclude_from_loss", "skip_training"),
+]
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_a_turn_that_speaks_of_the_loss_in_other_words_is_named(name: str) -> None:
+    def row(column: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if column == "completion":
+            return {"prompt": [ASKED], "completion": [answer]}
+        return {column: [ASKED, answer]}
+
+    for column in ("messages", "conversations", "completion"):
+        for value in (0, 1, 0.0, 0.5, True, False, "false", "0", [0, 1]):
+            with pytest.raises(BadRow, match=f"has {name} .*--ignore-column {column}.{name}$"):
+                encode_row(row(column, ANSWERED | {name: value}), BYTES, "0")
+        # Parquet gives every message every key.
+        assert encoded(row(column, ANSWERED | {name: None}))[1].startswith("b")
+
+
+def test_a_flag_inside_an_object_of_a_turn_is_named() -> None:
+    answer = ANSWERED | {"extra": {"masked": True}}
+    with pytest.raises(BadRow, match=r"has extra.masked true, .*--ignore-column messages.extra$"):
+        encode_row({"messages": [ASKED, answer]}, BYTES, "0")
+    call = ANSWERED | {"tool_calls": [{"function": {"name": "add", "arguments": {"weight": 0}}}]}
+    with pytest.raises(BadRow, match="leaves out or rewrites the tool calls"):
+        encode_row({"messages": [ASKED, call]}, BYTES, "0")
+
+
+def test_loss_weights_of_turns_are_followed() -> None:
+    turns = [ASKED | {"loss_weight": 0.0}, ANSWERED | {"loss_weight": 0.0}]
+    turns += [ASKED | {"loss_weight": 0}, {"role": "assistant", "content": "c", "loss_weight": 1.0}]
+    assert encoded({"messages": turns})[1] == "c\n"
+    for wrong in ([ASKED | {"loss_weight": 1.0}], [ANSWERED | {"loss_weight": 0.5}]):
+        with pytest.raises(BadRow, match="loss_weight"):
+            encode_row({"messages": [*wrong, ANSWERED]}, BYTES, "0")
+
+
+def test_numbers_of_a_turn_that_say_nothing_of_the_loss_are_left_alone() -> None:
+    about = {
+        **dict.fromkeys(("timestamp", "id", "turn", "score", "rating", "step", "accepted"), 0),
+        **dict.fromkeys(("constraint", "num_trained_tokens", "label_id", "glossary"), 1),
+        **dict.fromkeys(("learning_rate", "mask_id", "weight_kg"), 0.5),
+    }
+    assert encoded({"messages": [ASKED | about, ANSWERED | about]})[1] == "b\n"
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"messages": [ASKED, ANSWERED]},
+    {"prompt": "a", "completion": "b"},
+    {"instruction": "a", "output": "b"},
+    {"text": "b"},
+    {"input_ids": [72, 73]},
+]
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=lambda row: next(iter(row)))
+def test_a_row_that_says_it_is_not_to_be_trained_or_weighs_its_loss_is_refused(
+    row: dict[str, Any],
+) -> None:
+    names = ("weight", "train", "training", "loss", "loss_weight", "is_trainable", "supervised")
+    for name in names:
+        for value in (0, 0.0, False, "false", "0", "no"):
+            with pytest.raises(BadRow, match=rf"its {name} is .* not to be trained; .*{name}$"):
+                encode_row(row | {name: value}, BYTES, "0")
+        for value in (0.5, 2, -1, float("nan")):
+            with pytest.raises(
+                BadRow, match=rf"its {name} is .*not used; .*--ignore-column {name}"
+            ):
+                encode_row(row | {name: value}, BYTES, "0")
+        for value in (1, 1.0, True, "true", None):
+            assert len(encode_row(row | {name: value}, BYTES, "0"))
+    for name in ("masked", "is_masked", "ignore", "excluded", "skip"):
+        with pytest.raises(BadRow, match=rf"its {name} is true, .*--ignore-column {name}"):
+            encode_row(row | {name: True}, BYTES, "0")
+        assert len(encode_row(row | {name: False}, BYTES, "0"))
+    for name in ("mask", "no_train", "include_in_loss", "unmasked"):
+        for value in (0, 1):
+            with pytest.raises(BadRow, match=rf"its {name} is {value}, .*--ignore-column {name}"):
+                encode_row(row | {name: value}, BYTES, "0")
+
+
+def test_numbers_of_a_row_that_say_nothing_of_the_loss_are_left_alone() -> None:
+    about = {
+        **dict.fromkeys(("score", "train_id", "constraint", "num_train_rows", "step"), 0),
+        **dict.fromkeys(("weight_kg", "difficulty", "year", "approved", "learning_rate"), 0.5),
+    }
+    for row in SHAPES:
+        assert len(encode_row(row | about, BYTES, "0"))
+
+
+def test_rows_show_lists_keys_of_messages_that_change_nothing_and_fails_where_no_row_is_good(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    answer = ANSWERED | {"timestamp": 1700000000, "weight": 1, "id": "m2"}
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": [ASKED, answer], "n": 1}) + "\n")
+    said = call("data rows show chat.jsonl -t bytes", folder)
+    assert said.code == 0
+    assert said.out.splitlines()[0].endswith("; not used: n, messages.timestamp")
+
+    (folder / "bad.jsonl").write_text('{"txet": 1}\n{"txet": 2}\n')
+    said = call("data rows show bad.jsonl -t bytes", folder)
+    assert (said.code, said.out.count("cannot be trained")) == (1, 2)

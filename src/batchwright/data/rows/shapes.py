@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.flags import refuse_row_flags, refuse_turn_flags
 from batchwright.data.rows.turns import TURN_FLAGS, trained_spans, trained_turns
 from batchwright.data.rows.verify import verify
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate
@@ -25,6 +26,7 @@ from batchwright.files import parse_json
 
 __all__ = [
     "IGNORE",
+    "KNOWN_OF_MESSAGES",
     "Chat",
     "Pair",
     "Ready",
@@ -127,14 +129,9 @@ SHAREGPT = {
 }
 """Roles as ShareGPT's files name them; any other stands for itself."""
 
-TURN_DETAILS = ("train_detail", "training_detail")
-"""Axolotl's ranges of characters inside a turn."""
-
-KNOWN_OF_MESSAGES = {
-    *("role", "content", "tool_calls", "tool_call_id", "name", "id"),
-    *TURN_FLAGS,
-    *REASONING,
-}
+PLAIN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "id", *REASONING})
+KNOWN_OF_MESSAGES = PLAIN_KEYS | {*TURN_FLAGS, "from", "value"}
+"""What is read of a message, whatever its template."""
 
 TRANSCRIPT = "\n\nAssistant:"
 """The beginning of an answer in Anthropic's transcripts, `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
@@ -237,6 +234,7 @@ def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
     shape = _shape(columns, tokenizer)
     if not isinstance(shape, Text | Ready):
         _refuse_unwanted(row)
+    refuse_row_flags(row, tuple(row), columns.used, not isinstance(shape, Ready))
     _refuse_unread(columns)
     return shape, columns.used
 
@@ -847,7 +845,7 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} has no content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"its message {number} has a content that is null and no tool_calls")
-        _check_flags(message, number)
+        refuse_turn_flags(message, number, name, PLAIN_KEYS)
         # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
         messages += _plain(kept, number)
@@ -866,25 +864,6 @@ def _turns(given: list[Any]) -> list[Any]:
             for role, key in (("user", "input"), ("assistant", "output"))
         ]
     return given
-
-
-def _check_flags(message: Mapping[str, Any], number: int) -> None:
-    """Refuse what a message says of its training that cannot be followed."""
-    for name in TURN_FLAGS:
-        if message.get(name, 1) not in (0, 1, None):
-            raise BadRow(f"its message {number} has a {name} of {message[name]!r}, not 0 or 1")
-        if message.get(name) and name != "weight" and message["role"] != "assistant":
-            raise BadRow(
-                f"its message {number} has {name} {message[name]!r} and the role "
-                f"{message['role']!r}; only assistant turns can be trained apart from the rest, "
-                f"choose --loss-on everything and --ignore-column messages.{name}"
-            )
-    for name in TURN_DETAILS:
-        if message.get(name):
-            raise BadRow(
-                f"its message {number} has a {name}, and turns are trained whole; leave it out "
-                f"with --ignore-column messages.{name}"
-            )
 
 
 def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ from batchwright.errors import BadRow
 
 __all__ = ["PIECES", "TURN_FLAGS", "common", "trained_spans", "trained_turns"]
 
-TURN_FLAGS = ("weight", "train", "training", "loss")
-"""Whether a turn is trained, as OpenAI's, Axolotl's and ms-swift's files say it."""
+TURN_FLAGS = ("weight", "train", "training", "loss", "loss_weight")
+"""Whether a turn is trained, as OpenAI's, Axolotl's, ms-swift's and LLaMA-Factory's files say."""
 
 PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|.", re.DOTALL)
 """Special tokens as templates write them are not cut in two where two texts part."""
@@ -54,8 +54,8 @@ def trained_spans(
 def trained_turns(messages: Sequence[Message], first: int, loss_on: LossOn) -> list[int]:
     """The assistant messages that are trained, of those from `first` on.
 
-    One with `weight` 0, or with `train`, `training` or `loss` false, is rendered and not trained,
-    unless everything is.
+    One with `weight` or `loss_weight` 0, or with `train`, `training` or `loss` false, is rendered
+    and not trained, unless everything is.
     """
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on == "everything":
