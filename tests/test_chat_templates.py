@@ -550,3 +550,18 @@ def test_tools_that_the_template_does_not_show_are_named() -> None:
     with pytest.raises(BadRow, match=r"has tools, which the chat template does not show; .*tools"):
         encode_row(row, tokenizer("gemma"), "0")
     assert "fine" in learned("qwen3", row)
+
+
+@pytest.mark.parametrize(
+    "asks", ["{% for t in tools %}{{ t }}{% endfor %}", "{{ tools | length }}", "{{ tools[0].x }}"]
+)
+def test_a_template_that_needs_tools_says_so(asks: str) -> None:
+    ours = with_template(asks + ONLY_PARTS)
+    row = {"messages": [user("Why?"), said("Because.")]}
+    with pytest.raises(
+        BadRow, match=r"the chat template refuses (rows without tools|its messages)"
+    ):
+        encode_row(row, ours, "0")
+    if "[0]" not in asks:
+        with pytest.raises(BadRow, match=r"refuses rows without tools: .*; give the rows tools"):
+            encode_row(row, ours, "0")

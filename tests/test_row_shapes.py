@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from batchwright.data.rows.sample import Sample, encode_row
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, with_loss_on
 from batchwright.data.tokens import TokenStore
-from batchwright.errors import BadRow
+from batchwright.errors import BadRow, NoTokenizer
 
 BYTES = load_tokenizer("bytes")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -733,3 +734,107 @@ def test_rows_show_lists_keys_of_messages_that_change_nothing_and_fails_where_no
     (folder / "bad.jsonl").write_text('{"txet": 1}\n{"txet": 2}\n')
     said = call("data rows show bad.jsonl -t bytes", folder)
     assert (said.code, said.out.count("cannot be trained")) == (1, 2)
+
+
+@pytest.mark.parametrize("depth", [198, 199, 250, 900, 960, 3000, 100_000])
+def test_rows_nested_too_deeply_are_bad_rows_wherever_they_are_read(
+    depth: int, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    for opens, closes in (("[", "]"), ('{"a":', "}")):
+        inner = f'{opens * depth}"x"{closes * depth}'
+        text = '{"text":"x","meta":' + inner + "}\n"
+        (tmp_path / "deep.jsonl").write_text(text)
+        for line in ("rows show deep.jsonl -t bytes", "lengths build -d deep.jsonl -t bytes -o l"):
+            said = call(f"data {line}.jsonl" if line[0] == "l" else f"data {line}", tmp_path)
+            assert said.code == (depth >= 200), said.err
+            assert ("nested too deeply" in said.out + said.err) == (depth >= 200)
+            assert "internal" not in said.err
+
+
+def test_brackets_in_a_text_are_no_depth(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "[{" * 5000, "n": [[1]] * 500}) + "\n")
+    assert len(open_source(tmp_path / "b.jsonl")[0]["text"]) == 10_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "text": "b"}',
+        ' {"text": "a", "text": "a"}',
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q", '
+        '"role": "assistant"}]}',
+        '{"text": "a", "te\\u0078t": "b"}',
+    ],
+)
+def test_a_key_that_stands_twice_in_one_object_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "twice.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+    source = open_source(tmp_path / "twice.jsonl")
+    assert source[0] == {"text": "fine"}
+    with pytest.raises(BadRow, match=r'twice.jsonl:2: has the key "(text|role)" more than once'):
+        source[1]
+
+
+def parts(key: str, words: str) -> list[dict[str, Any]]:
+    return [{"type": "text", key: words[:1]}, {"type": "text", key: words[1:]}]
+
+
+def test_the_text_of_a_part_is_read_by_each_of_its_names_or_named() -> None:
+    plain = encoded({"messages": [ASKED, ANSWERED]})
+    for key in ("text", "value", "content"):
+        turns = [ASKED | {"content": parts(key, "a")}, ANSWERED | {"content": parts(key, "b")}]
+        assert encoded({"messages": turns}) == plain
+    for wrong in ({"txet": "b"}, {"text": None}, {"text": 3}, {"text": "b", "value": "c"}):
+        turns = [ASKED, ANSWERED | {"content": [{"type": "text", **wrong}]}]
+        with pytest.raises(BadRow, match=r"its message 1 has a part of text .*; saw \[.*type"):
+            encode_row({"messages": turns}, BYTES, "0")
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1], [0, 1, 0, 1], [1, 0, 0, 1, 0], [True, False, True]])
+def test_a_hole_in_the_attention_mask_is_named(mask: list[int]) -> None:
+    row = {"input_ids": [*range(70, 70 + len(mask))], "attention_mask": mask}
+    with pytest.raises(BadRow, match=rf"attention_mask is 0 at token {mask.index(0, 1)} between"):
+        encode_row(row, BYTES, "0")
+
+
+def test_padding_on_both_sides_is_left_out() -> None:
+    row = {"input_ids": [256, 72, 73, 256], "attention_mask": [0, 1, 1, 0]}
+    assert encode_row(row, BYTES, "0").input_ids.tolist() == [72, 73]
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("given", [[True, False], [True, 72], [72, False], [72, 73, True]])
+def test_booleans_are_no_tokens(column: str, given: list[Any]) -> None:
+    row = {"input_ids": [int(one) for one in given], column: given}
+    with pytest.raises(BadRow, match=f"its {column} (are not a list of|have true or false among)"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ["a", "b"], "completion": "c"},
+        {"prompt": ["a"], "completion": "c"},
+        {"prompt": "a", "completion": ["b", "c"]},
+        {"prompt": [ASKED], "response": ["b"]},
+        {"prompt": [ASKED], "chosen": ["b", "c"], "rejected": ["d", "e"]},
+        {"prompt": ["a", "b"], "chosen": [ANSWERED], "rejected": [ANSWERED]},
+        {"messages": [ASKED], "chosen": ["b"]},
+    ],
+)
+def test_texts_in_place_of_a_prompt_or_an_answer_are_named(row: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match="is a list of texts, which may be turns or variants"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize("row", [[1, 2], "text", 5, None, b"x"])
+def test_what_is_no_object_is_a_bad_row(row: Any) -> None:
+    with pytest.raises(BadRow, match=f"is a {type(row).__name__}, not an object"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_a_tokenizer_is_named(
+    name: str, folder: Path, call: Callable[..., Any]
+) -> None:
+    with pytest.raises(NoTokenizer, match="the name of the tokenizer is empty; name a"):
+        load_tokenizer(name)

@@ -133,6 +133,9 @@ PLAIN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name",
 KNOWN_OF_MESSAGES = PLAIN_KEYS | {*TURN_FLAGS, "from", "value"}
 """What is read of a message, whatever its template."""
 
+PART_TEXTS = ("text", "value", "content")
+"""What data sets call the text of a part of a content."""
+
 TRANSCRIPT = "\n\nAssistant:"
 """The beginning of an answer in Anthropic's transcripts, `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
 
@@ -222,10 +225,14 @@ def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
     """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
         return row
+    if not isinstance(row, Mapping):
+        return BadRow(f"is a {type(row).__name__}, not an object with columns")
     try:
         return read_shape(row, tokenizer)[0]
     except BadRow as error:
         return error
+    except RecursionError:
+        return BadRow("is nested too deeply to be read")
 
 
 def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
@@ -309,8 +316,8 @@ def _dialogue(row: _Columns, tokenizer: Tokenizer) -> Chat:
 
 def _prompted(row: _Columns, tokenizer: Tokenizer, response: str) -> Shape:
     if isinstance(row.row["prompt"], list) or isinstance(row.row[response], list):
-        asked = _messages(_spoken(row.take("prompt"), "user"), "prompt")
-        answered = _messages(_spoken(row.take(response), "assistant"), response)
+        asked = _messages(_spoken(row.take("prompt"), "user", "prompt"), "prompt")
+        answered = _messages(_spoken(row.take(response), "assistant", response), response)
         return _chat(row, [*asked, *answered], len(asked), tokenizer)
     prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
     return _pair(prompt, row.text(response))
@@ -322,8 +329,13 @@ def _answered(row: _Columns, tokenizer: Tokenizer, asked: tuple[str, ...], respo
     return _pair(prompt, row.text(response))
 
 
-def _spoken(given: Any, role: str) -> Any:
+def _spoken(given: Any, role: str, name: str) -> Any:
     """A text beside messages is the message of its role."""
+    if isinstance(given, list) and any(isinstance(one, str) for one in given):
+        raise BadRow(
+            f"its {name} is a list of texts, which may be turns or variants of one; give one text, "
+            f"or messages with roles"
+        )
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 
@@ -362,7 +374,7 @@ def _conversation(row: _Columns, tokenizer: Tokenizer, name: str) -> Chat:
     if row.has("chosen") and asked[-1]["role"] != "assistant":
         chosen = row.take("chosen")
         row.used += ["rejected"] if row.has("rejected") else []
-        chosen = [chosen] if isinstance(chosen, Mapping) else _spoken(chosen, "assistant")
+        chosen = [chosen] if isinstance(chosen, Mapping) else _spoken(chosen, "assistant", "chosen")
         return _chat(row, [*asked, *_messages(chosen, "chosen")], len(asked), tokenizer)
     return _chat(row, asked, 0, tokenizer)
 
@@ -399,9 +411,9 @@ def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
                 "cannot be told from the answer; add a prompt column"
             )
         return _pair(prompt + answer, response)
-    messages = _messages(chosen, "chosen")
+    messages = _messages(_spoken(chosen, "assistant", "chosen"), "chosen")
     if row.has("prompt") and isinstance(row.row["prompt"], list):
-        asked = _messages(row.take("prompt"), "prompt")
+        asked = _messages(_spoken(row.take("prompt"), "user", "prompt"), "prompt")
         return _chat(row, [*asked, *messages], len(asked), tokenizer)
     first = 0
     if isinstance(rejected, list):
@@ -447,6 +459,14 @@ def _ready(row: _Columns, tokenizer: Tokenizer) -> Ready:
         mask &= learned
     if row.has("attention_mask"):
         kept = _mask(row, "attention_mask", len(ids))
+        shown = np.flatnonzero(kept)
+        if len(shown) and shown[-1] - shown[0] >= len(shown):
+            hole = int(shown[0] + np.argmin(kept[shown[0] :]))
+            raise BadRow(
+                f"its attention_mask is 0 at token {hole} between tokens where it is 1; only "
+                f"padding before and after can be left out, so remove such tokens from the row, "
+                f"or keep them with --ignore-column attention_mask"
+            )
         ids, mask = ids[kept], mask[kept]
     _refuse_unread_tokens(row, len(kept) if row.has("attention_mask") else len(ids))
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
@@ -879,9 +899,8 @@ def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
     more: dict[str, Any] = {}
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind in ("text", "input_text", "output_text") and isinstance(text, str):
-            texts.append(text)
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(_text_of(part, number))
         elif kind == "tool_use":
             function = {"name": part.get("name"), "arguments": part.get("input") or {}}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
@@ -901,6 +920,22 @@ def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
     # A call without words has no content, as OpenAI's files have it.
     plain = {**message, "content": "".join(texts) if texts or not calls else None, **more}
     return [*results, *([plain] if texts or calls or more or not results else [])]
+
+
+def _text_of(part: Any, number: int) -> str:
+    """The text of a part, which LLaMA-Factory calls its value."""
+    if isinstance(part, str):
+        return part
+    names = [
+        name for name in PART_TEXTS if isinstance(part, Mapping) and part.get(name) is not None
+    ]
+    if len(names) == 1 and isinstance(part[names[0]], str):
+        return str(part[names[0]])
+    seen = _keys(part) if isinstance(part, Mapping) else type(part).__name__
+    raise BadRow(
+        f"its message {number} has a part of text with {len(names) or 'no'} text under "
+        f"{' or '.join(PART_TEXTS)}; saw {seen}"
+    )
 
 
 def _tools(given: Any) -> Any:
@@ -956,14 +991,19 @@ def _is_text(name: str, value: Any) -> bool:
 
 
 def _strings(value: Any) -> list[str]:
-    """All texts in a value, however deep."""
+    """All texts in a value in their order, however deep."""
     if isinstance(value, str):
         return [value]
-    if isinstance(value, Mapping):
-        return [part for inner in value.values() for part in _strings(inner)]
-    if isinstance(value, Sequence):
-        return [part for inner in value for part in _strings(inner)]
-    return []
+    found, left = [], [value]
+    while left:
+        inner = left.pop()
+        if isinstance(inner, str):
+            found.append(inner)
+        elif isinstance(inner, Mapping):
+            left += reversed([*inner.values()])
+        elif isinstance(inner, Sequence):
+            left += reversed(inner)
+    return found
 
 
 def checked_unicode(text: str, key: str) -> str:
@@ -985,8 +1025,12 @@ def _integers(row: _Columns, name: str) -> NDArray[np.int64]:
         array = np.empty(0, object)
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iub":
+    mask = name in MASKS or name == "attention_mask"
+    if array.ndim != 1 or array.dtype.kind not in ("iub" if mask else "iu"):
         raise BadRow(f"its {name} are not a list of integers")
+    if not mask and array.min() <= 1 and any(isinstance(one, bool) for one in row.row[name]):
+        # Among integers, true and false are read as 1 and 0.
+        raise BadRow(f"its {name} have true or false among the integers")
     return array.astype(np.int64)
 
 
