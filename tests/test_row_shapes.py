@@ -838,3 +838,61 @@ def test_an_empty_name_of_a_tokenizer_is_named(
 ) -> None:
     with pytest.raises(NoTokenizer, match="the name of the tokenizer is empty; name a"):
         load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "这是一个很长的中文段落" * 5,
+        "日本語の長い文章です。" * 5,
+        "คำภาษาไทยยาวมาก" * 8,
+        "ភាសាខ្មែរវែង" * 10,
+        "한국어 문장 하나 " * 8,
+        "a\nlist\nof\nlines\n" * 6,
+        ["this is a sentence of words that is long"] * 5,
+        [["this is a sentence of words"] * 4],
+        {"inner": ["these are several words here"] * 5},
+    ],
+)
+@pytest.mark.parametrize("row", SHAPES[:4], ids=lambda row: next(iter(row)))
+def test_many_words_are_seen_in_any_script_and_in_lists(row: dict[str, Any], value: Any) -> None:
+    with pytest.raises(BadRow, match=r"has note, which is not used .*--ignore-column note"):
+        encode_row(row | {"note": value}, BYTES, "0")
+    turns = [ASKED, ANSWERED | {"note": value}]
+    with pytest.raises(BadRow, match=r"message 1 has note, which the chat template does not show"):
+        encode_row({"messages": turns}, BYTES, "0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "summary",
+            "reply",
+            "assistant",
+            "gold",
+            "generated_solution",
+            "reasoning_trace",
+            "think",
+        ),
+        *("prefix", "suffix", "examples", "background", "回答", "context_zh", "answer2", "输出"),
+        *("gpt_answer", "correctAnswer", "Response", "cot-en", "Expected Output", "finalAnswer"),
+    ],
+)
+def test_columns_with_telling_names_are_used_or_named_however_short(name: str) -> None:
+    for row in SHAPES[:4]:
+        with pytest.raises(BadRow, match=f"has {name}, which is not used"):
+            encode_row(row | {name: "x y"}, BYTES, "0")
+
+
+def test_what_describes_a_row_is_no_text_of_it() -> None:
+    about = {
+        "tags": ["machine learning", "otters"] * 20, "authors": ["Ann B. Cox", "Dee F."] * 9,
+        "标题": "关于水獭生活习性的一篇文章", "title": "The habits of otters in winter",
+        "meta": {f"key{n}": "three short words" for n in range(30)}, "tokens": ["a"] * 99,
+        "url": "https://example.org/" + "a" * 500, "answer_type": "number", "prompt_id": "ab",
+        "response_model": "gpt", "question_id": "q1", "context_length": 40, "lang": "zh",
+        "generation_options": {"top_p": 0.9}, "input_format": "json", "source": "gsm8k",
+    }
+    for row in SHAPES:
+        assert len(encode_row(row | about, BYTES, "0"))

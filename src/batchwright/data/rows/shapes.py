@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
 from batchwright.data.rows.flags import refuse_row_flags, refuse_turn_flags
+from batchwright.data.rows.texts import is_text, strings
 from batchwright.data.rows.turns import TURN_FLAGS, trained_spans, trained_turns
 from batchwright.data.rows.verify import verify
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate
@@ -76,44 +77,6 @@ OWN_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "chat_
 
 HEADINGS = 400
 """Characters that a formatted text may have beside what it formats."""
-
-MANY_WORDS = 20
-"""A text of so many words is not the name of a source, a topic or a licence."""
-
-TEXTS = {
-    *RESPONSES,
-    *MASKS,
-    *SYSTEM,
-    *("article", "canonical_solution", "chain_of_thought", "chat_history", "completions"),
-    *("conversation_history", "cot", "dialog", "dialogue", "document", "documents"),
-    *("final_answer", "history", "instructions", "passage", "passages", "query"),
-    *("reasoning_content", "rejected_response", "responses", "system_message", "target"),
-    *("targets", "thought", "thoughts", "turns"),
-    *("candidates", "choices", "distractors", "functions", "options"),
-    *("audio", "audios", "image", "images", "video", "videos"),
-    "answers",
-    "chosen",
-    "content",
-    "context",
-    "conversation",
-    "conversations",
-    "explanation",
-    "input",
-    "input_ids",
-    "instruction",
-    "labels",
-    "messages",
-    "prompt",
-    "question",
-    "rationale",
-    "reasoning",
-    "rejected",
-    "solution",
-    "text",
-    "thinking",
-    "tools",
-}
-"""Names of columns that hold what a model is trained on, in the data sets people have."""
 
 SHAREGPT = {
     "human": "user",
@@ -221,7 +184,7 @@ Reader = Callable[[_Columns, Tokenizer], Shape]
 """How rows with certain columns are read."""
 
 
-def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
+def shape_or_reason(row: Any, tokenizer: Tokenizer) -> Shape | BadRow:
     """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
         return row
@@ -622,7 +585,7 @@ def _refuse_null(
 def _refuse_python(text: str, messages: Sequence[dict[str, Any]]) -> None:
     """An error if the template writes out the list of parts that a content was given as."""
     wrote = "{'type': 'text'"
-    if wrote in text and not any(wrote in part for part in _strings(messages)):
+    if wrote in text and not any(wrote in part for part in strings(messages)):
         raise BadRow("the chat template writes the parts of a content as Python does")
 
 
@@ -699,9 +662,9 @@ def _refuse_lost_keys(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
     """An error for a text beside the content of a message that nobody shows."""
     for number, message in enumerate(messages):
         for name, value in message.items():
-            if name in KNOWN_OF_MESSAGES or not _is_text(name, value):
+            if name in KNOWN_OF_MESSAGES or not is_text(name, value):
                 continue
-            if not all(_has(text, part.strip()) for part in _strings(value)):
+            if not all(_has(text, part.strip()) for part in strings(value)):
                 raise BadRow(
                     f"its message {number} has {name}, which the chat template does not show; "
                     f"leave it out with --ignore-column messages.{name}"
@@ -729,8 +692,8 @@ def _refuse_lost_tools(
     """An error for schemas of tools that nobody shows."""
     if not tools:
         return
-    asked = [part for m in messages if m["role"] != "assistant" for part in _strings(m)]
-    names = [re.escape(part) for part in _strings(tools) if part.strip()]
+    asked = [part for m in messages if m["role"] != "assistant" for part in strings(m)]
+    names = [re.escape(part) for part in strings(tools) if part.strip()]
     if all(re.search(rf"(?<!\w){name}(?!\w)", "\n".join(asked)) for name in names):
         # A system message that lists them.
         return
@@ -798,7 +761,7 @@ def _is_shown(text: str, call: Any) -> bool:
         # Python's quotes, which are not JSON's.
         return False
     return str(function.get("name", "")) in text and all(
-        _has(text, part) for part in _strings(arguments)
+        _has(text, part) for part in strings(arguments)
     )
 
 
@@ -963,12 +926,12 @@ def _refuse_unread(columns: _Columns) -> None:
     row = columns.row
     if "input_ids" in columns.used:
         return
-    unread = [name for name in row if name not in columns.used and _is_text(name, row[name])]
+    unread = [name for name in row if name not in columns.used and is_text(name, row[name])]
     if not unread:
         return
-    read = [part for name in columns.used for part in _strings(row[name]) if part.strip()]
+    read = [part for name in columns.used for part in strings(row[name]) if part.strip()]
     for name in unread:
-        own = [part for part in _strings(row[name]) if part.strip()]
+        own = [part for part in strings(row[name]) if part.strip()]
         said = all(any(part.strip() in text for text in read) for part in own)
         # A column with the whole text, as it stands under its headings.
         most = 2 * sum(map(len, read)) + HEADINGS
@@ -979,31 +942,6 @@ def _refuse_unread(columns: _Columns) -> None:
                 f"leave it out with --ignore-column {name}, in Python with "
                 f'open_source(path, ["{name}"]), or rename the columns'
             )
-
-
-def _is_text(name: str, value: Any) -> bool:
-    """Whether a column holds what a model is trained on: by its name, or by its many words."""
-    if value in (None, "", [], {}) or isinstance(value, bool | int | float):
-        return False
-    if name.lower() in TEXTS:
-        return True
-    return any(text.count(" ") >= MANY_WORDS for text in _strings(value))
-
-
-def _strings(value: Any) -> list[str]:
-    """All texts in a value in their order, however deep."""
-    if isinstance(value, str):
-        return [value]
-    found, left = [], [value]
-    while left:
-        inner = left.pop()
-        if isinstance(inner, str):
-            found.append(inner)
-        elif isinstance(inner, Mapping):
-            left += reversed([*inner.values()])
-        elif isinstance(inner, Sequence):
-            left += reversed(inner)
-    return found
 
 
 def checked_unicode(text: str, key: str) -> str:
