@@ -887,12 +887,22 @@ def test_columns_with_telling_names_are_used_or_named_however_short(name: str) -
 
 def test_what_describes_a_row_is_no_text_of_it() -> None:
     about = {
-        "tags": ["machine learning", "otters"] * 20, "authors": ["Ann B. Cox", "Dee F."] * 9,
-        "标题": "关于水獭生活习性的一篇文章", "title": "The habits of otters in winter",
-        "meta": {f"key{n}": "three short words" for n in range(30)}, "tokens": ["a"] * 99,
-        "url": "https://example.org/" + "a" * 500, "answer_type": "number", "prompt_id": "ab",
-        "response_model": "gpt", "question_id": "q1", "context_length": 40, "lang": "zh",
-        "generation_options": {"top_p": 0.9}, "input_format": "json", "source": "gsm8k",
+        "tags": ["machine learning", "otters"] * 20,
+        "authors": ["Ann B. Cox", "Dee F."] * 9,
+        "标题": "关于水獭生活习性的一篇文章",
+        "title": "The habits of otters in winter",
+        "meta": {f"key{n}": "three short words" for n in range(30)},
+        "tokens": ["a"] * 99,
+        "url": "https://example.org/" + "a" * 500,
+        "answer_type": "number",
+        "prompt_id": "ab",
+        "response_model": "gpt",
+        "question_id": "q1",
+        "context_length": 40,
+        "lang": "zh",
+        "generation_options": {"top_p": 0.9},
+        "input_format": "json",
+        "source": "gsm8k",
     }
     for row in SHAPES:
         assert len(encode_row(row | about, BYTES, "0"))

@@ -40,6 +40,7 @@ def show(
 
     Give the tokenizer of the model with --tokenizer: it decides the tokens and the chat template.
     """
+    from batchwright.data.rows.notes import untaught_ends
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -51,9 +52,11 @@ def show(
     shown = [_described(source, number, loaded) for number in numbers]
     left = f"rows {first:,} to {numbers.stop:,} of {len(source):,}" if numbers else "no such rows"
     how = f"tokenizer {loaded.name}, loss on {loss_on}"
+    ends = untaught_ends(source, loaded)
     print_result(
-        {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown},
-        "\n\n".join([*map(_text, shown), f"{left}; {how}"]),
+        {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown}
+        | {"note": ends or None},
+        "\n\n".join([*map(_text, shown), *([f"note: {ends}"] if ends else []), f"{left}; {how}"]),
         format,
     )
     if shown and all("error" in one for one in shown):

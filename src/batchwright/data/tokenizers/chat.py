@@ -49,6 +49,7 @@ class ChatTemplate:
         self.marked = False
         self.options: dict[str, Any] = {}
         self.verified: dict[str, str] = {}
+        self.later_ends: dict[bool, str] = {}
         self._jinja = self._environment()
         try:
             self._template = self._jinja.from_string(source)
@@ -61,7 +62,7 @@ class ChatTemplate:
     def with_options(self, options: Mapping[str, Any]) -> "ChatTemplate":
         """The same template that is given more variables, as `chat_template_kwargs` has them."""
         other = copy.copy(self)
-        other.options, other.verified = {**self.options, **options}, {}
+        other.options, other.verified, other.later_ends = {**self.options, **options}, {}, {}
         return other
 
     def render(
