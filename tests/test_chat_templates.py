@@ -550,3 +550,130 @@ def test_tools_that_the_template_does_not_show_are_named() -> None:
     with pytest.raises(BadRow, match=r"has tools, which the chat template does not show; .*tools"):
         encode_row(row, tokenizer("gemma"), "0")
     assert "fine" in learned("qwen3", row)
+
+
+@pytest.mark.parametrize(
+    "asks", ["{% for t in tools %}{{ t }}{% endfor %}", "{{ tools | length }}", "{{ tools[0].x }}"]
+)
+def test_a_template_that_needs_tools_says_so(asks: str) -> None:
+    ours = with_template(asks + ONLY_PARTS)
+    row = {"messages": [user("Why?"), said("Because.")]}
+    with pytest.raises(
+        BadRow, match=r"the chat template refuses (rows without tools|its messages)"
+    ):
+        encode_row(row, ours, "0")
+    if "[0]" not in asks:
+        with pytest.raises(BadRow, match=r"refuses rows without tools: .*; give the rows tools"):
+            encode_row(row, ours, "0")
+
+
+def turned(begin: str, end: str, of_user: str, first: str = "", last: str = "") -> str:
+    """A template with these ends of turns; `last` ends a conversation in place of `end`."""
+    said = {"b": begin, "e": end, "u": of_user, "f": first, "l": last}
+    b, e, u, f, la = ("{{ " + json.dumps(text) + " }}" for text in said.values())
+    return (
+        f + "{% for m in messages %}<|{{ m.role }}|>" + b + "{{ m.content }}{% if loop.last %}"
+        "" + la + "{% elif m.role == 'assistant' %}" + e + "{% else %}" + u + "{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}" + u + "<|assistant|>" + b + "{% endif %}"
+    )
+
+
+def trained(source: str, messages: list[dict[str, Any]], loss_on: LossOn) -> list[str]:
+    text, spans = trained_spans(ChatTemplate(source, TOKENS), messages, None, 0, loss_on)
+    return [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize("begin", ["", "\n", " "])
+@pytest.mark.parametrize("first", ["", "<|begin|>", "Be kind.\n"])
+@pytest.mark.parametrize("end", ["<|end|>", "\n<|end|>\n", "[END]", "<|endoftext|>"])
+@pytest.mark.parametrize("shared", [True, False], ids=["of all", "of answers"])
+def test_an_end_after_every_turn_but_the_last_is_learned_and_no_header_is(
+    shared: bool, end: str, first: str, begin: str
+) -> None:
+    source = turned(begin, end, end if shared else "", first)
+    turns = [user("Why?"), said("Because."), user("So?"), said("So."), user("Then?")]
+    for asked in (turns, [{"role": "system", "content": "Be kind"}, *turns]):
+        more = [*asked, said("Yes.")]
+        # A line break behind the end may be the first of the header that follows.
+        ended = [f"Because.{end}".rstrip(), f"So.{end}".rstrip()]
+        for messages, expected in ((more, [*ended, "Yes."]), (asked, ended)):
+            read = [part.rstrip() for part in trained(source, messages, "all-turns")]
+            assert read == expected
+            read = [part.rstrip() for part in trained(source, messages, "last-turn")]
+            assert read == expected[-1:]
+
+
+def test_the_header_that_follows_a_turn_without_end_is_not_learned() -> None:
+    for first in ("", "<|begin|>"):
+        read = trained(turned("\n", "", "", first), CHATS["two turns"], "all-turns")
+        assert read == ["Good day", "four, I think"]
+
+
+@pytest.mark.parametrize(
+    ("end", "last", "words"),
+    [
+        ("<|end|>", "<|end|>", ""),
+        ("<|end|>", "<|return|>", ""),
+        ("<|end|>", "", "the end of a turn only where another message follows"),
+        ("", "", "the end of a turn nowhere"),
+    ],
+)
+def test_a_template_whose_last_turn_has_no_end_is_named_before_training(
+    end: str, last: str, words: str, tmp_path: Path, call: Any
+) -> None:
+    tokenizers()[0].save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(TOKENS))
+    (tmp_path / "chat_template.jinja").write_text(turned("\n", end, "", last=last))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHATS["two turns"]}) + "\n")
+    (tmp_path / "text.jsonl").write_text('{"text": "no conversation"}\n')
+    for command in (
+        "data rows show {} -t .",
+        "data lengths build -d {} -t . -o lengths.jsonl",
+        "data lengths build -d {} -t . -o lengths.jsonl --dry-run",
+    ):
+        shown = call(command.format("chat.jsonl"), tmp_path).out
+        assert shown.count("note: ") == bool(words)
+        assert words in shown
+        assert "note: " not in call(command.format("text.jsonl"), tmp_path).out
+
+
+DOCS = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+
+
+@pytest.mark.parametrize("name", [name for name in PLAIN if f"{name}_training" in NAMES])
+def test_every_difference_from_the_variant_that_trl_trains_with_is_documented(name: str) -> None:
+    table = [line for line in DOCS.splitlines() if line.startswith("| `")]
+    of_masks = "\n".join(line for line in table if "TRL" in line)
+    of_texts = DOCS[DOCS.index("The variants of ") :].split("\n\n")[0]
+    found = set()
+    for messages in CHATS.values():
+        row = {"messages": messages, "tools": [CALL] if "tool_calls" in str(messages) else None}
+        one, other = (
+            encode_rows([("0", row)], tokenizer(name + kind))[0][1] for kind in ("", "_training")
+        )
+        if isinstance(one, BadRow) or isinstance(other, BadRow):
+            continue
+        if one.input_ids.tolist() != other.input_ids.tolist():
+            found.add("text")
+        elif one.loss_mask.tolist() != other.loss_mask.tolist():
+            found.add("mask")
+    assert ("mask" in found) <= (f"`{name}`" in of_masks), found
+    assert ("text" in found) <= (f"`{name}`" in of_texts), found
+
+
+@pytest.mark.training
+def test_a_dry_run_of_training_names_a_template_without_ends(tmp_path: Path, call: Any) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: at for at, c in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    (tmp_path / "own").mkdir()
+    inner.save(str(tmp_path / "own" / "tokenizer.json"))
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHATS["two turns"]}) + "\n")
+    for last, notes in (("", 1), ("<|end|>", 0)):
+        template = turned("\n", "<|end|>", "", last=last)
+        (tmp_path / "own" / "chat_template.jinja").write_text(template)
+        line = "train sft --model tiny --data chat.jsonl --tokenizer own --dry-run"
+        done = call(line, tmp_path)
+        assert (done.code, done.out.count("note: the loss covers")) == (0, notes), done.err

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from batchwright.data.rows.sample import Sample, encode_row
+from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import FileTokenizer, Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, with_loss_on
 from batchwright.data.tokens import TokenStore
-from batchwright.errors import BadRow
+from batchwright.errors import BadRow, NoTokenizer
 
 BYTES = load_tokenizer("bytes")
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -626,3 +627,282 @@ def test_roles_and_older_calls_are_named_in_their_errors() -> None:
     older = {"role": "assistant", "content": None, "function_call": {"name": "f"}}
     with pytest.raises(BadRow, match="its message 1 has a function_call"):
         encode_row({"messages": [ASKED, older]}, load_tokenizer("bytes"), "0")
+
+
+LOSS_NAMES = [
+    *("loss_mask", "mask", "masked", "is_masked", "isMasked", "weights", "lossWeight"),
+    *("trainable", "is_trainable", "train_on", "no_train", "include_in_loss", "compute_loss"),
+    *("label", "labels", "learn", "supervised", "ignore", "exclude_from_loss", "skip_training"),
+]
+
+
+@pytest.mark.parametrize("name", LOSS_NAMES)
+def test_a_turn_that_speaks_of_the_loss_in_other_words_is_named(name: str) -> None:
+    def row(column: str, answer: dict[str, Any]) -> dict[str, Any]:
+        if column == "completion":
+            return {"prompt": [ASKED], "completion": [answer]}
+        return {column: [ASKED, answer]}
+
+    for column in ("messages", "conversations", "completion"):
+        for value in (0, 1, 0.0, 0.5, True, False, "false", "0", [0, 1]):
+            with pytest.raises(BadRow, match=f"has {name} .*--ignore-column {column}.{name}$"):
+                encode_row(row(column, ANSWERED | {name: value}), BYTES, "0")
+        # Parquet gives every message every key.
+        assert encoded(row(column, ANSWERED | {name: None}))[1].startswith("b")
+
+
+def test_a_flag_inside_an_object_of_a_turn_is_named() -> None:
+    answer = ANSWERED | {"extra": {"masked": True}}
+    with pytest.raises(BadRow, match=r"has extra.masked true, .*--ignore-column messages.extra$"):
+        encode_row({"messages": [ASKED, answer]}, BYTES, "0")
+    call = ANSWERED | {"tool_calls": [{"function": {"name": "add", "arguments": {"weight": 0}}}]}
+    with pytest.raises(BadRow, match="leaves out or rewrites the tool calls"):
+        encode_row({"messages": [ASKED, call]}, BYTES, "0")
+
+
+def test_loss_weights_of_turns_are_followed() -> None:
+    turns = [ASKED | {"loss_weight": 0.0}, ANSWERED | {"loss_weight": 0.0}]
+    turns += [ASKED | {"loss_weight": 0}, {"role": "assistant", "content": "c", "loss_weight": 1.0}]
+    assert encoded({"messages": turns})[1] == "c\n"
+    for wrong in ([ASKED | {"loss_weight": 1.0}], [ANSWERED | {"loss_weight": 0.5}]):
+        with pytest.raises(BadRow, match="loss_weight"):
+            encode_row({"messages": [*wrong, ANSWERED]}, BYTES, "0")
+
+
+def test_numbers_of_a_turn_that_say_nothing_of_the_loss_are_left_alone() -> None:
+    about = {
+        **dict.fromkeys(("timestamp", "id", "turn", "score", "rating", "step", "accepted"), 0),
+        **dict.fromkeys(("constraint", "num_trained_tokens", "label_id", "glossary"), 1),
+        **dict.fromkeys(("learning_rate", "mask_id", "weight_kg"), 0.5),
+    }
+    assert encoded({"messages": [ASKED | about, ANSWERED | about]})[1] == "b\n"
+
+
+SHAPES: list[dict[str, Any]] = [
+    {"messages": [ASKED, ANSWERED]},
+    {"prompt": "a", "completion": "b"},
+    {"instruction": "a", "output": "b"},
+    {"text": "b"},
+    {"input_ids": [72, 73]},
+]
+
+
+@pytest.mark.parametrize("row", SHAPES, ids=lambda row: next(iter(row)))
+def test_a_row_that_says_it_is_not_to_be_trained_or_weighs_its_loss_is_refused(
+    row: dict[str, Any],
+) -> None:
+    names = ("weight", "train", "training", "loss", "loss_weight", "is_trainable", "supervised")
+    for name in names:
+        for value in (0, 0.0, False, "false", "0", "no"):
+            with pytest.raises(BadRow, match=rf"its {name} is .* not to be trained; .*{name}$"):
+                encode_row(row | {name: value}, BYTES, "0")
+        for value in (0.5, 2, -1, float("nan")):
+            with pytest.raises(
+                BadRow, match=rf"its {name} is .*not used; .*--ignore-column {name}"
+            ):
+                encode_row(row | {name: value}, BYTES, "0")
+        for value in (1, 1.0, True, "true", None):
+            assert len(encode_row(row | {name: value}, BYTES, "0"))
+    for name in ("masked", "is_masked", "ignore", "excluded", "skip"):
+        with pytest.raises(BadRow, match=rf"its {name} is true, .*--ignore-column {name}"):
+            encode_row(row | {name: True}, BYTES, "0")
+        assert len(encode_row(row | {name: False}, BYTES, "0"))
+    for name in ("mask", "no_train", "include_in_loss", "unmasked"):
+        for value in (0, 1):
+            with pytest.raises(BadRow, match=rf"its {name} is {value}, .*--ignore-column {name}"):
+                encode_row(row | {name: value}, BYTES, "0")
+
+
+def test_numbers_of_a_row_that_say_nothing_of_the_loss_are_left_alone() -> None:
+    about = {
+        **dict.fromkeys(("score", "train_id", "constraint", "num_train_rows", "step"), 0),
+        **dict.fromkeys(("weight_kg", "difficulty", "year", "approved", "learning_rate"), 0.5),
+    }
+    for row in SHAPES:
+        assert len(encode_row(row | about, BYTES, "0"))
+
+
+def test_rows_show_lists_keys_of_messages_that_change_nothing_and_fails_where_no_row_is_good(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    answer = ANSWERED | {"timestamp": 1700000000, "weight": 1, "id": "m2"}
+    (folder / "chat.jsonl").write_text(json.dumps({"messages": [ASKED, answer], "n": 1}) + "\n")
+    said = call("data rows show chat.jsonl -t bytes", folder)
+    assert said.code == 0
+    assert said.out.splitlines()[0].endswith("; not used: n, messages.timestamp")
+
+    (folder / "bad.jsonl").write_text('{"txet": 1}\n{"txet": 2}\n')
+    said = call("data rows show bad.jsonl -t bytes", folder)
+    assert (said.code, said.out.count("cannot be trained")) == (1, 2)
+
+
+@pytest.mark.parametrize("depth", [198, 199, 250, 900, 960, 3000, 100_000])
+def test_rows_nested_too_deeply_are_bad_rows_wherever_they_are_read(
+    depth: int, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    for opens, closes in (("[", "]"), ('{"a":', "}")):
+        inner = f'{opens * depth}"x"{closes * depth}'
+        text = '{"text":"x","meta":' + inner + "}\n"
+        (tmp_path / "deep.jsonl").write_text(text)
+        for line in ("rows show deep.jsonl -t bytes", "lengths build -d deep.jsonl -t bytes -o l"):
+            said = call(f"data {line}.jsonl" if line[0] == "l" else f"data {line}", tmp_path)
+            assert said.code == (depth >= 200), said.err
+            assert ("nested too deeply" in said.out + said.err) == (depth >= 200)
+            assert "internal" not in said.err
+
+
+def test_brackets_in_a_text_are_no_depth(tmp_path: Path) -> None:
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "[{" * 5000, "n": [[1]] * 500}) + "\n")
+    assert len(open_source(tmp_path / "b.jsonl")[0]["text"]) == 10_000
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"text": "a", "text": "b"}',
+        ' {"text": "a", "text": "a"}',
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q", '
+        '"role": "assistant"}]}',
+        '{"text": "a", "te\\u0078t": "b"}',
+    ],
+)
+def test_a_key_that_stands_twice_in_one_object_is_named(line: str, tmp_path: Path) -> None:
+    (tmp_path / "twice.jsonl").write_text(f'{{"text": "fine"}}\n{line}\n')
+    source = open_source(tmp_path / "twice.jsonl")
+    assert source[0] == {"text": "fine"}
+    with pytest.raises(BadRow, match=r'twice.jsonl:2: has the key "(text|role)" more than once'):
+        source[1]
+
+
+def parts(key: str, words: str) -> list[dict[str, Any]]:
+    return [{"type": "text", key: words[:1]}, {"type": "text", key: words[1:]}]
+
+
+def test_the_text_of_a_part_is_read_by_each_of_its_names_or_named() -> None:
+    plain = encoded({"messages": [ASKED, ANSWERED]})
+    for key in ("text", "value", "content"):
+        turns = [ASKED | {"content": parts(key, "a")}, ANSWERED | {"content": parts(key, "b")}]
+        assert encoded({"messages": turns}) == plain
+    for wrong in ({"txet": "b"}, {"text": None}, {"text": 3}, {"text": "b", "value": "c"}):
+        turns = [ASKED, ANSWERED | {"content": [{"type": "text", **wrong}]}]
+        with pytest.raises(BadRow, match=r"its message 1 has a part of text .*; saw \[.*type"):
+            encode_row({"messages": turns}, BYTES, "0")
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1], [0, 1, 0, 1], [1, 0, 0, 1, 0], [True, False, True]])
+def test_a_hole_in_the_attention_mask_is_named(mask: list[int]) -> None:
+    row = {"input_ids": [*range(70, 70 + len(mask))], "attention_mask": mask}
+    with pytest.raises(BadRow, match=rf"attention_mask is 0 at token {mask.index(0, 1)} between"):
+        encode_row(row, BYTES, "0")
+
+
+def test_padding_on_both_sides_is_left_out() -> None:
+    row = {"input_ids": [256, 72, 73, 256], "attention_mask": [0, 1, 1, 0]}
+    assert encode_row(row, BYTES, "0").input_ids.tolist() == [72, 73]
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize("given", [[True, False], [True, 72], [72, False], [72, 73, True]])
+def test_booleans_are_no_tokens(column: str, given: list[Any]) -> None:
+    row = {"input_ids": [int(one) for one in given], column: given}
+    with pytest.raises(BadRow, match=f"its {column} (are not a list of|have true or false among)"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": ["a", "b"], "completion": "c"},
+        {"prompt": ["a"], "completion": "c"},
+        {"prompt": "a", "completion": ["b", "c"]},
+        {"prompt": [ASKED], "response": ["b"]},
+        {"prompt": [ASKED], "chosen": ["b", "c"], "rejected": ["d", "e"]},
+        {"prompt": ["a", "b"], "chosen": [ANSWERED], "rejected": [ANSWERED]},
+        {"messages": [ASKED], "chosen": ["b"]},
+    ],
+)
+def test_texts_in_place_of_a_prompt_or_an_answer_are_named(row: dict[str, Any]) -> None:
+    with pytest.raises(BadRow, match="is a list of texts, which may be turns or variants"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize("row", [[1, 2], "text", 5, None, b"x"])
+def test_what_is_no_object_is_a_bad_row(row: Any) -> None:
+    with pytest.raises(BadRow, match=f"is a {type(row).__name__}, not an object"):
+        encode_row(row, BYTES, "0")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_a_tokenizer_is_named(
+    name: str, folder: Path, call: Callable[..., Any]
+) -> None:
+    with pytest.raises(NoTokenizer, match="the name of the tokenizer is empty; name a"):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "这是一个很长的中文段落" * 5,
+        "日本語の長い文章です。" * 5,
+        "คำภาษาไทยยาวมาก" * 8,
+        "ភាសាខ្មែរវែង" * 10,
+        "한국어 문장 하나 " * 8,
+        "a\nlist\nof\nlines\n" * 6,
+        ["this is a sentence of words that is long"] * 5,
+        [["this is a sentence of words"] * 4],
+        {"inner": ["these are several words here"] * 5},
+    ],
+)
+@pytest.mark.parametrize("row", SHAPES[:4], ids=lambda row: next(iter(row)))
+def test_many_words_are_seen_in_any_script_and_in_lists(row: dict[str, Any], value: Any) -> None:
+    with pytest.raises(BadRow, match=r"has note, which is not used .*--ignore-column note"):
+        encode_row(row | {"note": value}, BYTES, "0")
+    turns = [ASKED, ANSWERED | {"note": value}]
+    with pytest.raises(BadRow, match=r"message 1 has note, which the chat template does not show"):
+        encode_row({"messages": turns}, BYTES, "0")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "summary",
+            "reply",
+            "assistant",
+            "gold",
+            "generated_solution",
+            "reasoning_trace",
+            "think",
+        ),
+        *("prefix", "suffix", "examples", "background", "回答", "context_zh", "answer2", "输出"),
+        *("gpt_answer", "correctAnswer", "Response", "cot-en", "Expected Output", "finalAnswer"),
+    ],
+)
+def test_columns_with_telling_names_are_used_or_named_however_short(name: str) -> None:
+    for row in SHAPES[:4]:
+        with pytest.raises(BadRow, match=f"has {name}, which is not used"):
+            encode_row(row | {name: "x y"}, BYTES, "0")
+
+
+def test_what_describes_a_row_is_no_text_of_it() -> None:
+    about = {
+        "tags": ["machine learning", "otters"] * 20,
+        "authors": ["Ann B. Cox", "Dee F."] * 9,
+        "标题": "关于水獭生活习性的一篇文章",
+        "title": "The habits of otters in winter",
+        "meta": {f"key{n}": "three short words" for n in range(30)},
+        "tokens": ["a"] * 99,
+        "url": "https://example.org/" + "a" * 500,
+        "answer_type": "number",
+        "prompt_id": "ab",
+        "response_model": "gpt",
+        "question_id": "q1",
+        "context_length": 40,
+        "lang": "zh",
+        "generation_options": {"top_p": 0.9},
+        "input_format": "json",
+        "source": "gsm8k",
+    }
+    for row in SHAPES:
+        assert len(encode_row(row | about, BYTES, "0"))

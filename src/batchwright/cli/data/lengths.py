@@ -96,6 +96,7 @@ def build(
 ) -> None:
     """Measure all rows into a length cache. Run it again to resume or to add new rows."""
     from batchwright.data.measure import build_lengths
+    from batchwright.data.rows.notes import untaught_ends
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -103,10 +104,13 @@ def build(
 
     source = open_source(dataset[0] if len(dataset) == 1 else dataset, ignore_column or (), ids)
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
+    ends = untaught_ends(source, loaded)
+    notes = [f"note: {ends}"] if ends else []
     if dry_run:
         result = {"rows": len(source), "tokenizer": loaded.name, "output": spelled(output)}
         text = f"{count_of(len(source), 'row')} would be measured with {loaded.name} into "
-        show(result, f"{text}{spelled(output)}\nnothing written (--dry-run)", format)
+        lines = [f"{text}{spelled(output)}", *notes, "nothing written (--dry-run)"]
+        show(result | {"note": ends or None}, "\n".join(lines), format)
         return
     using: int | Workers | None = workers
     if on == "ray" and workers is not None:
@@ -139,6 +143,7 @@ def build(
         "repeated_reasons": list(report.repeated.reasons),
         "without_loss": without_loss,
         "token_store": str(report.store.path),
+        "note": ends or None,
         "seconds": report.seconds,
         "tokenizer_hash": report.cache.lengths.tokenizer_hash,
         "dataset_hash": report.cache.lengths.dataset_hash,
@@ -160,6 +165,7 @@ def build(
             if without_loss
             else []
         ),
+        *notes,
         hint("data", "batching", "suggest", "-c", output),
     ]
     show(result, "\n".join(lines), format)

@@ -13,6 +13,7 @@ from batchwright.cli.output import show as print_result
 
 if TYPE_CHECKING:
     from batchwright.data.rows import Row
+    from batchwright.data.rows.sample import Sample
     from batchwright.data.rows.source import Source
     from batchwright.data.tokenizers import Tokenizer
 
@@ -39,6 +40,7 @@ def show(
 
     Give the tokenizer of the model with --tokenizer: it decides the tokens and the chat template.
     """
+    from batchwright.data.rows.notes import untaught_ends
     from batchwright.data.rows.source import open_source
     from batchwright.data.tokenizers import load_tokenizer
     from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -50,11 +52,15 @@ def show(
     shown = [_described(source, number, loaded) for number in numbers]
     left = f"rows {first:,} to {numbers.stop:,} of {len(source):,}" if numbers else "no such rows"
     how = f"tokenizer {loaded.name}, loss on {loss_on}"
+    ends = untaught_ends(source, loaded)
     print_result(
-        {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown},
-        "\n\n".join([*map(_text, shown), f"{left}; {how}"]),
+        {"rows": len(source), "tokenizer": loaded.name, "loss_on": loss_on, "shown": shown}
+        | {"note": ends or None},
+        "\n\n".join([*map(_text, shown), *([f"note: {ends}"] if ends else []), f"{left}; {how}"]),
         format,
     )
+    if shown and all("error" in one for one in shown):
+        sys.exit(1)
 
 
 def _described(source: "Source", number: int, tokenizer: "Tokenizer") -> dict[str, Any]:
@@ -83,12 +89,37 @@ def _described(source: "Source", number: int, tokenizer: "Tokenizer") -> dict[st
     return where | {
         "id": sample.sample_id,
         "columns": used,
-        "not_used": [name for name in row if name not in (*used, *ids)],
+        "not_used": [
+            *(name for name in row if name not in (*used, *ids)),
+            *_idle_keys(row, used, sample, tokenizer),
+        ],
         "template": template,
         "tokens": len(sample),
         "loss_tokens": int(sample.loss_mask.sum()),
         "pieces": pieces,
     }
+
+
+def _idle_keys(row: "Row", used: list[str], sample: "Sample", tokenizer: "Tokenizer") -> list[str]:
+    """The keys of messages without which the row has the same tokens and the same loss."""
+    from batchwright.data.rows.sample import encode_row
+    from batchwright.data.rows.shapes import KNOWN_OF_MESSAGES
+    from batchwright.data.rows.source import without
+    from batchwright.errors import BadRow
+
+    idle = []
+    for column in used:
+        messages = row[column] if isinstance(row[column], list) else []
+        keys = {key for one in messages if isinstance(one, dict) for key in one}
+        for key in sorted(keys - KNOWN_OF_MESSAGES):
+            try:
+                other = encode_row(without(row, [f"{column}.{key}"]), tokenizer, "0")
+            except BadRow:
+                continue
+            same = other.input_ids.tobytes() == sample.input_ids.tobytes()
+            if same and other.loss_mask.tobytes() == sample.loss_mask.tobytes():
+                idle.append(f"{column}.{key}")
+    return idle
 
 
 def _text(shown: dict[str, Any]) -> str:

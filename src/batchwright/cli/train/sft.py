@@ -153,7 +153,8 @@ def _predict(config: SftConfig, format: str) -> None:
         ["samples without loss left out", number(found.without_loss)],
         *_policies(found.counts),
     ]
-    text = table(["predicted", ""], rows) + "\nnothing trained (--dry-run); tokens are kept"
+    text = table(["predicted", ""], rows) + (f"\nnote: {found.note}" if found.note else "")
+    text += "\nnothing trained (--dry-run); tokens are kept"
     show(dataclasses.asdict(found), text, format)
 
 

@@ -25,8 +25,8 @@ __all__ = ["GZIP", "ZSTD", "JsonlSource", "no_room", "spooled"]
 
 BLOCK = 1 << 24
 GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-# What `json.loads` calls, without what it does before and after for every row.
-_decode = json.JSONDecoder().raw_decode
+DEEPEST = 200
+"""Lists and objects of a row may stand in so many others: what reads rows has a limited stack."""
 BLANK = np.frombuffer(b" \t\r\n\v\f", np.uint8)
 
 
@@ -127,12 +127,28 @@ class _FarLines:
         return _Lines(self.first, raw, self.ends).rows()
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, of which Python would keep the last of several values."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadRow(f"has the key {json.dumps(twice)} more than once in one object; keep one")
+    return made
+
+
+# What `json.loads` calls, without what it does before and after for every row.
+_decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
+
+
 def _parse(line: bytes) -> Row | BadRow:
     try:
         text = line.rstrip().decode()
         row, end = _decode(text)
         if end == len(text) and isinstance(row, dict):
-            return row
+            return _too_deep(row, line) or row
+    except BadRow as error:
+        return error
     except (ValueError, RecursionError):
         pass
     # It begins with white space, or is bad.
@@ -141,7 +157,9 @@ def _parse(line: bytes) -> Row | BadRow:
 
 def _parsed(line: bytes) -> Row | BadRow:
     try:
-        row = json.loads(line.rstrip().decode())
+        row = json.loads(line.rstrip().decode(), object_pairs_hook=_object)
+    except BadRow as error:
+        return error
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
@@ -152,7 +170,20 @@ def _parsed(line: bytes) -> Row | BadRow:
         return BadRow(f"not JSON: {one_line(error)}")
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}, not an object")
-    return row
+    return _too_deep(row, line) or row
+
+
+def _too_deep(row: Row, line: bytes) -> BadRow | None:
+    """Why a row cannot be read whose lists and objects stand in too many others."""
+    if line.count(b"[") + line.count(b"{") <= DEEPEST:
+        return None
+    level: list[Any] = [row]
+    for _ in range(DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [x for one in inner for x in one if isinstance(x, dict | list)]
+        if not level:
+            return None
+    return BadRow(f"is nested too deeply: more than {DEEPEST} lists and objects in one another")
 
 
 def _index(handle: int, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:

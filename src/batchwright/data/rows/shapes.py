@@ -16,6 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchwright.data.rows import Row
+from batchwright.data.rows.flags import refuse_row_flags, refuse_turn_flags
+from batchwright.data.rows.texts import is_text, strings
 from batchwright.data.rows.turns import TURN_FLAGS, trained_spans, trained_turns
 from batchwright.data.rows.verify import verify
 from batchwright.data.tokenizers.chat import REASONING, ChatTemplate
@@ -25,6 +27,7 @@ from batchwright.files import parse_json
 
 __all__ = [
     "IGNORE",
+    "KNOWN_OF_MESSAGES",
     "Chat",
     "Pair",
     "Ready",
@@ -75,44 +78,6 @@ OWN_OPTIONS = {"messages", "tools", "documents", "add_generation_prompt", "chat_
 HEADINGS = 400
 """Characters that a formatted text may have beside what it formats."""
 
-MANY_WORDS = 20
-"""A text of so many words is not the name of a source, a topic or a licence."""
-
-TEXTS = {
-    *RESPONSES,
-    *MASKS,
-    *SYSTEM,
-    *("article", "canonical_solution", "chain_of_thought", "chat_history", "completions"),
-    *("conversation_history", "cot", "dialog", "dialogue", "document", "documents"),
-    *("final_answer", "history", "instructions", "passage", "passages", "query"),
-    *("reasoning_content", "rejected_response", "responses", "system_message", "target"),
-    *("targets", "thought", "thoughts", "turns"),
-    *("candidates", "choices", "distractors", "functions", "options"),
-    *("audio", "audios", "image", "images", "video", "videos"),
-    "answers",
-    "chosen",
-    "content",
-    "context",
-    "conversation",
-    "conversations",
-    "explanation",
-    "input",
-    "input_ids",
-    "instruction",
-    "labels",
-    "messages",
-    "prompt",
-    "question",
-    "rationale",
-    "reasoning",
-    "rejected",
-    "solution",
-    "text",
-    "thinking",
-    "tools",
-}
-"""Names of columns that hold what a model is trained on, in the data sets people have."""
-
 SHAREGPT = {
     "human": "user",
     "gpt": "assistant",
@@ -127,14 +92,12 @@ SHAREGPT = {
 }
 """Roles as ShareGPT's files name them; any other stands for itself."""
 
-TURN_DETAILS = ("train_detail", "training_detail")
-"""Axolotl's ranges of characters inside a turn."""
+PLAIN_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "id", *REASONING})
+KNOWN_OF_MESSAGES = PLAIN_KEYS | {*TURN_FLAGS, "from", "value"}
+"""What is read of a message, whatever its template."""
 
-KNOWN_OF_MESSAGES = {
-    *("role", "content", "tool_calls", "tool_call_id", "name", "id"),
-    *TURN_FLAGS,
-    *REASONING,
-}
+PART_TEXTS = ("text", "value", "content")
+"""What data sets call the text of a part of a content."""
 
 TRANSCRIPT = "\n\nAssistant:"
 """The beginning of an answer in Anthropic's transcripts, `\\n\\nHuman: ...\\n\\nAssistant: ...`."""
@@ -221,14 +184,18 @@ Reader = Callable[[_Columns, Tokenizer], Shape]
 """How rows with certain columns are read."""
 
 
-def shape_or_reason(row: Row | BadRow, tokenizer: Tokenizer) -> Shape | BadRow:
+def shape_or_reason(row: Any, tokenizer: Tokenizer) -> Shape | BadRow:
     """The shape of a row, or why it has none."""
     if isinstance(row, BadRow):
         return row
+    if not isinstance(row, Mapping):
+        return BadRow(f"is a {type(row).__name__}, not an object with columns")
     try:
         return read_shape(row, tokenizer)[0]
     except BadRow as error:
         return error
+    except RecursionError:
+        return BadRow("is nested too deeply to be read")
 
 
 def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
@@ -237,6 +204,7 @@ def read_shape(row: Row, tokenizer: Tokenizer) -> tuple[Shape, list[str]]:
     shape = _shape(columns, tokenizer)
     if not isinstance(shape, Text | Ready):
         _refuse_unwanted(row)
+    refuse_row_flags(row, tuple(row), columns.used, not isinstance(shape, Ready))
     _refuse_unread(columns)
     return shape, columns.used
 
@@ -311,8 +279,8 @@ def _dialogue(row: _Columns, tokenizer: Tokenizer) -> Chat:
 
 def _prompted(row: _Columns, tokenizer: Tokenizer, response: str) -> Shape:
     if isinstance(row.row["prompt"], list) or isinstance(row.row[response], list):
-        asked = _messages(_spoken(row.take("prompt"), "user"), "prompt")
-        answered = _messages(_spoken(row.take(response), "assistant"), response)
+        asked = _messages(_spoken(row.take("prompt"), "user", "prompt"), "prompt")
+        answered = _messages(_spoken(row.take(response), "assistant", response), response)
         return _chat(row, [*asked, *answered], len(asked), tokenizer)
     prompt = _after(row.optional(*SYSTEM), row.text("prompt"))
     return _pair(prompt, row.text(response))
@@ -324,8 +292,13 @@ def _answered(row: _Columns, tokenizer: Tokenizer, asked: tuple[str, ...], respo
     return _pair(prompt, row.text(response))
 
 
-def _spoken(given: Any, role: str) -> Any:
+def _spoken(given: Any, role: str, name: str) -> Any:
     """A text beside messages is the message of its role."""
+    if isinstance(given, list) and any(isinstance(one, str) for one in given):
+        raise BadRow(
+            f"its {name} is a list of texts, which may be turns or variants of one; give one text, "
+            f"or messages with roles"
+        )
     return [{"role": role, "content": given}] if isinstance(given, str) else given
 
 
@@ -364,7 +337,7 @@ def _conversation(row: _Columns, tokenizer: Tokenizer, name: str) -> Chat:
     if row.has("chosen") and asked[-1]["role"] != "assistant":
         chosen = row.take("chosen")
         row.used += ["rejected"] if row.has("rejected") else []
-        chosen = [chosen] if isinstance(chosen, Mapping) else _spoken(chosen, "assistant")
+        chosen = [chosen] if isinstance(chosen, Mapping) else _spoken(chosen, "assistant", "chosen")
         return _chat(row, [*asked, *_messages(chosen, "chosen")], len(asked), tokenizer)
     return _chat(row, asked, 0, tokenizer)
 
@@ -401,9 +374,9 @@ def _chosen(row: _Columns, tokenizer: Tokenizer) -> Shape:
                 "cannot be told from the answer; add a prompt column"
             )
         return _pair(prompt + answer, response)
-    messages = _messages(chosen, "chosen")
+    messages = _messages(_spoken(chosen, "assistant", "chosen"), "chosen")
     if row.has("prompt") and isinstance(row.row["prompt"], list):
-        asked = _messages(row.take("prompt"), "prompt")
+        asked = _messages(_spoken(row.take("prompt"), "user", "prompt"), "prompt")
         return _chat(row, [*asked, *messages], len(asked), tokenizer)
     first = 0
     if isinstance(rejected, list):
@@ -449,6 +422,14 @@ def _ready(row: _Columns, tokenizer: Tokenizer) -> Ready:
         mask &= learned
     if row.has("attention_mask"):
         kept = _mask(row, "attention_mask", len(ids))
+        shown = np.flatnonzero(kept)
+        if len(shown) and shown[-1] - shown[0] >= len(shown):
+            hole = int(shown[0] + np.argmin(kept[shown[0] :]))
+            raise BadRow(
+                f"its attention_mask is 0 at token {hole} between tokens where it is 1; only "
+                f"padding before and after can be left out, so remove such tokens from the row, "
+                f"or keep them with --ignore-column attention_mask"
+            )
         ids, mask = ids[kept], mask[kept]
     _refuse_unread_tokens(row, len(kept) if row.has("attention_mask") else len(ids))
     return Ready(ids.astype(np.int32), mask.astype(np.uint8))
@@ -604,7 +585,7 @@ def _refuse_null(
 def _refuse_python(text: str, messages: Sequence[dict[str, Any]]) -> None:
     """An error if the template writes out the list of parts that a content was given as."""
     wrote = "{'type': 'text'"
-    if wrote in text and not any(wrote in part for part in _strings(messages)):
+    if wrote in text and not any(wrote in part for part in strings(messages)):
         raise BadRow("the chat template writes the parts of a content as Python does")
 
 
@@ -681,9 +662,9 @@ def _refuse_lost_keys(text: str, messages: Sequence[Mapping[str, Any]]) -> None:
     """An error for a text beside the content of a message that nobody shows."""
     for number, message in enumerate(messages):
         for name, value in message.items():
-            if name in KNOWN_OF_MESSAGES or not _is_text(name, value):
+            if name in KNOWN_OF_MESSAGES or not is_text(name, value):
                 continue
-            if not all(_has(text, part.strip()) for part in _strings(value)):
+            if not all(_has(text, part.strip()) for part in strings(value)):
                 raise BadRow(
                     f"its message {number} has {name}, which the chat template does not show; "
                     f"leave it out with --ignore-column messages.{name}"
@@ -711,8 +692,8 @@ def _refuse_lost_tools(
     """An error for schemas of tools that nobody shows."""
     if not tools:
         return
-    asked = [part for m in messages if m["role"] != "assistant" for part in _strings(m)]
-    names = [re.escape(part) for part in _strings(tools) if part.strip()]
+    asked = [part for m in messages if m["role"] != "assistant" for part in strings(m)]
+    names = [re.escape(part) for part in strings(tools) if part.strip()]
     if all(re.search(rf"(?<!\w){name}(?!\w)", "\n".join(asked)) for name in names):
         # A system message that lists them.
         return
@@ -780,7 +761,7 @@ def _is_shown(text: str, call: Any) -> bool:
         # Python's quotes, which are not JSON's.
         return False
     return str(function.get("name", "")) in text and all(
-        _has(text, part) for part in _strings(arguments)
+        _has(text, part) for part in strings(arguments)
     )
 
 
@@ -847,7 +828,7 @@ def _messages(given: Any, name: str) -> list[dict[str, Any]]:
             raise BadRow(f"its message {number} has no content")
         if message.get("content") is None and not message.get("tool_calls"):
             raise BadRow(f"its message {number} has a content that is null and no tool_calls")
-        _check_flags(message, number)
+        refuse_turn_flags(message, number, name, PLAIN_KEYS)
         # Parquet gives every message every key; templates test whether a key exists.
         kept = {k: v for k, v in message.items() if v is not None or k == "content"}
         messages += _plain(kept, number)
@@ -868,25 +849,6 @@ def _turns(given: list[Any]) -> list[Any]:
     return given
 
 
-def _check_flags(message: Mapping[str, Any], number: int) -> None:
-    """Refuse what a message says of its training that cannot be followed."""
-    for name in TURN_FLAGS:
-        if message.get(name, 1) not in (0, 1, None):
-            raise BadRow(f"its message {number} has a {name} of {message[name]!r}, not 0 or 1")
-        if message.get(name) and name != "weight" and message["role"] != "assistant":
-            raise BadRow(
-                f"its message {number} has {name} {message[name]!r} and the role "
-                f"{message['role']!r}; only assistant turns can be trained apart from the rest, "
-                f"choose --loss-on everything and --ignore-column messages.{name}"
-            )
-    for name in TURN_DETAILS:
-        if message.get(name):
-            raise BadRow(
-                f"its message {number} has a {name}, and turns are trained whole; leave it out "
-                f"with --ignore-column messages.{name}"
-            )
-
-
 def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """A message whose content is a list of parts as messages of plain text.
 
@@ -900,9 +862,8 @@ def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
     more: dict[str, Any] = {}
     for part in message["content"]:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
-        text = part.get("text") if isinstance(part, Mapping) else part
-        if kind in ("text", "input_text", "output_text") and isinstance(text, str):
-            texts.append(text)
+        if kind in ("text", "input_text", "output_text"):
+            texts.append(_text_of(part, number))
         elif kind == "tool_use":
             function = {"name": part.get("name"), "arguments": part.get("input") or {}}
             calls.append({"id": part.get("id"), "type": "function", "function": function})
@@ -922,6 +883,22 @@ def _plain(message: dict[str, Any], number: int) -> list[dict[str, Any]]:
     # A call without words has no content, as OpenAI's files have it.
     plain = {**message, "content": "".join(texts) if texts or not calls else None, **more}
     return [*results, *([plain] if texts or calls or more or not results else [])]
+
+
+def _text_of(part: Any, number: int) -> str:
+    """The text of a part, which LLaMA-Factory calls its value."""
+    if isinstance(part, str):
+        return part
+    names = [
+        name for name in PART_TEXTS if isinstance(part, Mapping) and part.get(name) is not None
+    ]
+    if len(names) == 1 and isinstance(part[names[0]], str):
+        return str(part[names[0]])
+    seen = _keys(part) if isinstance(part, Mapping) else type(part).__name__
+    raise BadRow(
+        f"its message {number} has a part of text with {len(names) or 'no'} text under "
+        f"{' or '.join(PART_TEXTS)}; saw {seen}"
+    )
 
 
 def _tools(given: Any) -> Any:
@@ -949,12 +926,12 @@ def _refuse_unread(columns: _Columns) -> None:
     row = columns.row
     if "input_ids" in columns.used:
         return
-    unread = [name for name in row if name not in columns.used and _is_text(name, row[name])]
+    unread = [name for name in row if name not in columns.used and is_text(name, row[name])]
     if not unread:
         return
-    read = [part for name in columns.used for part in _strings(row[name]) if part.strip()]
+    read = [part for name in columns.used for part in strings(row[name]) if part.strip()]
     for name in unread:
-        own = [part for part in _strings(row[name]) if part.strip()]
+        own = [part for part in strings(row[name]) if part.strip()]
         said = all(any(part.strip() in text for text in read) for part in own)
         # A column with the whole text, as it stands under its headings.
         most = 2 * sum(map(len, read)) + HEADINGS
@@ -965,26 +942,6 @@ def _refuse_unread(columns: _Columns) -> None:
                 f"leave it out with --ignore-column {name}, in Python with "
                 f'open_source(path, ["{name}"]), or rename the columns'
             )
-
-
-def _is_text(name: str, value: Any) -> bool:
-    """Whether a column holds what a model is trained on: by its name, or by its many words."""
-    if value in (None, "", [], {}) or isinstance(value, bool | int | float):
-        return False
-    if name.lower() in TEXTS:
-        return True
-    return any(text.count(" ") >= MANY_WORDS for text in _strings(value))
-
-
-def _strings(value: Any) -> list[str]:
-    """All texts in a value, however deep."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [part for inner in value.values() for part in _strings(inner)]
-    if isinstance(value, Sequence):
-        return [part for inner in value for part in _strings(inner)]
-    return []
 
 
 def checked_unicode(text: str, key: str) -> str:
@@ -1006,8 +963,12 @@ def _integers(row: _Columns, name: str) -> NDArray[np.int64]:
         array = np.empty(0, object)
     if array.ndim == 1 and array.size == 0 and array.dtype != object:
         return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iub":
+    mask = name in MASKS or name == "attention_mask"
+    if array.ndim != 1 or array.dtype.kind not in ("iub" if mask else "iu"):
         raise BadRow(f"its {name} are not a list of integers")
+    if not mask and array.min() <= 1 and any(isinstance(one, bool) for one in row.row[name]):
+        # Among integers, true and false are read as 1 and 0.
+        raise BadRow(f"its {name} have true or false among the integers")
     return array.astype(np.int64)
 
 

@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -31,6 +31,7 @@ __all__ = [
     "open_source",
     "row_ranges",
     "split_of",
+    "without",
 ]
 
 OnBadRow = Literal["fail", "skip"]
@@ -303,6 +304,11 @@ class _NarrowChunk:
 def _narrow(row: Row, ignored: frozenset[str], need_id: bool) -> Row | BadRow:
     if need_id and all(row.get(name) is None for name in ID_COLUMNS):
         return BadRow("has no id, and --ids require asks for one; add it, or leave the flag out")
+    return without(row, ignored)
+
+
+def without(row: Row, ignored: Collection[str]) -> Row:
+    """The row without some columns; `COLUMN.KEY` is a key of everything that the column lists."""
     kept = {name: value for name, value in row.items() if name not in ignored}
     for name in ignored:
         column, dot, key = name.partition(".")

@@ -15,10 +15,13 @@ from batchwright.data.tokenizers.chat import REASONING, ChatTemplate, Message, S
 from batchwright.data.tokenizers.tokenizer import LossOn
 from batchwright.errors import BadRow
 
-__all__ = ["PIECES", "TURN_FLAGS", "common", "trained_spans", "trained_turns"]
+__all__ = ["PIECES", "TURN_FLAGS", "common", "trained_spans", "trained_turns", "untrained_ends"]
 
-TURN_FLAGS = ("weight", "train", "training", "loss")
-"""Whether a turn is trained, as OpenAI's, Axolotl's and ms-swift's files say it."""
+WORDS = ("zqaqz", "zqbqz", "zqcqz", "zqdqz")
+"""Words that no template has."""
+
+TURN_FLAGS = ("weight", "train", "training", "loss", "loss_weight")
+"""Whether a turn is trained, as OpenAI's, Axolotl's, ms-swift's and LLaMA-Factory's files say."""
 
 PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|.", re.DOTALL)
 """Special tokens as templates write them are not cut in two where two texts part."""
@@ -40,7 +43,8 @@ def trained_spans(
         raise BadRow("has no assistant message to train on")
     if not chat.marked:
         spans = _by_prefix(chat, text, messages, tools, turns)
-        return text, spans or [_found(chat, text, messages, tools, i) for i in turns]
+        spans = spans or [_found(chat, text, messages, tools, i) for i in turns]
+        return text, _with_ends(chat, text, messages, spans)
     spans = [span for span in marks if span[0] < span[1]]
     if len(turns) < sum(message["role"] == "assistant" for message in messages):
         # Marks do not say whose they are, so those of the turns that count are looked for.
@@ -54,8 +58,8 @@ def trained_spans(
 def trained_turns(messages: Sequence[Message], first: int, loss_on: LossOn) -> list[int]:
     """The assistant messages that are trained, of those from `first` on.
 
-    One with `weight` 0, or with `train`, `training` or `loss` false, is rendered and not trained,
-    unless everything is.
+    One with `weight` or `loss_weight` 0, or with `train`, `training` or `loss` false, is rendered
+    and not trained, unless everything is.
     """
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on == "everything":
@@ -133,6 +137,83 @@ def _found(
     if end <= start:
         raise BadRow(f"the chat template leaves nothing of its message {turn} to train on")
     return start, end
+
+
+def _with_ends(chat: ChatTemplate, text: str, messages: Sequence[Message], spans: Spans) -> Spans:
+    """The spans with the end that a template writes after every turn but the last."""
+    in_parts = any(isinstance(message.get("content"), list) for message in messages)
+    if in_parts not in chat.later_ends:
+        chat.later_ends[in_parts] = _later_end(chat, in_parts)
+    end = chat.later_ends[in_parts]
+    if not end:
+        return spans
+    return [(a, b + len(end) if text.startswith(end, b) else b) for a, b in spans]
+
+
+def _later_end(chat: ChatTemplate, in_parts: bool) -> str:
+    """What a template writes after a turn only where another message follows; mostly nothing.
+
+    Between an answer and the next question stand the end of the one and the header of the other.
+    The header is what stands before the first question as well.
+    """
+    first, answer, second = WORDS[:3]
+    probe = [_said("user", first, in_parts), _said("assistant", answer, in_parts)]
+    try:
+        alone = chat.render(probe, add_generation_prompt=False)
+        both = chat.render([*probe, _said("user", second, in_parts)], add_generation_prompt=False)
+    except BadRow:
+        return ""
+    if any(alone.count(word) != 1 for word in (first, answer)) or second not in both:
+        return ""
+    if any(len(piece) > 1 for piece in PIECES.findall(alone.partition(answer)[2])):
+        # The last turn has an end of its own, which is the one to learn.
+        return ""
+    between = PIECES.findall(both.partition(answer)[2].partition(second)[0])
+    before = PIECES.findall(both.partition(first)[0])
+    header = _agree(between[::-1], before[::-1])
+    end = between[: len(between) - header]
+    named = any(len(piece) > 1 for piece in end)
+    return "".join(end) if named and "".join(between[len(end) :]).strip() else ""
+
+
+def _said(role: str, text: str, in_parts: bool) -> Message:
+    return {"role": role, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def untrained_ends(chat: ChatTemplate, loss_on: LossOn) -> str:
+    """A sentence where the loss covers no end of some last turn: what is trained is not to stop.
+
+    A template that cannot be read is not judged: its rows are refused one by one.
+    """
+    if loss_on == "everything":
+        return ""
+    roles = ("user", "assistant") * 2
+    for in_parts in (False, True):
+        probe = [_said(r, word, in_parts) for r, word in zip(roles, WORDS, strict=True)]
+        try:
+            text, spans = trained_spans(chat, probe, None, 0, loss_on)
+        except BadRow:
+            continue
+        if any(text.count(word) != 1 for word in WORDS):
+            continue
+        if _is_ended(text, spans, WORDS[3]):
+            return ""
+        earlier = _is_ended(text, spans, WORDS[1])
+        seen = "only where another message follows a turn" if earlier else "nowhere"
+        return (
+            f"the loss covers the end of a turn {seen}, as the chat template writes or marks none "
+            f"{'elsewhere' if earlier else 'at all'}; without ends a model does not learn to stop"
+        )
+    return ""
+
+
+def _is_ended(text: str, spans: Spans, word: str) -> bool:
+    """Whether the span that covers a word goes on behind it with more than spaces."""
+    at = end = text.index(word) + len(word)
+    for a, b in sorted(spans):
+        # Marks may part a turn.
+        end = b if a <= end <= b else end
+    return bool(text[at:end].strip(" "))
 
 
 def _content(

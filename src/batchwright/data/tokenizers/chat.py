@@ -49,6 +49,7 @@ class ChatTemplate:
         self.marked = False
         self.options: dict[str, Any] = {}
         self.verified: dict[str, str] = {}
+        self.later_ends: dict[bool, str] = {}
         self._jinja = self._environment()
         try:
             self._template = self._jinja.from_string(source)
@@ -61,7 +62,7 @@ class ChatTemplate:
     def with_options(self, options: Mapping[str, Any]) -> "ChatTemplate":
         """The same template that is given more variables, as `chat_template_kwargs` has them."""
         other = copy.copy(self)
-        other.options, other.verified = {**self.options, **options}, {}
+        other.options, other.verified, other.later_ends = {**self.options, **options}, {}, {}
         return other
 
     def render(
@@ -89,23 +90,47 @@ class ChatTemplate:
         >>> ChatTemplate(marked + "{% endfor %}").render_spans([{"role": "a", "content": "Hi"}])
         ('Hi.', [(0, 2)])
         """
-        blocks: list[str] = []
-        spans: Spans = []
-        self._jinja.begin()
+        given = [_with_reasoning(message) for message in messages]
         try:
-            for block in self._template.generate(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._tokens, **self.options},
-                **{RENDERED: (blocks, spans)},
-            ):
-                blocks.append(block)  # noqa: PERF402 - marks count the blocks so far
+            return self._generated(given, add_generation_prompt, tools)
         except Exception as error:
             # Broad on purpose: a template is a program of somebody else's.
             reason = one_line(error)[:LONGEST_REASON]
+            if tools is None and self._renders(given, add_generation_prompt, []):
+                raise BadRow(
+                    f"the chat template refuses rows without tools: {reason}; give the rows tools, "
+                    f"or use a template that asks whether there are any"
+                ) from None
             raise BadRow(f"the chat template refuses its messages: {reason}") from None
+
+    def _renders(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Any]
+    ) -> bool:
+        try:
+            self._generated(messages, add_generation_prompt, tools)
+        except Exception:
+            # Broad as above; what it says is no better than what it said before.
+            return False
+        return True
+
+    def _generated(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Any] | None,
+    ) -> tuple[str, Spans]:
+        blocks: list[str] = []
+        spans: Spans = []
+        self._jinja.begin()
+        for block in self._template.generate(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **{**self._tokens, **self.options},
+            **{RENDERED: (blocks, spans)},
+        ):
+            blocks.append(block)  # noqa: PERF402 - marks count the blocks so far
         return "".join(blocks), spans
 
     def _environment(self) -> Any:

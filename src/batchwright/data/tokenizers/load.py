@@ -33,6 +33,11 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     name = str(name)
     if name == "bytes":
         return ByteTokenizer()
+    if not name.strip():
+        raise NoTokenizer(
+            "the name of the tokenizer is empty; name a tokenizer.json, a folder that has one, a "
+            "hub id, or bytes"
+        )
     path = Path(name)
     if name in models.REGISTRY:
         path = models.find(name).folder / "transformers"

@@ -13,7 +13,7 @@ from batchwright.fingerprint import digest
 
 __all__ = ["ENCODING_VERSION", "ByteTokenizer", "LossOn", "Tokenizer", "with_loss_on"]
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Part of every tokenizer's fingerprint: raised when the same row would give other tokens."""
 
 

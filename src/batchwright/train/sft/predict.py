@@ -8,11 +8,14 @@ from pathlib import Path
 
 import torch
 
+from batchwright.data.rows.notes import untaught_ends
+from batchwright.data.rows.source import open_source
+from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import ConfigError
 from batchwright.models.adapter import find_adapter
 from batchwright.models.transformers import load_model
 from batchwright.train.sft.config import SftConfig
-from batchwright.train.sft.prepare import open_prepared, prepare, tokenizer_of
+from batchwright.train.sft.prepare import mixture_of, open_prepared, prepare, tokenizer_of
 from batchwright.world import World
 
 __all__ = ["Prediction", "predict"]
@@ -36,6 +39,8 @@ class Prediction:
     """Samples of which no token carries loss, left out."""
     counts: dict[str, int]
     """What the plan counted: samples planned, skipped, truncated and split."""
+    note: str | None = None
+    """What the rows and the chat template do not teach, where they leave something out."""
 
 
 def predict(config: SftConfig) -> Prediction:
@@ -83,7 +88,20 @@ def predict(config: SftConfig) -> Prediction:
         bad_rows=bad_rows,
         without_loss=counts["skipped_no_loss"],
         counts=counts,
+        note=_note(config, tokenizer),
     )
+
+
+def _note(config: SftConfig, tokenizer: Tokenizer) -> str | None:
+    paths, _ = mixture_of(config.data)
+    if any(Path(path).is_fifo() for path in paths):
+        # A pipe can be read once, and that was for the plan.
+        return None
+    said = (
+        untaught_ends(open_source(path, config.ignore_column, config.ids), tokenizer)
+        for path in paths
+    )
+    return next(filter(None, said), None)
 
 
 def _trained(model: torch.nn.Module, config: SftConfig) -> int:
