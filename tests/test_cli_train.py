@@ -434,6 +434,18 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
         "--model tiny --data train.jsonl --batchplan none --group-by pair",
         ("--group-by is part of the plan",),
     ),
+    "a share of one": (
+        "--model tiny --data train.jsonl=0.7",
+        ("a share of train.jsonl alone", "leave out the share"),
+    ),
+    "evaluations of nothing": (
+        "--model tiny --data train.jsonl --eval-every 5",
+        ("--eval-every has no effect without --eval-data or --eval-fraction",),
+    ),
+    "warmer than long": (
+        "--model tiny --data train.jsonl --warmup-steps 100 --max-steps 5",
+        ("--warmup-steps 100 is more than --max-steps 5",),
+    ),
     "negative": ("--model tiny --data train.jsonl --keep 0", ("--keep must be at least 1, got 0",)),
 }
 

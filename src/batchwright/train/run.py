@@ -99,6 +99,8 @@ class RunConfig:
         # A path may be given as text.
         for name, hint in type_hints(type(self)).items():
             if hint in (Path, Path | None) and isinstance(getattr(self, name), str):
+                if not getattr(self, name).strip():
+                    raise ConfigError(f"{self.flag(name)} is empty; give a path")
                 object.__setattr__(self, name, Path(getattr(self, name)))
         # All of them are written into the run directory.
         for name, value in vars(self).items():

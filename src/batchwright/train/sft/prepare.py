@@ -175,6 +175,11 @@ def mixture_of(data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...
             f"{len(shares)} of {len(names)} --data have a share; write each as "
             f"--data FILE=SHARE, or none"
         )
+    if shares and len(names) == 1:
+        raise ConfigError(
+            f"--data {data[0]} is a share of {names[0]} alone; leave out the share, or give the "
+            f"other --data of the mixture"
+        )
     return tuple(names), tuple(shares)
 
 
@@ -211,12 +216,12 @@ def _data(
                     f"--data are given; give one for each, in this order"
                 )
             return dict(zip(names, alone, strict=True)), {}
-    if len(shares) > 1 and config.group_by is not None:
+    if shares and config.group_by is not None:
         raise ConfigError(
             "--group-by cannot keep groups together in a mixture, which shows samples one by one; "
             "leave out --group-by, or the shares of --data"
         )
-    if len(shares) < 2:
+    if not shares:
         return {"": paths}, {}
     plain = [Path(path.removeprefix("hf:")) for path in paths]
     names = [path.name.partition(".")[0] for path in plain]
