@@ -887,3 +887,17 @@ def test_an_empty_path_is_refused_by_the_flag_that_it_was_given_for(call, tmp_pa
     }
     assert wrong == {}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_workers_that_are_none_are_refused_also_where_nothing_is_left_to_do(
+    call, tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "otter"}\n')
+    line = "data lengths build -d rows.jsonl -t bytes -o lengths.jsonl"
+    before = call(f"{line} --workers {workers}", tmp_path)
+    assert call(line, tmp_path).code == 0
+    after = call(f"{line} --workers {workers}", tmp_path)
+
+    assert before.err == after.err == f"error: --workers must be at least 1, got {workers}\n"
+    assert before.code == after.code == 1

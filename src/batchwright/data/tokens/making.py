@@ -17,7 +17,7 @@ from batchwright.data.build import Build, EncodedChunk
 from batchwright.data.build.build import RepeatedIds
 from batchwright.data.build.journal import Journal, Record
 from batchwright.data.build.known import Known, columns_of
-from batchwright.data.build.workers import Workers
+from batchwright.data.build.workers import Workers, check_workers
 from batchwright.data.rows.source import OnBadRow, Source
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.data.tokens.kept import ELSEWHERE, StoreLock, stores_folder
@@ -65,6 +65,8 @@ def make_store(
     the number of workers and however often the build was interrupted. Of two processes that make
     the same store, one waits for the other.
     """
+    # Also where nothing is left to be tokenised.
+    check_workers(workers)
     store, tokenised = _intact(source, tokenizer, check), 0
     path = _path(source, tokenizer)
     if store is not None:
