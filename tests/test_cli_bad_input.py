@@ -847,3 +847,57 @@ def test_two_builds_of_one_output_do_not_spoil_it(start, call, tmp_path) -> None
 def test_a_fraction_where_a_whole_number_is_asked_for_is_not_rounded(call, tmp_path, line) -> None:
     said = one_sentence(call(line, tmp_path), code=2)
     assert "into int" in said
+
+
+def flags_of_paths() -> list[str]:
+    """Every command with each of its flags that takes a path."""
+    from cyclopts import App
+
+    from batchwright.cli.app import _types, app
+
+    found = []
+
+    def walk(inner: App, chain: str) -> None:
+        if inner.default_command is not None:
+            found.extend(
+                f"{chain} {argument.names[0]}"
+                for argument in inner.assemble_argument_collection()
+                if Path in _types(argument.hint) and argument.names[0].startswith("--")
+            )
+        for name in inner:
+            if not name.startswith("-"):
+                walk(inner[name], f"{chain} {name}".strip())
+
+    walk(app, "")
+    return found
+
+
+def test_an_empty_path_is_refused_by_the_flag_that_it_was_given_for(call, tmp_path: Path) -> None:
+    flags = flags_of_paths()
+    said = {flag: call(f"{flag}=", tmp_path) for flag in flags}
+
+    assert {f"{c} --{f}" for c, f in (("train sft", "run-dir"), ("train kge", "run-dir"))} <= {
+        *flags
+    }
+    assert len(flags) > 50
+    wrong = {
+        flag: outcome.err
+        for flag, outcome in said.items()
+        if not outcome.code or f"{flag.split()[-1]} is empty" not in outcome.err
+    }
+    assert wrong == {}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("workers", [0, -3])
+def test_workers_that_are_none_are_refused_also_where_nothing_is_left_to_do(
+    call, tmp_path: Path, workers: int
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "otter"}\n')
+    line = "data lengths build -d rows.jsonl -t bytes -o lengths.jsonl"
+    before = call(f"{line} --workers {workers}", tmp_path)
+    assert call(line, tmp_path).code == 0
+    after = call(f"{line} --workers {workers}", tmp_path)
+
+    assert before.err == after.err == f"error: --workers must be at least 1, got {workers}\n"
+    assert before.code == after.code == 1

@@ -46,6 +46,7 @@ TRAINERS = {
     "sft": Trainer(
         SftConfig,
         "--model tiny --data train.jsonl --token-budget 80 --epochs 2 --max-steps 3 "
+        "--eval-data train.jsonl "
         "--save-every 2 --save-minutes 5 --eval-every 3 --keep 3 --track tensorboard",
         "--epochs 3 --max-steps 4 --save-every 1 --save-minutes 7 --eval-every 1 --keep 1 "
         "--stop-after 1 "

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from batchwright.batching import BatchPlan
 from batchwright.events import read_events
+from batchwright.train.devices import _has_driver
 from batchwright.train.sft.config import SftConfig
 
 torch.set_num_threads(1)
@@ -434,6 +435,18 @@ BAD: dict[str, tuple[str, tuple[str, ...]]] = {
         "--model tiny --data train.jsonl --batchplan none --group-by pair",
         ("--group-by is part of the plan",),
     ),
+    "a share of one": (
+        "--model tiny --data train.jsonl=0.7",
+        ("a share of train.jsonl alone", "leave out the share"),
+    ),
+    "evaluations of nothing": (
+        "--model tiny --data train.jsonl --eval-every 5",
+        ("--eval-every has no effect without --eval-data or --eval-fraction",),
+    ),
+    "warmer than long": (
+        "--model tiny --data train.jsonl --warmup-steps 100 --max-steps 5",
+        ("--warmup-steps 100 is more than --max-steps 5",),
+    ),
     "negative": ("--model tiny --data train.jsonl --keep 0", ("--keep must be at least 1, got 0",)),
 }
 
@@ -450,11 +463,103 @@ def test_bad_input_is_one_sentence_and_starts_no_run(
     assert not (folder / "runs/sft-1/config.toml").exists()
 
 
-NEEDS_TORCH = ("unknown model", "no CUDA", "flash", "flex", "too long", "tracker")
-"""What only the model, the device or the tokens can tell."""
+FOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a file for a folder": (
+        "--model tiny --data train.jsonl --run-dir train.jsonl",
+        ("cannot write a run to train.jsonl: Not a directory",),
+    ),
+    "a folder in a file": (
+        "--model tiny --data train.jsonl --run-dir train.jsonl/run",
+        ("cannot write a run to train.jsonl/run: Not a directory",),
+    ),
+    "a folder of the system": (
+        "--model tiny --data train.jsonl --run-dir /proc/run",
+        ("cannot write a run to /proc/run",),
+    ),
+    "two numbers": (
+        "--model tiny --data train.jsonl --run-dir {n}-{n}",
+        ("--run-dir {n}-{n} may have {n} once",),
+    ),
+}
+COLUMNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a response that is ignored": (
+        "--model tiny --data train.jsonl --ignore-column completion",
+        ("train.jsonl:1: has prompt but no completion", "--ignore-column leaves out completion"),
+    ),
+    "all that is ignored": (
+        "--model tiny --data train.jsonl --ignore-column completion --ignore-column prompt",
+        ("train.jsonl:1: has none of the known keys", "leaves out completion, prompt"),
+    ),
+    "ignored where it is evaluated": (
+        "--model tiny --data texts.jsonl --eval-data train.jsonl --ignore-column completion",
+        ("train.jsonl:1: has prompt but no completion",),
+    ),
+    "no id": (
+        "--model tiny --data texts.jsonl --ids require",
+        ("texts.jsonl:1: ", "has no id"),
+    ),
+}
+LATE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "longer than the model takes": (
+        "--model tiny --data long.jsonl --token-budget 20000",
+        ("the longest sample has 9,001 tokens, the model takes 8,192",),
+    ),
+    "longer where it is evaluated": (
+        "--model tiny --data train.jsonl --eval-data long.jsonl",
+        ("the longest sample has 9,001 tokens, the model takes 8,192",),
+    ),
+    "more epochs than are planned": (
+        "--model tiny --data train.jsonl --data texts.jsonl --batchplan mixed --epochs 3",
+        ("--epochs must be at most 1, got 3",),
+    ),
+}
 
 
-def test_flags_and_data_are_refused_before_torch_is_imported(folder: Path) -> None:
+@pytest.fixture
+def other_data(folder: Path, call: Callable[..., Any]) -> Path:
+    (folder / "texts.jsonl").write_text('{"text": "otters dive"}\n' * 4)
+    (folder / "long.jsonl").write_text(json.dumps({"text": "o" * 9000}) + "\n")
+    for name in ("train", "texts"):
+        line = f"data lengths build -d {name}.jsonl -t bytes -o {name}.lengths.jsonl -q"
+        assert call(line, folder).code == 0
+    line = (
+        "data batchplan build -l train.lengths.jsonl -l texts.lengths.jsonl -o mixed "
+        "--weight 1 --weight 0.5"
+    )
+    made = call(line, folder)
+    assert made.code == 0, made.err
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD | FOLDERS | COLUMNS | LATE)
+def test_a_dry_run_refuses_what_the_run_refuses_with_the_same_sentence(
+    other_data: Path, call: Callable[..., Any], case: str
+) -> None:
+    line, words = (BAD | FOLDERS | COLUMNS | LATE)[case]
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    predicted = refused(call(f"train sft {line} --dry-run", other_data), *words)
+
+    assert not (other_data / "runs").exists()
+    assert refused(call(f"train sft {line}", other_data), *words) == predicted
+
+
+def test_a_dry_run_leaves_no_trace_of_the_folder_it_looked_at(
+    folder: Path, call: Callable[..., Any]
+) -> None:
+    before = sorted(folder.rglob("*"))
+    line = "train sft --model tiny --data train.jsonl --max-steps 1 --run-dir deep/er/run --dry-run"
+
+    assert call(line, folder).code == 0
+    assert sorted(folder.rglob("*")) == before
+
+
+NEEDS_TORCH = ("unknown model", "too long")
+"""What only the model or the tokens can tell."""
+
+
+def test_flags_and_data_are_refused_before_torch_is_imported(other_data: Path) -> None:
+    folder = other_data
     (folder / "taken").mkdir()
     (folder / "taken" / "config.toml").touch()
     others = {
@@ -465,7 +570,11 @@ def test_flags_and_data_are_refused_before_torch_is_imported(folder: Path) -> No
         "falling": ("--model tiny --data train.jsonl --bucket-edges 20,10", ("edges",)),
         "row": ("--model tiny --data train.jsonl --pack --token-budget 9", ("--token-budget",)),
     }
-    cases = {name: case for name, case in BAD.items() if name not in NEEDS_TORCH} | others
+    cases = {n: case for n, case in (BAD | FOLDERS | COLUMNS).items() if n not in NEEDS_TORCH}
+    if _has_driver():
+        # Then only torch can tell.
+        cases = {n: case for n, case in cases.items() if n not in ("no CUDA", "flex")}
+    cases |= others
     script = """if True:
         import contextlib, io, json, sys
         sys.modules["torch"] = sys.modules["transformers"] = None

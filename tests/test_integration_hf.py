@@ -29,7 +29,10 @@ from trl import SFTConfig, SFTTrainer
 
 from batchwright.batching import BatchingConfig, BatchPlan, BatchPlanBuilder
 from batchwright.batching.collation import collate
+from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.source import open_source
+from batchwright.data.tokenizers import load_tokenizer
 from batchwright.errors import BadLoss, ConfigError, Mismatch, MissingExtra, UnknownSample
 from batchwright.integrations.hf import PlanTrainer, PlanTrainerMixin
 from batchwright.train.attention import use_backend
@@ -263,6 +266,28 @@ def test_sft_trainer_adds_adapters_as_ever_and_evaluates_on_text(tmp_path):
     assert np.isfinite(
         [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
     )
+
+
+def test_a_trainer_refuses_rows_that_changed_since_they_were_planned(tmp_path):
+    rows = [{"input_ids": sample_of(item).input_ids.tolist()} for item in range(SAMPLES)]
+    data = tmp_path / "rows.jsonl"
+    tokenizer = load_tokenizer("bytes")
+
+    def write() -> None:
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write()
+    lengths = build_lengths(data, tokenizer, tmp_path / "lengths.jsonl").cache
+    config = BatchingConfig(layout="packed", token_budget=64, pack_max_length=32)
+    plan = BatchPlanBuilder(lengths, config).build()
+    planned(tmp_path, plan, read=rows)
+    planned(tmp_path, plan, read=open_source(data), more={"tokenizer": tokenizer})
+    rows[5]["input_ids"][1] ^= 1
+    write()
+
+    for read, more in ((rows, None), (open_source(data), {"tokenizer": tokenizer})):
+        with pytest.raises(Mismatch, match=f"for data {plan.dataset_hash}, these rows are"):
+            planned(tmp_path, plan, read=read, more=more)
 
 
 def test_the_loss_of_every_step_is_the_one_our_own_loop_has(tmp_path):

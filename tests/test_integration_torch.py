@@ -4,10 +4,13 @@ import dataclasses
 import itertools
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
@@ -18,7 +21,7 @@ from batchwright.batching import (
     BatchPlanBuilder,
     create_segment_attention_mask,
 )
-from batchwright.data.lengths import Lengths
+from batchwright.data.lengths import LengthCache, Lengths
 from batchwright.data.measure import build_lengths
 from batchwright.data.rows.sample import Sample
 from batchwright.data.rows.source import open_source
@@ -468,6 +471,118 @@ def test_workers_map_the_token_store_and_do_not_read_the_data_again(tmp_path):
             multiprocessing_context=start,
         )
         assert sum(batch["input_ids"].numel() for batch in loader) == 9 * 6
+
+
+SEEN = [{"id": f"r{n}", "text": f"row {n:02d} {'otter' * (1 + n % 4)}"} for n in range(24)]
+
+
+def edited(rows: list[dict], how: str) -> list[dict]:
+    """Other content of the same ids and lengths, unless `how` says so."""
+    rows = [dict(row) for row in rows]
+    if how == "a letter":
+        rows[7]["text"] = rows[7]["text"].replace("o", "u")
+    elif how == "two texts":
+        rows[3]["text"], rows[7]["text"] = rows[7]["text"], rows[3]["text"]
+    elif how == "a column":
+        rows = [{**row, "page": n} for n, row in enumerate(rows)]
+    elif how == "moved and grown":
+        rows = [{"id": "more", "text": "more"}, *reversed(rows)]
+    return rows
+
+
+def written(path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def text_of(dataset, plan, tokenizer) -> list[str]:
+    found = []
+    for (key,) in PlanBatchSampler(plan):
+        batch = PlanCollate(plan)([dataset[key]])
+        ends = batch["cu_seq_lens_q"].tolist()
+        found += [tokenizer.decode(batch["input_ids"][0, a:b]) for a, b in itertools.pairwise(ends)]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("how", ["a letter", "two texts", "a column", "moved and grown"])
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mixture"])
+def test_a_source_that_is_not_what_the_plan_was_built_from_is_refused_with_both_fingerprints(
+    tmp_path, kind, stored, how
+):
+    tokenizer, end = load_tokenizer("bytes"), "parquet" if kind == "parquet" else "jsonl"
+    config = BatchingConfig(layout="packed", token_budget=128, pack_max_length=128)
+    data = written(tmp_path / f"data.{end}", SEEN)
+    lengths = build_lengths(data, tokenizer, tmp_path / "lengths.jsonl").cache
+    if kind == "mixture":
+        other = written(tmp_path / "other.jsonl", SEEN[:5])
+        others = build_lengths(other, tokenizer, tmp_path / "other.lengths.jsonl").cache
+        plan = BatchPlanBuilder(
+            {"a": lengths, "b": others}, config, weights={"a": 1.0, "b": 1.0}
+        ).build()
+    else:
+        plan = BatchPlanBuilder(lengths, config).build()
+
+    def opened():
+        more = [open_source(tmp_path / "other.jsonl")] if kind == "mixture" else []
+        return PlanDataset(plan, [open_source(data), *more], tokenizer)
+
+    before = text_of(opened(), plan, tokenizer)
+    written(data, edited(SEEN, how))
+    if stored:
+        build_lengths(data, tokenizer, tmp_path / "again.jsonl")
+    if how == "moved and grown":
+        assert text_of(opened(), plan, tokenizer) == before
+        return
+    with pytest.raises(Mismatch, match=f"for data {plan.dataset_hash}, these rows are [0-9a-f]"):
+        opened()
+
+
+@pytest.mark.parametrize("start", ["here", "spawn"])
+def test_a_row_that_changes_while_it_is_trained_on_is_refused_when_it_is_read(tmp_path, start):
+    tokenizer, data = load_tokenizer("bytes"), tmp_path / "data.jsonl"
+    written(data, SEEN)
+    lengths = build_lengths(data, tokenizer, tmp_path / "lengths.jsonl").cache
+    plan = BatchPlanBuilder(lengths, BatchingConfig(layout="packed", token_budget=64)).build()
+    # Measured where nobody looks, so no token store stands for the rows.
+    written(data, edited(SEEN, "moved and grown"))
+    dataset = PlanDataset(plan, open_source(data), tokenizer)
+    written(data, edited(edited(SEEN, "moved and grown"), "a letter"))
+    if start == "spawn":
+        dataset = pickle.loads(pickle.dumps(dataset))
+
+    with pytest.raises(Mismatch, match=r"data\.jsonl:8 has changed"):
+        text_of(dataset, plan, tokenizer)
+
+
+def test_rows_that_are_not_what_the_plan_was_built_from_are_refused(tmp_path):
+    rows = [{"input_ids": [n + 1, n + 2, n + 3]} for n in range(9)]
+    data = written(tmp_path / "rows.jsonl", rows)
+    lengths = build_lengths(data, load_tokenizer("bytes"), tmp_path / "lengths.jsonl").cache
+    plan = BatchPlanBuilder(lengths, BatchingConfig(layout="packed", token_budget=64)).build()
+
+    for same in (rows, [{"input_ids": np.array(row["input_ids"])} for row in rows]):
+        assert len(list(loader_of(plan, read=same))) == plan.num_microbatches()
+        pickle.loads(pickle.dumps(PlanDataset(plan, same)))
+    for others in ([{"input_ids": [1, 2, 3]}] * 9, rows[::-1]):
+        with pytest.raises(Mismatch, match="the plan was built for data"):
+            PlanDataset(plan, others)
+
+
+def test_lengths_without_content_make_a_plan_that_fits_any_rows_of_their_lengths(tmp_path):
+    tokenizer, data = load_tokenizer("bytes"), written(tmp_path / "data.jsonl", SEEN)
+    config = BatchingConfig(layout="packed", token_budget=64)
+    cache = LengthCache.create(tmp_path / "l.jsonl", tokenizer_hash=tokenizer.fingerprint)
+    with cache:
+        for row in SEEN:
+            cache.add(row["id"], len(row["text"]) + 1)
+    for lengths in (cache, {row["id"]: len(row["text"]) + 1 for row in SEEN}):
+        plan = BatchPlanBuilder(lengths, config).build()
+        dataset = PlanDataset(plan, open_source(data), tokenizer)
+        assert text_of(dataset, plan, tokenizer) == sorted(row["text"] for row in SEEN)
 
 
 def test_a_mixture_reads_each_source_under_its_name(tmp_path):

@@ -358,7 +358,7 @@ def test_dropout_goes_on_to_the_bit_as_well(config: SftConfig, dropping: Path) -
     part = elsewhere(config, "part", stop_after=2)
     train_sft(part)
     train_sft(dataclasses.replace(part, stop_after=0), resume=True)
-    other_seed = elsewhere(config, "seed", seed=43, max_steps=1)
+    other_seed = elsewhere(config, "seed", seed=43, max_steps=1, warmup_steps=1)
     train_sft(other_seed)
 
     assert whole.step > 3
@@ -383,7 +383,7 @@ def dropping(tmp_path: Path) -> Path:
 
 
 def test_dropout_drops(config: SftConfig, dropping: Path) -> None:
-    config = dataclasses.replace(config, max_steps=1)
+    config = dataclasses.replace(config, max_steps=1, warmup_steps=1)
     without = train_sft(config)
     dropped = train_sft(elsewhere(config, "with", model=str(dropping), tokenizer="bytes"))
 
@@ -509,7 +509,7 @@ def planned(run: Path, part: str = "") -> set[str]:
 def test_the_same_samples_are_held_out_whatever_the_order_and_none_is_trained_on(
     config: SftConfig,
 ) -> None:
-    config = dataclasses.replace(config, eval_fraction=0.3, max_steps=1)
+    config = dataclasses.replace(config, eval_fraction=0.3, max_steps=1, warmup_steps=1)
     turned = written(config.run_dir.parent / "turned.jsonl", rows(20)[::-1])
     more = written(config.run_dir.parent / "more.jsonl", [*rows(9, 5), *rows(20)])
     held = []
@@ -603,7 +603,7 @@ def test_decay_pulls_on_matrices_and_leaves_norms_alone(config: SftConfig) -> No
 
 
 def test_the_gradient_is_clipped_and_the_log_has_the_norm_before(config: SftConfig) -> None:
-    config = dataclasses.replace(config, max_steps=1, clip=0.25)
+    config = dataclasses.replace(config, max_steps=1, warmup_steps=1, clip=0.25)
     train_sft(config)
     free = elsewhere(config, "free", clip=0.0)
     train_sft(free)
@@ -944,7 +944,7 @@ def test_a_new_run_refuses_settings_without_effect_from_python_too(config: SftCo
 
 def test_paths_may_be_given_as_text(config: SftConfig) -> None:
     given: Any = str(config.run_dir)
-    result = train_sft(dataclasses.replace(config, run_dir=given, max_steps=1))
+    result = train_sft(dataclasses.replace(config, run_dir=given, max_steps=1, warmup_steps=1))
 
     assert result.run_dir == config.run_dir
     assert SftConfig.load(config.run_dir / "config.toml").run_dir == config.run_dir

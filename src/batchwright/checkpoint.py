@@ -140,7 +140,11 @@ def latest(folder: Path) -> Checkpoint | None:
         _remove_older(path, found.keep)
         return replace(found, passed_over=tuple(passed_over))
     if passed_over:
-        raise BadFile(f"no checkpoint in {folder} can be used; the newest: {passed_over[0]}")
+        newest, _, _ = passed_over[0].partition(";")
+        raise BadFile(
+            f"no checkpoint in {folder} can be used; the newest, {newest}; put a copy of one "
+            f"back, or remove {folder} and resume, which starts the run over"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from cyclopts import App, ArgumentCollection, CoercionError, CycloptsError, Para
 
 from batchwright import __version__
 from batchwright.cli.output import escape_messages, say
-from batchwright.errors import BatchwrightError
+from batchwright.errors import BatchwrightError, ConfigError
 
 __all__ = ["app", "main"]
 
@@ -57,6 +57,16 @@ def _whole_numbers(app: App, commands: tuple[str, ...], arguments: ArgumentColle
                     raise CoercionError(token=token, target_type=int, argument=argument)
 
 
+def _paths(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse an empty path, which is what an unset variable gives: it would be this folder."""
+    for argument in arguments:
+        if Path in _types(argument.hint):
+            for token in argument.tokens:
+                if not token.value.strip():
+                    name = token.keyword or argument.name.lstrip("-").upper()
+                    raise ConfigError(f"{name} is empty; give a path, or . for this folder")
+
+
 def _types(hint: object) -> set[object]:
     inner = get_args(hint)
     return set().union(*map(_types, inner)) if inner else {hint}
@@ -70,7 +80,7 @@ REFUSALS = {
 
 app = App(
     name="batchwright",
-    config=_whole_numbers,
+    config=(_whole_numbers, _paths),
     help="Keep accelerators, model servers and environments full during LLM and RL training.",
     help_epilogue=(
         "Start with: batchwright demo --out demo. Exit codes: 0 success, 1 an error in one "

@@ -1,6 +1,6 @@
 """Samples without their tokens: ids, lengths and content hashes, as arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 from batchwright.data.ids import Ids
 from batchwright.fingerprint import digest, digest_array
 
-__all__ = ["Entries", "dataset_hash", "mixture_hash"]
+__all__ = ["UNKNOWN", "Entries", "dataset_hash", "hash_of", "mixture_hash"]
+
+UNKNOWN = "unknown"
+"""The hash of data of which only the lengths are known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,5 +45,25 @@ def dataset_hash(ids: Ids, content: NDArray[np.uint64]) -> str:
 
 
 def mixture_hash(parts: Mapping[str, str]) -> str:
-    """Identity of several named data sets together, independent of their order."""
+    """Identity of several named data sets together, independent of their order.
+
+    Unknown if that of any of them is.
+    """
+    if UNKNOWN in parts.values():
+        return UNKNOWN
     return digest("mixture", [[name, parts[name]] for name in sorted(parts)])[:16]
+
+
+def hash_of(ids: Ids, content: NDArray[np.uint64], sources: Sequence[tuple[str, int]]) -> str:
+    """Identity of samples by the ids that a plan gives them, those of a mixture with its names.
+
+    `sources` are the name and the size of each, in the order in which their samples stand.
+    """
+    if not sources:
+        return dataset_hash(ids, content)
+    parts, stop = {}, 0
+    for name, size in sources:
+        start, stop = stop, stop + size
+        own = Ids.of(id.removeprefix(f"{name}/") for id in ids.take(range(start, stop)))
+        parts[name] = dataset_hash(own, content[start:stop])
+    return mixture_hash(parts)

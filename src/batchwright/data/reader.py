@@ -6,15 +6,22 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.data.entries import dataset_hash, mixture_hash
+from batchwright.data.entries import UNKNOWN, hash_of, mixture_hash
 from batchwright.data.ids import Ids
-from batchwright.data.rows.sample import Sample, content_hash, encode_row, row_id
+from batchwright.data.rows import Row
+from batchwright.data.rows.sample import (
+    Sample,
+    content_hash,
+    content_hashes,
+    encode_row,
+    row_id,
+)
 from batchwright.data.rows.source import Source, row_ranges
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.data.tokens import TokenStore, find_store
 from batchwright.errors import BadRow, Mismatch
 
-__all__ = ["PlanRows", "sample_reader"]
+__all__ = ["PlanRows", "other_rows", "sample_reader"]
 
 BLOCK_ROWS = 4096
 
@@ -57,6 +64,8 @@ class PlanRows:
         """Each source, or its token store, which stands for it: to find it takes long."""
         self._starts = np.array([0, *accumulate(map(len, self.parts))])
         self._places = self._found(ids)
+        self.content: NDArray[np.uint64] | None = None
+        """Of each sample, once that of all was found to be what the plan was built from."""
 
     def place(self, item: int) -> tuple[int, int]:
         """The source and the row of a sample."""
@@ -75,27 +84,67 @@ class PlanRows:
             return Sample(found.input_ids, found.loss_mask, self._ids[item])
         assert self._tokenizer is not None
         row = source[entry]
+        if self.content is not None and content_hash(row) != self.content[item]:
+            raise Mismatch(
+                f"{source.where(entry)} has changed since this run began; start again with the "
+                f"data that the plan was built from"
+            )
         try:
             return encode_row(row, self._tokenizer, self._ids[item])
         except BadRow as error:
             raise BadRow(f"{source.where(entry)}: {error}") from None
 
-    def hash(self) -> str:
-        """The `dataset_hash` of these rows, as they are now.
+    def check(self, planned: str) -> None:
+        """Refuse rows that are not those of which the plan has this `dataset_hash`.
 
-        Equal to that of the lengths if no row has changed since they were measured; rows that
-        were added or moved do not matter.
+        Equal if no row of a sample has changed since it was measured; rows that were added or
+        moved do not matter. A plan that knows no hash of its data fits any. Rows that are not in
+        a token store are compared once more whenever they are read.
         """
-        entries = [self._entry(item) for item in range(len(self._ids))]
-        content = np.array([self._content(*entry) for entry in entries], np.uint64)
-        if not self._names:
-            return dataset_hash(self._ids, content)
-        parts = {}
-        for number, name in enumerate(self._names):
-            items = [item for item, (part, _) in enumerate(entries) if part == number]
-            own = Ids.of(id.removeprefix(f"{name}/") for id in self._ids.take(items))
-            parts[name] = dataset_hash(own, content[items])
-        return mixture_hash(parts)
+        if planned == UNKNOWN:
+            return
+        found = self._contents()
+        seen = self._hash(found)
+        if seen == planned:
+            if not all(isinstance(part, TokenStore) for part in self.parts):
+                self.content = found
+            return
+        # Lengths that were added by hand have no content; a plan may hold some of the samples.
+        if planned not in (self._hash(np.zeros_like(found)), self._hash_of_stores()):
+            raise other_rows(planned, seen)
+
+    def _hash(self, content: NDArray[np.uint64]) -> str:
+        """What a plan of these samples has as `dataset_hash` if this is their content."""
+        # Samples of a mixture stand source by source.
+        counts = np.bincount(self._parts_of(self._places), minlength=len(self._names))
+        return hash_of(self._ids, content, [*zip(self._names, counts.tolist(), strict=False)])
+
+    def _hash_of_stores(self) -> str | None:
+        """The hash of all samples of the token stores: what a plan has that holds some of them."""
+        hashes = [p.lengths.dataset_hash for p in self.parts if isinstance(p, TokenStore)]
+        if len(hashes) < len(self.parts):
+            return None
+        if self._names:
+            return mixture_hash(dict(zip(self._names, hashes, strict=True)))
+        return hashes[0] if len(hashes) == 1 else None
+
+    def _contents(self) -> NDArray[np.uint64]:
+        """The content hash of each sample, as its row is now."""
+        if (self._places < 0).any():
+            self._entry(int((self._places < 0).argmax()))
+        content = np.empty(len(self._places), np.uint64)
+        of_item = self._parts_of(self._places)
+        for number, source in enumerate(self.parts):
+            items = np.flatnonzero(of_item == number)
+            entries = self._places[items] - self._starts[number]
+            if isinstance(source, TokenStore):
+                content[items] = source.entries.content[entries]
+            else:
+                content[items] = _hashed(source, entries)
+        return content
+
+    def _parts_of(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.searchsorted(self._starts, places, side="right") - 1
 
     def _entry(self, item: int) -> tuple[int, int]:
         at = int(self._places[item])
@@ -106,12 +155,6 @@ class PlanRows:
             )
         part = int(np.searchsorted(self._starts, at, side="right")) - 1
         return part, at - int(self._starts[part])
-
-    def _content(self, part: int, entry: int) -> int:
-        source = self.parts[part]
-        if isinstance(source, TokenStore):
-            return int(source.entries.content[entry])
-        return content_hash(source[entry])
 
     def _found(self, ids: Ids) -> NDArray[np.int64]:
         total = int(self._starts[-1])
@@ -141,6 +184,33 @@ class PlanRows:
             for at, stop in row_ranges(source, BLOCK_ROWS):
                 rows = source.chunk(at, stop).rows()
                 yield [prefix + _name(row, str(before + item)) for item, row in rows]
+
+
+def other_rows(planned: str, seen: str) -> Mismatch:
+    """The refusal of rows that are not those that a plan was built from."""
+    return Mismatch(
+        f"the plan was built for data {planned}, these rows are {seen}: some have changed; "
+        f"measure and plan again, or give the data it was built from"
+    )
+
+
+def _hashed(source: Source, entries: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """The content hashes of these rows, all of which must be good."""
+    wanted = np.zeros(len(source), bool)
+    wanted[entries] = True
+    content = np.zeros(len(source), np.uint64)
+    for start, stop in row_ranges(source, BLOCK_ROWS):
+        if not wanted[start:stop].any():
+            continue
+        rows: list[Row] = []
+        for item, row in source.chunk(start, stop).rows():
+            if not wanted[item]:
+                continue
+            if isinstance(row, BadRow):
+                raise BadRow(f"{source.where(item)}: {row}")
+            rows.append(row)
+        content[start:stop][wanted[start:stop]] = content_hashes(rows)
+    return content[entries]
 
 
 def _stored(source: Source | TokenStore, tokenizer: Tokenizer) -> Source | TokenStore:

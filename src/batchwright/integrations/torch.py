@@ -29,10 +29,11 @@ from batchwright.batching.collation import CollatedBatch, SampleReader, collate
 from batchwright.batching.plan.microbatch import MicrobatchSpec
 from batchwright.batching.plan.plan import BatchPlan
 from batchwright.batching.plan.shards import Shard
+from batchwright.data.entries import UNKNOWN, hash_of
 from batchwright.data.ids import Ids
-from batchwright.data.reader import PlanRows
+from batchwright.data.reader import PlanRows, other_rows
 from batchwright.data.rows import Row
-from batchwright.data.rows.sample import IGNORE, Sample
+from batchwright.data.rows.sample import IGNORE, Sample, content_hash
 from batchwright.data.rows.source import Source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import BadRow, ConfigError, Mismatch, need
@@ -176,6 +177,10 @@ class PlanDataset(Dataset[Loaded]):
         rows            a sequence of {"input_ids", optionally "loss_mask" or "labels"}
         a source        of `open_source`, or one for each part of a mixture, with its `tokenizer`
 
+    A source or rows with another content than the plan was built from are refused, if the plan
+    knows it: that of lengths without rows does not. Rows of a source that is in no token store
+    are compared again as each is read. Of a function, only the number of tokens is compared.
+
     Forked workers share it with their parent. For spawned ones its arguments are pickled, so a
     lambda does not work; pass `plan` as a folder, and each worker memory-maps it instead of
     receiving a copy.
@@ -187,16 +192,25 @@ class PlanDataset(Dataset[Loaded]):
         read: SampleReader | Sequence[Row] | Source | Sequence[Source],
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        self._open(plan, read, tokenizer)
+
+    def _open(
+        self, plan: Any, read: Any, tokenizer: Any, checked: NDArray[np.uint64] | bool = False
+    ) -> None:
         self._plan = plan if isinstance(plan, BatchPlan) else BatchPlan.load(plan)
         if tokenizer is None:
-            self._given: tuple[Any, ...] = (plan, read, None)
-            self._read = _reader(self._plan, read)
-        else:
-            rows = _rows_of(self._plan, read, tokenizer)
-            # Workers map the token stores that were found instead of looking for them again,
-            # for which the whole data is read.
-            self._given = (plan, rows.parts, tokenizer)
-            self._read = rows.sample
+            self._given: tuple[Any, ...] = (plan, read, None, True)
+            self._read = _reader(self._plan, read, checked is True)
+            return
+        rows = _rows_of(self._plan, read, tokenizer)
+        if checked is False:
+            rows.check(self._plan.dataset_hash)
+        elif checked is not True:
+            rows.content = checked
+        # Workers map the token stores that were found instead of looking for them again, for
+        # which the whole data is read, as it is for the comparison with the plan.
+        self._given = (plan, rows.parts, tokenizer, True if rows.content is None else rows.content)
+        self._read = rows.sample
 
     def __getitem__(self, key: MicrobatchKey) -> Loaded:
         batch = self._plan.batch(key.epoch, key.index)
@@ -206,7 +220,13 @@ class PlanDataset(Dataset[Loaded]):
         return key, batch, {item: self._read(item) for item in set(batch.items.tolist())}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlanDataset, self._given
+        return _opened, (type(self), *self._given)
+
+
+def _opened(kind: type[PlanDataset], *given: Any) -> PlanDataset:
+    dataset = kind.__new__(kind)
+    dataset._open(*given)
+    return dataset
 
 
 class PlanCollate:
@@ -287,7 +307,7 @@ def _rows_of(plan: BatchPlan, read: Any, tokenizer: Tokenizer) -> PlanRows:
     return PlanRows(sources, plan.ids, [name for name, _, _ in plan.sources], tokenizer)
 
 
-def _reader(plan: BatchPlan, read: Any) -> SampleReader:
+def _reader(plan: BatchPlan, read: Any, checked: bool) -> SampleReader:
     if callable(read):
         return read  # type: ignore[no-any-return]
     if len(read) != len(plan.ids):
@@ -295,7 +315,25 @@ def _reader(plan: BatchPlan, read: Any) -> SampleReader:
             f"the plan has {len(plan.ids):,} samples, got {len(read):,} rows; "
             f"pass the rows it was built from"
         )
+    if not checked:
+        _check_rows(plan, read)
     return _Rows(read, plan.ids)
+
+
+def _check_rows(plan: BatchPlan, rows: Sequence[Row]) -> None:
+    """Refuse rows that are not, in this order, what the plan was built from, if it knows that."""
+    if plan.dataset_hash == UNKNOWN:
+        return
+    content = np.array([content_hash(_plain(row)) for row in rows], np.uint64)
+    sources = [(name, size) for name, size, _ in plan.sources]
+    seen = hash_of(plan.ids, content, sources)
+    if plan.dataset_hash not in (seen, hash_of(plan.ids, np.zeros_like(content), sources)):
+        raise other_rows(plan.dataset_hash, seen)
+
+
+def _plain(row: Row) -> Row:
+    """A row whose arrays are lists, as they are in a file."""
+    return {key: v.tolist() if hasattr(v, "tolist") else v for key, v in row.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from batchwright.errors import ConfigError, need
 
-__all__ = ["TRACKERS", "MlflowTracker", "TensorBoardTracker", "WandbTracker", "open_trackers"]
+__all__ = [
+    "TRACKERS",
+    "MlflowTracker",
+    "TensorBoardTracker",
+    "WandbTracker",
+    "check_trackers",
+    "open_trackers",
+]
 
 
 class TensorBoardTracker:
@@ -82,9 +90,16 @@ class MlflowTracker:
 TRACKERS = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that are not known or not installed, without importing one."""
+    for name in names:
+        if name not in TRACKERS:
+            raise ConfigError(f"--track must be one of {', '.join(TRACKERS)}, got {name}")
+        if find_spec(name) is None:
+            need(name, extra="track")
+
+
 def open_trackers(names: Sequence[str], run_dir: Path) -> list[Any]:
     """The trackers of these names for a run in `run_dir`; they write nothing before `start`."""
-    unknown = [name for name in names if name not in TRACKERS]
-    if unknown:
-        raise ConfigError(f"--track must be one of {', '.join(TRACKERS)}, got {unknown[0]}")
+    check_trackers(names)
     return [TRACKERS[name](run_dir) for name in names]

@@ -7,7 +7,6 @@ the run log; `pack verify` tests the isolation on a given model.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from batchwright.errors import ConfigError
+from batchwright.train.devices import has_flash, refuse_attention
 
 __all__ = ["Backend", "choose_backend", "packed_inputs", "use_backend"]
 
@@ -39,19 +39,12 @@ def choose_backend(wanted: str, device: torch.device, *, training: bool = True) 
     attention once for each sample, so no work is spent on masked pairs. sdpa: torch's fused
     attention with a dense block mask. flex: FlexAttention with a sparse block mask.
     """
-    flash = device.type == "cuda" and find_spec("flash_attn") is not None
-    if wanted == "flash" and not flash:
-        raise ConfigError(
-            "--attention flash needs CUDA and the flash-attn package; use segments, flex or sdpa"
-        )
-    if wanted == "flex" and training and device.type == "cpu":
-        raise ConfigError(
-            "FlexAttention has no backward pass on the CPU; use --attention segments or sdpa"
-        )
+    cuda = device.type == "cuda"
+    refuse_attention(wanted, cuda=cuda, training=training)
     if wanted == "auto":
-        if flash:
+        if has_flash(cuda=cuda):
             return "flash"
-        return "flex" if device.type == "cuda" else "segments"
+        return "flex" if cuda else "segments"
     return wanted  # type: ignore[return-value]
 
 

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -44,6 +45,7 @@ __all__ = [
     "RunConfig",
     "changes",
     "refuse_taken",
+    "refuse_unwritable",
     "threads",
     "wait_until_free",
     "write_stamp",
@@ -99,6 +101,8 @@ class RunConfig:
         # A path may be given as text.
         for name, hint in type_hints(type(self)).items():
             if hint in (Path, Path | None) and isinstance(getattr(self, name), str):
+                if not getattr(self, name).strip():
+                    raise ConfigError(f"{self.flag(name)} is empty; give a path")
                 object.__setattr__(self, name, Path(getattr(self, name)))
         # All of them are written into the run directory.
         for name, value in vars(self).items():
@@ -353,11 +357,7 @@ class Run:
         """Find the folder of the run, refuse one that is taken, and lock it."""
         config = self.config.named()
         self.folder = config.folder
-        if str(self.folder.parent).count(NUMBER) or self.folder.name.count(NUMBER) > 1:
-            raise ConfigError(
-                f"{config.flag(config.FOLDER)} {self.folder} may have {NUMBER} once, in its last "
-                f"part"
-            )
+        _refuse_pattern(config)
         if self.resumed:
             self._changed = changes(type(config).of_run(self.folder), vars(config))
         elif NUMBER in self.folder.name:
@@ -576,9 +576,29 @@ class Run:
             )
 
 
+def _refuse_pattern(config: RunConfig) -> None:
+    folder = config.folder
+    if NUMBER in str(folder.parent) or folder.name.count(NUMBER) > 1:
+        raise ConfigError(
+            f"{config.flag(config.FOLDER)} {folder} may have {NUMBER} once, in its last part"
+        )
+
+
+def refuse_unwritable(config: RunConfig) -> None:
+    """Refuse a folder that cannot be made or written; nothing is left there."""
+    there = config.folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".batchwright-", dir=there))
+    except OSError as error:
+        raise CannotWrite(f"cannot write a run to {config.folder}: {error.strerror}") from error
+
+
 def refuse_taken(config: RunConfig) -> None:
     """Refuse a folder for a new run that holds one already."""
     folder = config.named().folder
+    _refuse_pattern(config)
     if held := _held(folder):
         what = "run" if held == "config.toml" else held
         way = f"resume it with --resume {folder} or " if what == "run" else ""

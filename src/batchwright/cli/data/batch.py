@@ -49,13 +49,7 @@ def generate(
     parts = dataset if names else [dataset]
     sources = [open_source(part, ignore_column or (), ids) for part in parts]
     rows = PlanRows(sources, opened.ids, names, loaded)
-    if opened.dataset_hash != "unknown":
-        seen = rows.hash()
-        if seen != opened.dataset_hash:
-            raise Mismatch(
-                f"the plan was built for data {opened.dataset_hash}, these rows are {seen}: some "
-                f"have changed; measure and plan again, or give the data it was built from"
-            )
+    rows.check(opened.dataset_hash)
     epochs = range(opened.num_epochs)
     count = sum(len(opened.epoch(epoch)) for epoch in epochs)
     tokens = sum(opened.padded_tokens(epoch) for epoch in epochs)

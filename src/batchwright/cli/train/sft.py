@@ -51,6 +51,9 @@ def sft(
         config.refuse_ignored(vars(given))
     if vars(given).get("pack") is False and config.layout == "packed":
         raise ConfigError("--no-pack contradicts --layout packed; give one of them")
+    from batchwright.integrations.trackers import check_trackers
+    from batchwright.train.devices import refuse_device
+    from batchwright.train.run import refuse_unwritable
     from batchwright.train.sft.prepare import refuse_early
     from batchwright.world import World
 
@@ -67,7 +70,12 @@ def sft(
     elif workers is not None or min_workers is not None:
         raise ConfigError("--workers and --min-workers go with --on ray")
     # Before torch is imported, which takes seconds.
+    if on == "here":
+        refuse_device(config.device, config.attention)
+        check_trackers(config.track)
     refuse_early(config, world, resume is not None)
+    if on == "here" and world.rank == 0:
+        refuse_unwritable(config)
     if dry_run:
         _predict(config, format)
         return

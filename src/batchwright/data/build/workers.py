@@ -66,6 +66,12 @@ class Workers(Protocol):
         ...
 
 
+def check_workers(workers: object) -> None:
+    """Refuse a number of processes that is none."""
+    if isinstance(workers, int) and workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {workers}")
+
+
 def map_chunks(
     begin: Begin[T],
     source: Source,
@@ -80,8 +86,7 @@ def map_chunks(
     with a process for each core if that saves more than `WORTH_S`: where Python is the limit, as
     with chat templates.
     """
-    if isinstance(workers, int) and workers < 1:
-        raise ConfigError(f"workers must be at least 1, got {workers}")
+    check_workers(workers)
     ranges = row_ranges(source, CHUNK_ROWS)
     if not isinstance(workers, int | None):
         yield from workers.map(begin, source, ranges, tokenizer, known)

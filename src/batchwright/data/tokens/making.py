@@ -17,7 +17,7 @@ from batchwright.data.build import Build, EncodedChunk
 from batchwright.data.build.build import RepeatedIds
 from batchwright.data.build.journal import Journal, Record
 from batchwright.data.build.known import Known, columns_of
-from batchwright.data.build.workers import Workers
+from batchwright.data.build.workers import Workers, check_workers
 from batchwright.data.rows.source import OnBadRow, Source
 from batchwright.data.tokenizers.tokenizer import Tokenizer
 from batchwright.data.tokens.kept import ELSEWHERE, StoreLock, stores_folder
@@ -55,22 +55,26 @@ def make_store(
     repeated_ids: RepeatedIds = "fail",
     workers: int | Workers | None = None,
     progress: Callable[[int, int], None] | None = None,
+    check: bool = False,
 ) -> tuple[TokenStore, int]:
     """The store of this data and tokenizer, and how many rows were tokenised for it now.
 
-    A finished one is only opened. Else every row is tokenised that is neither in the store of an
-    earlier version of the data nor in what a killed build left. The folder is the same whatever
+    A finished one is only opened, or read whole if it is to be checked. Else every row is
+    tokenised that is neither in the store of an earlier version of the data nor in what a killed
+    build left. The folder is the same whatever
     the number of workers and however often the build was interrupted. Of two processes that make
     the same store, one waits for the other.
     """
-    store, tokenised = _intact(source, tokenizer), 0
+    # Also where nothing is left to be tokenised.
+    check_workers(workers)
+    store, tokenised = _intact(source, tokenizer, check), 0
     path = _path(source, tokenizer)
     if store is not None:
         _clear(path, source, tokenizer)
     else:
         with StoreLock(path):
             # Another process may have made it meanwhile.
-            store = _intact(source, tokenizer)
+            store = _intact(source, tokenizer, check)
             if store is None:
                 with _Unfinished.beside(path, source, tokenizer) as unfinished:
                     build = Build(
@@ -107,9 +111,12 @@ def _clear(path: Path, source: Source, tokenizer: Tokenizer) -> None:
             shutil.rmtree(partial)
 
 
-def _intact(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
+def _intact(source: Source, tokenizer: Tokenizer, check: bool) -> TokenStore | None:
     try:
-        return find_store(source, tokenizer)
+        store = find_store(source, tokenizer)
+        if check and store is not None:
+            store.check()
+        return store
     except BadFile as error:
         log.warning("%s: it is made again", error)
         return None
@@ -283,8 +290,7 @@ def _earlier(source: Source, tokenizer: Tokenizer) -> TokenStore | None:
         with contextlib.suppress(BadFile, OSError):
             store = TokenStore(path)
             # What is copied gets a new checksum, so damage must not pass.
-            store.tokens.whole()
-            store.mask.whole()
+            store.check()
             return store
     return None
 

@@ -95,6 +95,11 @@ class TokenStore:
         # Mapped again by whoever unpickles it.
         return TokenStore, (self.path,)
 
+    def check(self) -> None:
+        """Read all of it; `BadFile` if anything is damaged."""
+        self.tokens.whole()
+        self.mask.whole()
+
     def link(self, path: Path) -> None:
         """Make `path` the same store, sharing its files where the file system can.
 

@@ -262,6 +262,11 @@ class SftConfig(RunConfig):
                 "--overflow split cannot divide the costs of --cost-column; choose error, skip "
                 "or truncate"
             )
+        if 0 < self.max_steps < self.warmup_steps:
+            raise ConfigError(
+                f"--warmup-steps {self.warmup_steps} is more than --max-steps {self.max_steps}, so "
+                f"--lr would never be reached; warm up for fewer steps, or train for more"
+            )
         ignored = self._ignored()
         for name in (*self._changed(), *given):
             if name in ignored:
@@ -281,6 +286,10 @@ class SftConfig(RunConfig):
             why |= dict.fromkeys(("pack_max_len", "pack_mode"), other)
         if not self.lora_rank and not (Path(self.model) / "adapter_config.json").is_file():
             why["lora_alpha"] = "has no effect without --lora-rank; add it, or leave it out"
+        if not (self.eval_data or self.eval_fraction):
+            why["eval_every"] = (
+                "has no effect without --eval-data or --eval-fraction; add one, or leave it out"
+            )
         if not self.online:
             return why | dict.fromkeys(_ONLINE, "has no effect without --online; add it")
         offline = (

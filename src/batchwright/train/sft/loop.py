@@ -15,7 +15,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from batchwright.batching.collation import CollatedBatch
 from batchwright.checkpoint import Checkpoint
 from batchwright.data.rows.sample import IGNORE
 from batchwright.data.tokenizers import Tokenizer
-from batchwright.errors import BadLoss, ConfigError, MissingFile, need, one_line
+from batchwright.errors import BadFile, BadLoss, Mismatch, MissingFile, need, one_line
 from batchwright.files import atomic_folder
 from batchwright.models.adapter import (
     Adapter,
@@ -55,14 +55,14 @@ from batchwright.train.run import STOPS, Run
 from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.isolation import refuse_leaks
 from batchwright.train.sft.online import OnlineSteps
-from batchwright.train.sft.planned import PlannedSteps, batches_of
+from batchwright.train.sft.planned import PlannedSteps, batches_of, check_context
 from batchwright.train.sft.prepare import (
     Prepared,
-    open_prepared,
     prepare,
     refuse_early,
     tokenizer_of,
 )
+from batchwright.train.sft.restore import Parts, open_parts, restore, telling_what_to_remove
 from batchwright.train.sft.state import load_state, training_state
 from batchwright.train.tracking import Tracker, Tracking
 from batchwright.world import World
@@ -144,8 +144,8 @@ def train_sft(
         config = replace(config, run_dir=run.folder)
         launch = agree(secrets.randbits(52) if main else 0) if world.size > 1 else 0
         first = ranks.FirstRank(run.folder, world, launch)
-        if not resume:
-            open_things.enter_context(first)
+        open_things.enter_context(first)
+        open_things.enter_context(telling_what_to_remove(run.folder))
         trackers = trackers(config.run_dir) if callable(trackers) else trackers
         if found := run.latest():
             with found.restoring():
@@ -163,15 +163,18 @@ def train_sft(
             if preparing is not None:
                 preparing(done, total)
 
-        if main and not resume:
-            prepare(config, tokenizer, world.size, tokenised)
+        if main:
+            if not resume:
+                prepare(config, tokenizer, world.size, tokenised)
+            parts = _restored(config, tokenizer, found, tokenised)
             first.ready()
-        elif not resume:
+        else:
             first.wait(lambda: run.stop(0))
+            parts = open_parts(config)
 
-        held_out = open_prepared(config.run_dir, "eval_")
+        train, held_out = parts
         if held_out:
-            _check_context(held_out, model)
+            check_context(held_out, context_length(model))
         source: PlannedSteps | OnlineSteps
         if config.online:
             source = OnlineSteps(
@@ -183,8 +186,8 @@ def train_sft(
                 stream=stream(tokenizer) if stream else None,
             )
         else:
-            train = _opened(config.run_dir)
-            _check_context(train, model)
+            assert train is not None
+            check_context(train, context_length(model))
             source = PlannedSteps(config, train, world, tokenizer.pad_id)
         open_things.callback(source.close)
         dtype = _dtype(config, device)
@@ -274,8 +277,8 @@ def train_sft(
             try:
                 ready = next(steps, None)
             except Exception as error:
-                if config.online:
-                    # Whatever befell the stream, the run resumes where it was.
+                if config.online or (isinstance(error, BadFile) and step > begun_at):
+                    # Whatever befell the stream or the tokens, the run resumes where it was.
                     save()
                     run.event("stop", step=step, why="no samples", error=one_line(error))
                 raise
@@ -503,26 +506,26 @@ def _refuse_shorter(run: Run, config: SftConfig, found: Checkpoint) -> None:
         run.no_less("max_steps", config.max_steps, found.step)
     if not config.online:
         at = found.state["position"]
-        epochs = config.epochs or BatchPlan.load(config.run_dir / "plan").num_epochs
-        run.no_less("epochs", epochs, at["epoch"] + (at["microbatch_idx"] > 0))
+        epochs = config.epochs
+        with suppress(BadFile, MissingFile):
+            # One that cannot be read is made again, and is the plan of the checkpoint then.
+            epochs = epochs or BatchPlan.load(config.run_dir / "plan").num_epochs
+        if epochs:
+            run.no_less("epochs", epochs, at["epoch"] + (at["microbatch_idx"] > 0))
 
 
-def _opened(run: Path) -> Prepared:
-    train = open_prepared(run)
-    if train is None:
-        raise MissingFile(f"{run} has no plan; start a new run in another --run-dir")
-    return train
-
-
-def _check_context(data: Prepared, model: Any) -> None:
-    context = context_length(model)
-    longest = data.plan.longest
-    if context is not None and longest > context:
-        raise ConfigError(
-            f"the longest sample has {longest:,} tokens, the model takes {context:,}; "
-            f"choose --overflow truncate, split or skip with a --pack-max-len or "
-            f"--token-budget of at most {context:,}"
-        )
+def _restored(
+    config: SftConfig,
+    tokenizer: Tokenizer,
+    found: Checkpoint | None,
+    progress: Callable[[int, int], None],
+) -> Parts:
+    """What the run trains and is evaluated on; made again if it is damaged or gone."""
+    try:
+        return open_parts(config)
+    except (BadFile, MissingFile, Mismatch):
+        restore(config, tokenizer, found, progress)
+    return open_parts(config)
 
 
 def _takes_logits_to_keep(model: Any) -> bool:

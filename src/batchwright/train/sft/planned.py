@@ -14,7 +14,7 @@ from batchwright.train.sft.config import SftConfig
 from batchwright.train.sft.prepare import Prepared
 from batchwright.world import World
 
-__all__ = ["PlannedSteps", "batches_of"]
+__all__ = ["PlannedSteps", "batches_of", "check_context"]
 
 
 class PlannedSteps:
@@ -101,6 +101,17 @@ class PlannedSteps:
 def batches_of(step: Step, data: Prepared, pad_id: int) -> list[CollatedBatch]:
     """The arrays of a step."""
     return [collate(batch, data.read, pad_id=pad_id) for batch in step.microbatches]
+
+
+def check_context(data: Prepared, context: int | None) -> None:
+    """Refuse a plan with samples that are longer than what the model takes."""
+    longest = data.plan.longest
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"the longest sample has {longest:,} tokens, the model takes {context:,}; "
+            f"choose --overflow truncate, split or skip with a --pack-max-len or "
+            f"--token-budget of at most {context:,}"
+        )
 
 
 def _steps_left(plan: BatchPlan, at: CheckpointPosition, epochs: int) -> int:

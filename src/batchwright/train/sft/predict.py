@@ -13,8 +13,11 @@ from batchwright.data.rows.source import open_source
 from batchwright.data.tokenizers import Tokenizer
 from batchwright.errors import ConfigError
 from batchwright.models.adapter import find_adapter
-from batchwright.models.transformers import load_model
+from batchwright.models.transformers import context_length, load_model
+from batchwright.train.attention import choose_backend, use_backend
+from batchwright.train.ranks import device_of
 from batchwright.train.sft.config import SftConfig
+from batchwright.train.sft.planned import PlannedSteps, check_context
 from batchwright.train.sft.prepare import mixture_of, open_prepared, prepare, tokenizer_of
 from batchwright.world import World
 
@@ -44,10 +47,15 @@ class Prediction:
 
 
 def predict(config: SftConfig) -> Prediction:
-    """Tokenise and plan in a temporary folder, and read the prediction off the plan."""
+    """Tokenise and plan in a temporary folder, and read the prediction off the plan.
+
+    What a run would refuse before its first step is refused, but for what only weights can tell:
+    whether packed samples leak into each other, and whether an adapter's base has changed.
+    """
     if config.online:
         raise ConfigError("an --online run cannot be predicted; leave out --dry-run")
     world = World.detect()
+    backend = choose_backend(config.attention, device_of(config.device, world))
     adapter = find_adapter(config.model)
     if adapter:
         config = config.of_adapter(adapter.rank, adapter.alpha)
@@ -58,6 +66,11 @@ def predict(config: SftConfig) -> Prediction:
         prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)
         data = open_prepared(Path(folder))
         assert data is not None
+        held_out = open_prepared(Path(folder), "eval_")
+        for part in (data, held_out) if held_out else (data,):
+            check_context(part, context_length(model))
+        if PlannedSteps(config, data, world, tokenizer.pad_id).packed:
+            use_backend(model, backend)
         plan = data.plan.shard(0, world.size)
         epochs = range(config.epochs or plan.num_epochs)
         steps = sum(plan.num_steps(epoch) for epoch in epochs)

@@ -19,6 +19,7 @@ from batchwright.data.ids import Ids
 from batchwright.data.lengths import Lengths
 from batchwright.data.rows.columns import column_values
 from batchwright.data.rows.sample import Sample
+from batchwright.data.rows.shapes import shape_or_reason
 from batchwright.data.rows.source import Source, open_source
 from batchwright.data.tokenizers import Tokenizer, load_tokenizer
 from batchwright.data.tokenizers.tokenizer import with_loss_on
@@ -79,9 +80,13 @@ def refuse_early(config: SftConfig, world: World, resume: bool) -> None:
         if any(Path(path).is_fifo() for path in paths):
             # Read once, by the rank that tokenises, which looks for the columns first.
             continue
-        if columns or not all(map(_may_be_there, paths)):
+        narrows = bool(config.ignore_column) or config.ids == "require"
+        if columns or narrows or not all(map(_may_be_there, paths)):
             # One that is not there is refused with the sentence of the rows.
-            _refuse_missing(columns, _opened(paths))
+            source = _opened(paths)
+            _refuse_missing(columns, source)
+            if narrows and config.on_bad_row == "fail":
+                _refuse_narrowed(config, source)
     if config.tokenizer is not None:
         load_tokenizer(config.tokenizer)
 
@@ -91,12 +96,15 @@ def prepare(
     tokenizer: Tokenizer,
     world_size: int,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    check: bool = False,
 ) -> None:
     """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run.
 
     Whatever contradicts itself without the tokens being known is refused before tokenising
     begins. Tokens are taken from the token store of the data, which is made if it is not there;
-    the run shares its files.
+    the run shares its files. With `check`, a store that is there is read whole first, and made
+    again if it is damaged.
     """
     run = config.run_dir
     planned = None if config.batchplan is None else BatchPlan.load(config.batchplan)
@@ -123,6 +131,7 @@ def prepare(
             on_bad_row=config.on_bad_row,
             repeated_ids=config.repeated_ids,
             progress=progress,
+            check=check,
         )
         store.link(path)
         return store.lengths
@@ -141,13 +150,18 @@ def prepare(
         _eval_plan(config, held, costs).save(run / "eval_plan")
 
 
-def open_prepared(run: Path, part: str = "") -> Prepared | None:
-    """The training part of a run, or its `eval_` part; None if there is none."""
+def open_prepared(run: Path, part: str = "", *, whole: bool = False) -> Prepared | None:
+    """The training part of a run, or its `eval_` part; None if there is none.
+
+    Tokens are checked when they are read, or all at once if the `whole` is asked for.
+    """
     if part and not (run / f"{part}plan").is_dir():
         return None
     plan = BatchPlan.load(run / f"{part}plan")
     tokens = run / f"{part}tokens"
     stores = _stores(tokens if tokens.is_dir() else run / "tokens")
+    for store in stores.values() if whole else ():
+        store.check()
     skipped = sum(store.skipped.count for store in stores.values())
     return Prepared(plan, _reader(plan, stores), skipped)
 
@@ -174,6 +188,11 @@ def mixture_of(data: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[float, ...
         raise ConfigError(
             f"{len(shares)} of {len(names)} --data have a share; write each as "
             f"--data FILE=SHARE, or none"
+        )
+    if shares and len(names) == 1:
+        raise ConfigError(
+            f"--data {data[0]} is a share of {names[0]} alone; leave out the share, or give the "
+            f"other --data of the mixture"
         )
     return tuple(names), tuple(shares)
 
@@ -211,12 +230,12 @@ def _data(
                     f"--data are given; give one for each, in this order"
                 )
             return dict(zip(names, alone, strict=True)), {}
-    if len(shares) > 1 and config.group_by is not None:
+    if shares and config.group_by is not None:
         raise ConfigError(
             "--group-by cannot keep groups together in a mixture, which shows samples one by one; "
             "leave out --group-by, or the shares of --data"
         )
-    if len(shares) < 2:
+    if not shares:
         return {"": paths}, {}
     plain = [Path(path.removeprefix("hf:")) for path in paths]
     names = [path.name.partition(".")[0] for path in plain]
@@ -257,6 +276,19 @@ def _refuse_missing(columns: Mapping[str, str], source: Source) -> None:
             continue
         column_values(columns, [(source, number)])
         return
+
+
+def _refuse_narrowed(config: SftConfig, source: Source) -> None:
+    """Refuse what the first row lacks, or lacks without the columns that are ignored."""
+    row = open_source(source, config.ignore_column, config.ids)[0]
+    # Templates differ, but none is needed to see which columns a row must have.
+    tokenizer = load_tokenizer("bytes")
+    why = shape_or_reason(row, tokenizer)
+    if isinstance(why, BadRow) and not isinstance(shape_or_reason(source[0], tokenizer), BadRow):
+        raise BadRow(
+            f"{source.where(0)}: {why}; --ignore-column leaves out "
+            f"{', '.join(config.ignore_column)}: keep what is trained on"
+        )
 
 
 def _values(columns: Mapping[str, str], source: Source, lengths: Lengths) -> dict[str, list[Any]]:
