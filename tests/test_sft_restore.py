@@ -152,6 +152,15 @@ def test_it_is_not_made_again_from_data_that_have_changed(stopped: Any, part: st
     assert train_sft(config, resume=True).finished
 
 
+def test_tokens_are_made_again_where_the_plan_is_left_in_the_run_alone(stopped: Any) -> None:
+    config, whole = stopped("planned before")
+    gone(Path(str(config.batchplan)))
+    gone(config.run_dir / "tokens")
+
+    assert train_sft(config, resume=True).finished
+    assert losses(config.run_dir) == whole
+
+
 def test_a_run_without_a_whole_checkpoint_says_how_to_start_over_and_does(stopped: Any) -> None:
     config, whole = stopped("held out share")
     unreadable(config.run_dir / "checkpoints")

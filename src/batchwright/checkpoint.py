@@ -140,7 +140,7 @@ def latest(folder: Path) -> Checkpoint | None:
         _remove_older(path, found.keep)
         return replace(found, passed_over=tuple(passed_over))
     if passed_over:
-        newest, _, _ = passed_over[0].partition(";")
+        newest = passed_over[0].removesuffix("; resume from an older one")
         raise BadFile(
             f"no checkpoint in {folder} can be used; the newest, {newest}; put a copy of one "
             f"back, or remove {folder} and resume, which starts the run over"

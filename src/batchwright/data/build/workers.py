@@ -24,7 +24,7 @@ from batchwright.data.tokenizers.load import load_tokenizer
 from batchwright.data.tokenizers.tokenizer import LossOn, Tokenizer, with_loss_on
 from batchwright.errors import BatchwrightError, ConfigError, Mismatch
 
-__all__ = ["CHUNK_ROWS", "Begin", "Work", "Workers", "map_chunks"]
+__all__ = ["CHUNK_ROWS", "Begin", "Work", "Workers", "check_workers", "map_chunks"]
 
 T = TypeVar("T")
 Made = TypeVar("Made", covariant=True)

@@ -89,6 +89,9 @@ def _make(
 ) -> None:
     """Prepare the run once more, in `folder`, as it was on the ranks that began it."""
     stamp = read_sealed_json(config.run_dir / "stamp.json", "stamp of a run", "restore it")
+    if config.batchplan is not None and not config.batchplan.exists():
+        # Its copy in the run, if that is what is left.
+        config = replace(config, batchplan=config.run_dir / "plan")
     # A plan that lists its epochs is another with more of them; --epochs may be raised since.
     for epochs in range(config.epochs, -1, -1):
         again = replace(config, run_dir=folder, epochs=epochs)
