@@ -834,7 +834,7 @@ def test_what_is_no_object_is_a_bad_row(row: Any) -> None:
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_of_a_tokenizer_is_named(name: str) -> None:
-    with pytest.raises(NoTokenizer, match="^the empty name has no tokenizer; name a"):
+    with pytest.raises(NoTokenizer, match=r"^the empty name has no tokenizer; name a"):
         load_tokenizer(name)
 
 
