@@ -35,8 +35,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     if not name.strip():
         raise NoTokenizer(
-            "the name of the tokenizer is empty; name a tokenizer.json, a folder that has one, a "
-            "hub id, or bytes"
+            "the empty name has no tokenizer; name a tokenizer.json, a folder that has one, a hub "
+            "id, or bytes"
         )
     path = Path(name)
     if name in models.REGISTRY:
