@@ -18,6 +18,7 @@ __all__ = [
     "ArraySpec",
     "Env",
     "Obs",
+    "Padded",
     "Seeded",
     "Step",
     "Symbolic",
