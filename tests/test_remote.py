@@ -1,5 +1,6 @@
 """Data, plans and batch files in object stores: S3, GCS and the hub on loopback, and the web."""
 
+import contextlib
 import http.server
 import json
 import os
@@ -285,21 +286,155 @@ class Ranged(Web):
         raw = Path(self.translate_path(self.path)).read_bytes()
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         first, last = (int(asked[1]), int(asked[2])) if asked else (0, len(raw) - 1)
+        if asked:
+            first, last = self.sends(first, last)
         part = raw[first : last + 1]
         self.send_response(206 if asked else 200)
         self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", '"1"')
+        if self.says:
+            self.send_header("ETag", '"1"')
         self.send_header("Content-Range", f"bytes {first}-{first + len(part) - 1}/{len(raw)}")
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(part)
+            if not self.says:
+                swapped = raw.replace(b"www", b"vvv") if b"www" in raw else raw.replace(b"v", b"w")
+                Path(self.translate_path(self.path)).write_bytes(swapped)
 
     do_HEAD = do_GET
+
+    def sends(self, first: int, last: int) -> tuple[int, int]:
+        return first, last
 
 
 class Silent(Web):
     says = False
+
+
+class Short(Ranged):
+    """One that sends less than it was asked for and says so, as HTTP allows."""
+
+    def sends(self, first: int, last: int) -> tuple[int, int]:
+        return first, min(last, first + 1_000_000)
+
+
+class Elsewhere(Ranged):
+    """One that always sends the beginning, and says so."""
+
+    def sends(self, first: int, last: int) -> tuple[int, int]:
+        return 0, last - first
+
+
+class Swapped(Ranged):
+    """One that names no version and has another file of the same size after each request."""
+
+    says = False
+
+
+@contextlib.contextmanager
+def web(kind: type[Web], folder: Path) -> Iterator[str]:
+    handler = lambda *given: kind(*given, directory=os.fspath(folder))  # noqa: E731
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def large_file(path: Path) -> bytes:
+    """More than one range, each line of 1,024 bytes so that a wrong range is of whole lines."""
+    lines = [json.dumps({"id": f"r{n:07d}", "text": ""}) for n in range(RANGE // 1024 + 2048)]
+    raw = "".join(f"{one[:-2]}{'w' * (1023 - len(one))}{one[-2:]}\n" for one in lines).encode()
+    path.write_bytes(raw)
+    return raw
+
+
+@pytest.mark.parametrize("kind", [Web, Ranged, Short, Swapped])
+def test_what_a_web_server_sends_in_pieces_is_one_version_of_the_file(
+    kind: type[Web], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+    raw = large_file(tmp_path / "web.jsonl")
+    versions = {raw, raw.replace(b"www", b"vvv")}
+    with web(kind, tmp_path) as address:
+        assert fetched(f"{address}/web.jsonl").read_bytes() in versions
+
+
+def test_a_range_that_was_not_asked_for_is_refused_and_nothing_of_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+    raw = large_file(tmp_path / "web.jsonl")
+    with web(Elsewhere, tmp_path) as address:
+        with pytest.raises(
+            CannotRead, match=rf"asked for bytes {RANGE} to .*, the server answered"
+        ):
+            fetched(f"{address}/web.jsonl")
+        monkeypatch.setattr(Elsewhere, "sends", Ranged.sends)
+        assert fetched(f"{address}/web.jsonl").read_bytes() == raw
+
+
+@pytest.mark.parametrize("status", [200, 302, 403, 404, 500])
+def test_what_is_secret_in_an_address_is_in_no_sentence_and_no_name(
+    status: int, tmp_path: Path, run: Any
+) -> None:
+    class Answers(Web):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", self.path)
+            self.send_header("Content-Length", "9")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(b"not JSON\n")
+
+        do_HEAD = do_GET
+
+    with web(Answers, tmp_path) as address:
+        given = address.replace("://", f"://me:{SECRET}@") + f"/a.jsonl?X-Amz-Signature={SECRET}"
+        for line in (
+            f"data lengths build -t bytes -o l.jsonl -d {given}",
+            f"data rows show {given}",
+        ):
+            outcome = run(line, tmp_path, {"BATCHWRIGHT_HOME": str(tmp_path / "home")})
+            assert outcome.code == 1
+            said = outcome.out + outcome.err
+            assert "a.jsonl" in said
+            assert SECRET not in said
+    assert not [one for one in tmp_path.rglob("*") if SECRET in one.name]
+
+
+def test_addresses_that_differ_in_their_query_are_different_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
+
+    class Chosen(Web):
+        def do_GET(self) -> None:
+            raw = self.path[-1:].encode() * 5
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(raw)
+
+        do_HEAD = do_GET
+
+    with web(Chosen, tmp_path) as address:
+        copies = [fetched(f"{address}/a.jsonl?part={n}") for n in range(3)]
+    assert [one.read_bytes() for one in copies] == [b"00000", b"11111", b"22222"]
+
+
+def test_the_empty_object_that_stands_for_a_folder_is_no_data(s3: Store, tmp_path: Path) -> None:
+    raw = rows_of(tmp_path / "a.jsonl", 5)
+    s3.files.pipe_file(f"{s3.root}/train/part-0.jsonl", raw)
+    # The library writes no key that ends in a slash; consoles do.
+    bucket, _, key = s3.root.partition("://")[2].partition("/")
+    s3.files.call_s3("put_object", Bucket=bucket, Key=f"{key}/train/".lstrip("/"), Body=b"")
+    for address in (f"{s3.root}/train", f"{s3.root}/train/"):
+        assert len(open_source(address)) == 5
 
 
 @pytest.mark.parametrize("kind", [Web, Ranged, Silent])
@@ -308,10 +443,8 @@ def test_a_web_server_serves_data_with_and_without_ranges_and_versions(
 ) -> None:
     monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path / "home"))
     raw = rows_of(tmp_path / "web.jsonl", 40)
-    handler = lambda *given: kind(*given, directory=os.fspath(tmp_path))  # noqa: E731
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{web.server_port}/web.jsonl"
+    with web(kind, tmp_path) as root:
+        address = f"{root}/web.jsonl"
         source = open_source(address)
         assert len(source) == 40
         assert raw.startswith(json.dumps(source[0]).encode())
@@ -319,4 +452,3 @@ def test_a_web_server_serves_data_with_and_without_ranges_and_versions(
             # Nothing says that it is another one, so none is kept for the next time.
             (tmp_path / "web.jsonl").write_bytes(raw.replace(b"word", b"verb"))
             assert "verb" in str(open_source(address)[0])
-        web.shutdown()

@@ -3,9 +3,10 @@
     s3://bucket/data.jsonl  ->  ranges  ->  ~/.cache/batchwright/remote/KEY/data.jsonl + .sha256
 
 An object is read once, in ranges, and then from its copy, which belongs to the version that the
-store names (its ETag, generation or blob); where it names none, the object is read again each time.
-A copy that was cut off is resumed; one whose bytes changed on the disk is fetched again; an
-object that changed while it was read is refused.
+store names (its ETag, generation or blob); where it names none, the object is read again each time,
+in one request, because ranges of two versions could not be told apart. A copy that was cut off is
+resumed; one whose bytes changed on the disk is fetched again; an object that changed while it was
+read is refused, as is an answer of the web with another range than was asked for.
 Credentials are those of the environment, as the library of each store finds them.
 """
 
@@ -45,6 +46,9 @@ VERSION = (
 )
 """What stores say of the version of an object, under the names that their libraries use."""
 SUM = ".sha256"
+WEB = ("http", "https")
+URL = re.compile(r"https?://[^\s'\"<>]+")
+CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _origins: dict[Path, tuple[str, str]] = {}
 BLOCK = 1 << 22
 
@@ -90,7 +94,12 @@ def fetched(path: str | os.PathLike[str]) -> Path:
         # Not `isfile`, which takes every refusal for absence.
         if system.info(inner)["type"] == "file":
             return _copy(system, inner, address)
-        found = system.find(inner)
+        found = [
+            name
+            for name, one in system.find(inner, detail=True).items()
+            # An empty object of a folder's own name is how consoles draw the folder.
+            if one.get("size") != 0 or not _is_folder_name(name, inner)
+        ]
     if not found:
         raise MissingFile(f"no data at {name_of(address)}; check the address")
     # A folder is a folder of links: which objects it has is part of its version.
@@ -153,21 +162,26 @@ def local_output(path: Path) -> Iterator[Path]:
 def _copy(system: Any, inner: str, address: str) -> Path:
     """The local copy of an object, made or completed if need be."""
     info = _info(system, inner)
-    name = inner.rstrip("/").rpartition("/")[2] or "data"
-    folder = _place() / digest("object", name_of(address), info)[:24]
+    on_the_web = address.partition("://")[0] in WEB
+    # What follows a "?" there may be a secret, and may choose the object.
+    shown = name_of(inner) if on_the_web else inner
+    name = shown.rstrip("/").rpartition("/")[2] or "data"
+    folder = _place() / digest("object", address, info)[:24]
     place, sums = folder / name, folder / (name + SUM)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         part = folder / f".{name}.part"
-        if len(info) == 1:
+        if len(info) == 1 or info["size"] is None:
             # A store that names no version may have another one of the same size by now.
             part.unlink(missing_ok=True)
-        elif place.exists() and sums.exists():
-            if (known := _sum(place)) == sums.read_text().strip():
-                return _remembered(place, address, known)
-            place.unlink()
-        _read_ranges(system, inner, part, info["size"], address)
+            system.get_file(inner, str(part))
+        else:
+            if place.exists() and sums.exists():
+                if (known := _sum(place)) == sums.read_text().strip():
+                    return _remembered(place, address, known)
+                place.unlink()
+            _read_ranges(system, inner, part, info["size"], address)
         if _info(system, inner) != info:
             part.unlink()
             raise Mismatch(
@@ -185,34 +199,67 @@ def _remembered(copy: Path, address: str, checksum: str) -> Path:
     return copy
 
 
-def _read_ranges(system: Any, inner: str, part: Path, size: int | None, address: str) -> None:
+def _read_ranges(system: Any, inner: str, part: Path, size: int, address: str) -> None:
+    read = _web_range if address.partition("://")[0] in WEB else _store_range
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         at = os.fstat(handle).st_size // RANGE * RANGE
-        os.lseek(handle, at, os.SEEK_SET)
-        os.ftruncate(handle, at)
-        if size is None:
-            # A web server that does not say how much there is has no ranges either.
-            os.ftruncate(handle, 0)
-            os.lseek(handle, 0, os.SEEK_SET)
-            write_all(handle, system.cat_file(inner))
-            return
         while at < size:
-            raw = system.cat_file(inner, start=at, end=min(at + RANGE, size))
-            if at == 0 and len(raw) == size:
-                # Also what a web server without ranges sends.
-                write_all(handle, raw)
-                break
-            if len(raw) != min(RANGE, size - at):
+            end = min(at + RANGE, size)
+            raw, start = read(system, inner, at, end, size)
+            if start + len(raw) <= at or start + len(raw) > size:
                 raise Mismatch(
-                    f"{name_of(address)} changed while it was read: {len(raw):,} bytes from {at:,} "
-                    f"on instead of {min(RANGE, size - at):,}; run again when it is complete"
+                    f"{name_of(address)} changed while it was read: {len(raw):,} bytes from "
+                    f"{start:,} on instead of {end - at:,} from {at:,}; run again when it is "
+                    f"complete"
                 )
+            os.lseek(handle, start, os.SEEK_SET)
             write_all(handle, raw)
-            at += len(raw)
+            at = start + len(raw)
+        os.ftruncate(handle, size)
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _store_range(system: Any, inner: str, at: int, end: int, size: int) -> tuple[bytes, int]:
+    """Bytes of an object from `at` on; a range that is cut short is none."""
+    raw = system.cat_file(inner, start=at, end=end)
+    return (raw if len(raw) == end - at else b""), at
+
+
+def _web_range(system: Any, inner: str, at: int, end: int, size: int) -> tuple[bytes, int]:
+    """Bytes of a page, and where they stand in it by what the server says of them.
+
+    Fewer than were asked for are an answer. All of them are what a server without ranges sends.
+    """
+    from fsspec.asyn import sync
+
+    async def ask() -> tuple[int, str, bytes]:
+        session = await system.set_session()
+        given = dict(system.kwargs)
+        asked = {"Range": f"bytes={at}-{end - 1}", "Accept-Encoding": "identity"}
+        headers = {**given.pop("headers", {}), **asked}
+        async with session.get(system.encode_url(inner), headers=headers, **given) as answer:
+            answer.raise_for_status()
+            return answer.status, answer.headers.get("Content-Range", ""), await answer.read()
+
+    status, said, raw = sync(system.loop, ask)
+    if status != 206:
+        return (raw if len(raw) == size else b""), 0
+    found = CONTENT_RANGE.fullmatch(said.strip())
+    if (
+        found is None
+        or int(found[1]) != at
+        or int(found[2]) - at + 1 != len(raw)
+        or found[3] not in ("*", str(size))
+    ):
+        raise CannotRead(
+            f"cannot read {name_of(inner)}: asked for bytes {at} to {end - 1} of {size}, the "
+            f"server answered with {len(raw)} bytes as {said or 'no Content-Range'!r}; it does "
+            f"not serve ranges as HTTP has them, so fetch the file by other means"
+        )
+    return raw, at
 
 
 def _info(system: Any, inner: str) -> dict[str, Any]:
@@ -231,6 +278,10 @@ def _sum(path: Path) -> str:
 
 def _place() -> Path:
     return home() / "remote"
+
+
+def _is_folder_name(one: str, folder: str) -> bool:
+    return one.endswith("/") or one == folder.rstrip("/")
 
 
 def _below(one: str, folder: str) -> str:
@@ -276,7 +327,9 @@ def _said(address: str, *, writing: bool = False) -> Iterator[None]:
         what = "write to" if writing else "read"
         denied = isinstance(error, PermissionError) or _status(error) in (401, 403)
         denied = denied or "credential" in type(error).__name__.lower()
-        why = f"{type(error).__name__}: {one_line(error)[:200]}"
+        # Libraries put the whole address into what they say, with what is secret in it.
+        told_as = URL.sub(lambda found: name_of(found[0]), one_line(error))
+        why = f"{type(error).__name__}: {told_as[:200]}"
         way = (
             "its credentials are read from the environment, and these have no right to it"
             if denied

@@ -54,9 +54,9 @@ class RayPool(Pool):
 
     The settings are those of `Pool`; equal settings are one pool, and `name` can separate two.
     Limit, rates, spending cap and cache count for the whole cluster, and equal exact requests of
-    all callers are made once. `cache` is a path on the node of the actor, which starts on the
-    node of its first caller, unless Ray does not know that one yet, and on another one if it is
-    lost: put it where all nodes see it.
+    all callers are made once. `cache` is a path on the node of the actor: put it where all nodes
+    see it. Ray is asked to start the actor on the node of its first caller, but may choose another
+    one, and does if a node is lost; `stats()["node"]` tells which.
     API keys are read by the actor, from the environment of its node; they never travel.
 
     Joins the cluster of RAY_ADDRESS at the first call, unless `ray.init` was called before. The
