@@ -66,7 +66,10 @@ TRAINERS = {
         f"--data {FAMILY} --rules {FAMILY}/rules.txt --n-envs 16 --clone-updates 2 "
         f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2 --save-minutes 5",
         "--save-every 3 --save-minutes 7 --stop-after 1",
-        {"mine": False, "policy": "rules", "constants": 0, "start": "alike"},
+        {
+            **{"mine": False, "policy": "rules", "constants": 0},
+            **{"start": "alike", "shared": False, "linked": "auto"},
+        },
     ),
     "query-mutator": Trainer(
         QueryMutatorConfig,
