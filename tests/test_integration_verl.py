@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "count"), [("verl_checks.py", 8), ("verl_batching_checks.py", 40)]
+    ("name", "count"), [("verl_checks.py", 9), ("verl_batching_checks.py", 40)]
 )
 def test_everything_of_the_checks_holds_inside_verl(tmp_path: Path, name: str, count: int) -> None:
     try:

@@ -272,10 +272,18 @@ def test_advantages_are_verls_for_valid_samples_and_nothing_for_invalid_ones() -
     assert advantages_of(AdvantageEstimator.GRPO, holes, groups)[:4].isnan().any()
 
 
-def test_rays_workers_score_a_batch_for_the_trainer(rewards_file: Path, tmp_path: Path) -> None:
-    """From verl's manager through two of its Ray workers to the advantages of its trainer."""
+@pytest.mark.parametrize("on", ["here", "ray"])
+def test_rays_workers_score_a_batch_for_the_trainer(
+    on: str, server: Any, rewards_file: Path, tmp_path: Path
+) -> None:
+    """From verl's manager through two of its Ray workers to the advantages of its trainer.
+
+    With `on = "ray"` both call their judge through one pool of the cluster.
+    """
     import ray
 
+    rewards_file.write_text(f'on = "{on}"\n{rewards_file.read_text()}')
+    server.reset()
     tokenizer_of().save_pretrained(tmp_path / "tokenizer")
     config = config_of(
         *overrides_of("verl_manager.txt"),
@@ -298,6 +306,9 @@ def test_rays_workers_score_a_batch_for_the_trainer(rewards_file: Path, tmp_path
     finally:
         ray.shutdown()
     np.testing.assert_allclose(found.batch["rm_scores"].sum(-1), [*SCORES, SCORES[0]])
+    if on == "ray":
+        # The first sample comes twice, to a worker each.
+        assert server.stats()["repeated"] == 0
     assert found.non_tensor_batch["valid"].tolist() == [True, True, False, True, True]
     data.batch["token_level_rewards"] = found.batch["rm_scores"]
     advantages = compute_advantage(
