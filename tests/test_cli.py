@@ -297,7 +297,9 @@ READING = {
     "doctor": {"healthy", "machine", "parts", "engine", "kernels", "cluster"},
 }
 WRITING = {
-    "data lengths build -d train.jsonl -t gpt2 -o new.jsonl": {"rows", "tokenizer", "output"},
+    "data lengths build -d train.jsonl -t gpt2 -o new.jsonl": {
+        *("rows", "tokenizer", "output", "note"),
+    },
     "data batchplan build -l lengths.jsonl -o new": PLAN_KEYS | {"output"},
     "data batchplan shard -p batch_plan -w 2 -o new": {"epoch", "ranks", "output"},
     "data batchplan export -p batch_plan -o new": {"microbatches", "output"},
