@@ -67,8 +67,12 @@ TRAINERS = {
         f"--ppo-steps 0 --passes 1 --eval-triples 10 --save-every 2 --save-minutes 5",
         "--save-every 3 --save-minutes 7 --stop-after 1",
         {
-            **{"mine": False, "policy": "rules", "constants": 0},
-            **{"start": "alike", "shared": False, "linked": "auto"},
+            "mine": False,
+            "policy": "rules",
+            "constants": 0,
+            "start": "alike",
+            "shared": False,
+            "linked": "auto",
         },
     ),
     "query-mutator": Trainer(
