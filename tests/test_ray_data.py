@@ -77,7 +77,7 @@ def test_a_file_that_is_replaced_under_the_build_is_the_one_it_began_with(
     from batchwright.data import build_lengths, open_source
     from batchwright.integrations.ray import RayWorkers
 
-    data = rows_of(tmp_path / "train.jsonl", 9000)
+    data = rows_of(tmp_path / "train.jsonl", 60_000)
     build_lengths(data, "bytes", tmp_path / "one.jsonl", workers=1)
     monkeypatch.setenv("BATCHWRIGHT_TOKENS", str(tmp_path / "many"))
     source, workers = open_source(data), RayWorkers()
@@ -91,7 +91,7 @@ def test_a_file_that_is_replaced_under_the_build_is_the_one_it_began_with(
     out = tmp_path / "many.jsonl"
     build_lengths(source, "bytes", out, workers=workers, progress=progress)
     assert out.read_bytes() == (tmp_path / "one.jsonl").read_bytes()
-    assert 0 < workers.sent < 9000
+    assert 0 < workers.sent < 60_000
 
 
 def test_a_node_that_does_not_see_the_file_is_named_and_its_rows_are_sent(
