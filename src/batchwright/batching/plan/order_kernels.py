@@ -205,30 +205,57 @@ def draw_ranges(
     out_lengths = np.empty(size, np.int32)
     # Samples of one class have lengths near each other: only those are searched.
     length_of_class = np.searchsorted(distinct_offsets, class_offsets, side="right") - 1
-    order = np.empty(largest, np.int64)
-    at = 0
-    for number in range(stop - first):
-        position = batch_start[batches[number]]
+    # Batches as they stand in the sorted samples, so that what a class reads stays in the cache.
+    by_place = np.argsort(batches, kind="mergesort")
+    order, own = np.empty(largest, np.int64), np.empty(0, np.int32)
+    ready, whole = -1, False
+    for nth in range(by_place.size):
+        number = by_place[nth]
+        position, at = batch_start[batches[number]], bounds[number]
         end = position + batch_size[batches[number]]
         which = np.searchsorted(class_offsets, position, side="right") - 1
         classes[number] = which
         while position < end:
             # As many as are of one class, which is all of them but for a sorted layout.
-            low = class_offsets[which]
-            here = min(end, class_offsets[which + 1]) - position
-            run = order[:here]
-            n = class_offsets[which + 1] - low
-            permute_run(position - low, n, mix(key, np.uint64(which)), run)
+            low, high = class_offsets[which], class_offsets[which + 1]
+            here = min(end, high) - position
             shortest = min(length_of_class[which + 1] + 1, distinct.size)
+            if which != ready:
+                ready, wanted, after = which, here, nth + 1
+                while after < by_place.size and batch_start[batches[by_place[after]]] < high:
+                    wanted += batch_size[batches[by_place[after]]]
+                    after += 1
+                # Where most of a class is wanted, all of it is put in order at once.
+                whole = wanted * 2 >= high - low
+                if whole:
+                    if order.size < high - low:
+                        order = np.empty(high - low, np.int64)
+                    if own.size < high - low:
+                        own = np.empty(high - low, np.int32)
+                    permute_run(0, high - low, mix(key, np.uint64(which)), order[: high - low])
+                    for length in range(length_of_class[which], shortest):
+                        begin = max(low, distinct_offsets[length])
+                        for at_length in range(begin, min(high, distinct_offsets[length + 1])):
+                            own[at_length - low] = distinct[length]
+            if whole:
+                run = order[position - low : position - low + here]
+                for offset in range(here):
+                    out_lengths[at + offset] = own[run[offset]]
+            else:
+                run = order[:here]
+                permute_run(position - low, high - low, mix(key, np.uint64(which)), run)
+                for offset in range(here):
+                    length = _length_at(
+                        low + run[offset], distinct_offsets, length_of_class[which], shortest
+                    )
+                    out_lengths[at + offset] = distinct[length]
             for offset in range(here):
-                origin = low + run[offset]
-                out_items[at] = items[origin]
-                if starts.size:
-                    out_starts[at] = starts[origin]
-                length = _length_at(origin, distinct_offsets, length_of_class[which], shortest)
-                out_lengths[at] = distinct[length]
-                at += 1
+                out_items[at + offset] = items[low + run[offset]]
+            if starts.size:
+                for offset in range(here):
+                    out_starts[at + offset] = starts[low + run[offset]]
             position += here
+            at += here
             which += 1
     return out_items, out_starts, out_lengths, bounds, classes
 

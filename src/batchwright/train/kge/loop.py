@@ -9,7 +9,8 @@ same number of threads). MRR on valid selects the epoch that is kept; the test p
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,10 @@ class KgeTrainer:
 
     def step(self, queries: NDArray[np.int64], number: int) -> float:
         """Train on these queries and return the loss; `number` counts steps of the whole run."""
+        with _precision(self.config.matmul_precision):
+            return self._step(queries, number)
+
+    def _step(self, queries: NDArray[np.int64], number: int) -> float:
         kge, config = self.kge, self.config
         sizes = self.ptr[queries + 1] - self.ptr[queries]
         first = np.cumsum(sizes) - sizes
@@ -129,7 +134,9 @@ class KgeTrainer:
         # The rows in use are leaves of their own, so that gradients have only those rows.
         entities = kge.entities if candidates is None else kge.entities[candidates]
         entities, steps = entities.detach().requires_grad_(), kge.steps.detach().requires_grad_()
-        head, relation, tail = entities[given], steps[step], entities[answer]
+        # One gather for both ends: the gradient of each is a table of all candidates.
+        head, tail = entities[torch.cat([given, answer])].chunk(2)
+        relation = steps[step]
         asked = torch.from_numpy(first)
         row = torch.from_numpy(np.repeat(np.arange(len(queries)), sizes))
         loss = softmax_loss(
@@ -339,6 +346,17 @@ def _adagrad(
     part = sums[rows].addcmul_(grad, grad)
     sums[rows] = part
     table[rows] = table[rows].addcdiv_(grad, part.sqrt_().add_(1e-10), value=-lr)
+
+
+@contextmanager
+def _precision(name: str) -> Iterator[None]:
+    """torch's float32 matmul precision, for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _tables(kge: Kge) -> Tables:
