@@ -84,6 +84,34 @@ def test_kernels_work_where_nothing_can_be_written(copy: Path) -> None:
     assert 0 <= int(said.splitlines()[-1]) < 100
 
 
+def test_kernels_are_interpreted_where_numba_may_compile_nothing(
+    copy: Path, tmp_path: Path
+) -> None:
+    words = (
+        "import os; os.environ['NUMBA_DISABLE_JIT'] = '1'; from batchwright.cli.doctor import "
+        f"_kernels; print(_kernels()['state'])\n{BELOW}"
+    )
+    said = python(copy, tmp_path / "cache", "-c", words).splitlines()
+    assert said[0].startswith("interpreted")
+    assert said[1] == str(below(np.uint64(7), 3, 100))
+    assert not list(tmp_path.glob("cache/**/*.nbi"))
+
+
+def test_asking_how_to_compile_ahead_compiles_nothing(copy: Path) -> None:
+    assert "usage" in python(copy, None, "-m", "batchwright.ahead", "--help")
+    assert not (copy / "compiled").exists()
+
+
+def test_kernels_of_another_processor_are_not_called_warm(copy: Path, tmp_path: Path) -> None:
+    words = (
+        "import os; os.environ['NUMBA_CPU_NAME'] = '{}'; from batchwright.cli.doctor import "
+        "_kernels, _engine; _engine(); print(_kernels()['state'])"
+    )
+    for processor in ("generic", "nehalem"):
+        said = python(copy, tmp_path / "cache", "-c", words.format(processor))
+        assert said.startswith("cold, each is compiled on its first use, into "), said
+
+
 def humbly() -> None:
     """Let the process, even of root, mind the permissions of files (no CAP_DAC_OVERRIDE)."""
     ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)

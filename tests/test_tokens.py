@@ -656,3 +656,59 @@ def test_damage_is_refused_where_it_is_and_nowhere_else(
             assert opened(item).input_ids.tolist() == rows[item]["input_ids"]
     with pytest.raises(BadFile):
         getattr(opened, name).whole()
+
+
+NOWHERE = {"BATCHWRIGHT_TOKENS": "", "BATCHWRIGHT_HOME": "", "XDG_CACHE_HOME": ""}
+
+
+def test_a_home_that_cannot_be_written_to_is_no_hindrance(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "tmp").mkdir()
+    env = {**NOWHERE, "HOME": "/dev/null/home", "TMPDIR": str(tmp_path / "tmp")}
+    line = "data lengths build -d rows.jsonl -t bytes -o lengths.jsonl"
+
+    first, again = run(line, tmp_path, env), run(line, tmp_path, env)
+
+    assert (first.code, again.code) == (0, 0), first.err + again.err
+    folder = tmp_path / "tmp" / f"batchwright-{os.getuid()}"
+    assert first.err.count(f"they are kept in {folder}/tokens") == 1
+    assert [store.is_dir() for store in (folder / "tokens").iterdir()] == [True]
+    assert folder.stat().st_mode & 0o077 == 0
+    listed = run("data tokens ls --format json", tmp_path, env)
+    assert len(json.loads(listed.out)["stores"]) == 1
+
+
+def test_a_temporary_folder_of_others_is_refused(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    theirs = tmp_path / f"batchwright-{os.getuid()}"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    env = {**NOWHERE, "HOME": "/dev/null/home", "TMPDIR": str(tmp_path)}
+
+    done = run("data lengths build -d rows.jsonl -t bytes -o lengths.jsonl", tmp_path, env)
+
+    assert done.code == 1
+    assert f"{theirs} is not a folder of this user alone; set BATCHWRIGHT_TOKENS" in done.err
+
+
+def test_no_folder_for_temporary_files_is_one_sentence(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    script = (
+        "import tempfile, runpy, sys; tempfile._candidate_tempdir_list = lambda: ['/proc/none'];"
+        "sys.argv = ['batchwright', 'data', 'lengths', 'build', '-d', 'rows.jsonl', '-t', 'bytes',"
+        " '-o', 'lengths.jsonl']; from batchwright.cli.app import main; main()"
+    )
+    env = {**os.environ, **NOWHERE, "HOME": "/dev/null/home"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: cannot keep tokens in /dev/null/home"), done.stderr
+    assert "Traceback" not in done.stderr

@@ -9,6 +9,7 @@ and with the sources it was compiled from. Everywhere else kernels compile on th
 go to numba's own cache, as they do with other argument types.
 """
 
+import argparse
 import functools
 import hashlib
 import itertools
@@ -25,6 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from batchwright.jit import PLAIN
 
 __all__ = ["COMPILED", "Ahead", "build", "listed", "main", "read", "spelled", "why_not"]
 
@@ -78,6 +81,8 @@ def why_not() -> str:
     """Why this process cannot use what was compiled ahead; nothing if it can."""
     import numba
 
+    if PLAIN:
+        return "NUMBA_DISABLE_JIT is set"
     if numba.config.CPU_NAME is not None or numba.config.CPU_FEATURES is not None:
         return "NUMBA_CPU_NAME or NUMBA_CPU_FEATURES is set"
     try:
@@ -238,8 +243,14 @@ def _digest(path: Path) -> str:
 
 
 def main() -> None:
+    """Compile into the folder that is given, else into the package."""
+    parser = argparse.ArgumentParser("python -m batchwright.ahead", description=main.__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=COMPILED)
+    folder = parser.parse_args().folder
+    if PLAIN:
+        parser.error("NUMBA_DISABLE_JIT is set, so nothing can be compiled; unset it")
     start = time.perf_counter()
-    count = build(*map(Path, sys.argv[1:]))
+    count = build(folder)
     print(f"compiled {count} kernels ahead in {time.perf_counter() - start:.0f} s")
 
 

@@ -8,12 +8,15 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-__all__ = ["DEBUG", "cache_folder", "interpreted", "kernel", "quicker_without_numba"]
+__all__ = ["DEBUG", "PLAIN", "cache_folder", "interpreted", "kernel", "quicker_without_numba"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
 DEBUG = os.environ.get("BATCHWRIGHT_DEBUG_KERNELS", "0") not in ("", "0")
 """Whether kernels check the bounds of every array access: an IndexError instead of a crash."""
+
+PLAIN = os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0")
+"""Whether numba was told to compile nothing, as under a debugger: kernels are then interpreted."""
 
 _PATIENCE_US = 250_000
 """What a process may spend without numba: less than importing it takes."""
@@ -38,6 +41,8 @@ def kernel(function: F) -> F:
 
 def cache_folder(function: Callable[..., object]) -> str | None:
     """Where numba keeps the machine code of a kernel; None where no folder takes it."""
+    if PLAIN:
+        return None
     return cast(str | None, cast(Any, function).dispatcher._cache.cache_path)
 
 
@@ -116,6 +121,9 @@ class _Kernel:
     def __call__(self, *args: Any) -> Any:
         if _interpreting.get():
             return self.py_func(*args)
+        if PLAIN:
+            with _interpreted():
+                return self.py_func(*args)
         try:
             return self.dispatcher(*args)
         except SystemError as error:

@@ -166,6 +166,9 @@ def _guarded(run: Callable[[], object], tokens: tuple[str, ...], debug: bool) ->
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             _mute()
             return _failed("cannot write the output: no space is left there", debug)
+        if isinstance(error, FileNotFoundError) and "usable temporary" in str(error.strerror):
+            # Of Python's tempfile, which torch and datasets use.
+            return _failed("no temporary folder can be written to; set TMPDIR to one", debug)
         if isinstance(error, OSError) and error.errno in REFUSALS:
             where = f" ({error.filename})" if error.filename else ""
             # What was made half, such as an event loop, would complain when it is collected.

@@ -145,28 +145,32 @@ def _accelerator() -> str:
 
 
 def _kernels() -> dict[str, object]:
-    """Whether kernels are compiled already, and where; if not, why, and where they will be."""
-    from pathlib import Path
+    """Whether kernels are compiled already, and where; if not, why, and where they will be.
 
+    Warm is only what no command waits for. Numba's cache may hold some kernels, for other types or
+    another processor: what a command finds there is known when it runs.
+    """
     from batchwright.ahead import COMPILED, listed, why_not
     from batchwright.batching.packing.kernels import best_fit_decreasing
-    from batchwright.jit import cache_folder
+    from batchwright.jit import PLAIN, cache_folder
 
     reason = why_not()
     cache = cache_folder(best_fit_decreasing)
-    ready = len(list(Path(cache).glob("kernels.best_fit_decreasing*.nbi"))) if cache else 0
     count = sum(map(len, listed().values()))
     if not reason:
         state = f"warm, {count} compiled ahead in {COMPILED}"
+    elif PLAIN:
+        state = f"interpreted, a hundred times slower ({reason})"
     elif not cache:
         state = f"cold, each process compiles ({reason}; no folder for them can be written)"
-    elif ready:
-        state = f"warm, compiled on first use in {cache} ({reason})"
     else:
-        state = f"cold, the first use compiles into {cache} ({reason})"
+        state = (
+            f"cold, each is compiled on its first use, into {cache} or folders like it, and found "
+            f"there by later commands ({reason})"
+        )
     return {
         "state": state,
-        "warm": not reason or bool(ready),
+        "warm": not reason,
         "ahead": not reason,
         "why_not_ahead": reason,
         "cache": str(cache) if cache else None,

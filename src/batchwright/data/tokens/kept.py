@@ -2,9 +2,12 @@
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import shutil
+import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,11 +46,39 @@ class Kept:
 def stores_folder() -> Path:
     """Where token stores are kept: `BATCHWRIGHT_TOKENS`, else `tokens` in the home folder.
 
-    The home folder is `BATCHWRIGHT_HOME`, by default `~/.cache/batchwright`.
+    The home folder is `BATCHWRIGHT_HOME`, by default `~/.cache/batchwright`. Where nobody chose it
+    and it cannot be written to, as in a hardened container, a temporary folder takes its place.
     """
     if own := os.environ.get("BATCHWRIGHT_TOKENS"):
         return Path(own).expanduser().absolute()
-    return home() / "tokens"
+    folder = home() / "tokens"
+    if os.environ.get("BATCHWRIGHT_HOME") or _can_be_written(folder):
+        return folder
+    return _temporary(folder)
+
+
+def _can_be_written(folder: Path) -> bool:
+    """Whether a folder that may not exist yet takes files."""
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@functools.cache
+def _temporary(instead_of: Path) -> Path:
+    """A temporary folder of this user alone, said once."""
+    try:
+        folder = Path(tempfile.gettempdir(), f"batchwright-{os.getuid()}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise CannotWrite(
+            f"cannot keep tokens in {instead_of} nor in a temporary folder: {error.strerror}; "
+            f"{ELSEWHERE}"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise CannotWrite(f"{folder} is not a folder of this user alone; {ELSEWHERE}")
+    log.warning("cannot keep tokens in %s; they are kept in %s/tokens", instead_of, folder)
+    return folder / "tokens"
 
 
 def kept_stores() -> list[Kept]:
