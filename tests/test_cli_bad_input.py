@@ -672,6 +672,40 @@ def test_a_disk_that_fills_up_at_the_last_moment_is_said(
     assert (disk / f"new.{suffix}").read_bytes() == (copy / f"new.{suffix}").read_bytes()
 
 
+def test_a_prediction_takes_no_room_for_tokens(run, copy, small_disk) -> None:
+    disk, limit = small_disk
+    if limit is not None:
+        pytest.skip("no disk can be mounted here")
+    rows = "".join(json.dumps({"text": f"{n} " + "otter " * 200}) + "\n" for n in range(300))
+    (copy / "long.jsonl").write_text(rows)
+    line = "train sft --model tiny --data long.jsonl --pack --dry-run --run-dir none"
+
+    # Tokens and masks take ten times what the folder for temporary files holds.
+    done = run(line, copy, {"TMPDIR": str(disk)})
+
+    assert done.code == 0, done.err
+    assert not list(disk.glob("**/tokens*"))
+    assert not (copy / "none").exists()
+
+
+@pytest.mark.parametrize("group", [100, 1000])
+def test_parquet_that_is_read_in_order_takes_no_room(run, copy, small_disk, group) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    disk, limit = small_disk
+    if limit is not None:
+        pytest.skip("no disk can be mounted here")
+    rows = [{"prompt": f"{n} " + "otter " * 50, "completion": "ok"} for n in range(3000)]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, copy / "rows.parquet", row_group_size=group)
+    line = "data lengths build -d rows.parquet -t bytes -o lengths.jsonl"
+
+    done = run(line, copy, {"TMPDIR": str(disk)})
+
+    assert done.code == 0, done.err
+
+
 def test_a_read_only_disk_is_said(refused, copy, small_disk) -> None:
     disk, limit = small_disk
     if limit is not None:

@@ -4,7 +4,7 @@ Ten million Python strings take most of a gigabyte; the same ids here take their
 eight more each. Ids that are just the row numbers "0", "1", ... take nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -62,9 +62,14 @@ class Ids:
         """The ids of all blocks, which never stand in memory as strings all together."""
         sizes, raw = [np.zeros(1, np.int64)], []
         for block in blocks:
-            encoded = _encoded(block)
-            sizes.append(np.fromiter(map(len, encoded), np.int64, len(encoded)))
-            raw.append(b"".join(encoded))
+            texts: Sequence[str | bytes] = [*block]
+            joined = "".join(texts)  # type: ignore[arg-type]
+            if joined.isascii():
+                raw.append(joined.encode())
+            else:
+                texts = _encoded(texts)  # type: ignore[arg-type]
+                raw.append(b"".join(texts))
+            sizes.append(np.fromiter(map(len, texts), np.int64, len(texts)))
         return cls.from_arrays(
             np.cumsum(np.concatenate(sizes)), np.frombuffer(b"".join(raw), np.uint8)
         )

@@ -140,9 +140,13 @@ class LengthCache:
         self._entries = entries
         self._complete = complete
         self._resume = resume
-        self._added: dict[str, tuple[int, int]] = {}
+        self._added: dict[str, int] = {}
+        # The content hashes of what was added, where they are known.
+        self._hashes: dict[str, int] = {}
         self._unwritten: list[str] = []
         self._journal: Journal | None = None
+        # Whether entries can be added now, and all that are here were.
+        self._fresh = False
 
     @classmethod
     def create(cls, path: str | Path, tokenizer_hash: str) -> "LengthCache":
@@ -191,6 +195,14 @@ class LengthCache:
 
     def add(self, sample_id: str, length: int, content: str = "") -> None:
         """Add an entry; adding the same one again is allowed, with another length it is not."""
+        # Nearly every call: of a type, in range, of no content, and new.
+        plain = type(length) is int and 0 < length <= LONGEST and not content
+        if plain and self._fresh and type(sample_id) is str and sample_id not in self._added:
+            self._added[sample_id] = length
+            self._unwritten.append(sample_id)
+            if len(self._unwritten) >= FLUSH_EVERY:
+                self._flush()
+            return
         if self._journal is None:
             raise ConfigError("entries can be added inside `with cache:` only")
         if isinstance(length, bool) or not isinstance(length, int | np.integer):
@@ -205,7 +217,7 @@ class LengthCache:
                 f"ids must be unique"
             )
         if known is None:
-            self._added[sample_id] = entry
+            self._note(sample_id, *entry)
             self._unwritten.append(sample_id)
             if len(self._unwritten) >= FLUSH_EVERY:
                 self._flush()
@@ -233,17 +245,18 @@ class LengthCache:
                 for entry in zip(ids, values, hashes, strict=True):
                     self.add(*entry)
                 continue
-            known = [*map(_content, hashes)]
+            known = [0] * len(ids) if contents is None else [*map(_content, hashes)]
             self._flush()
-            self._added.update(zip(ids, zip(values, known, strict=True), strict=True))
+            self._added.update(zip(ids, values, strict=True))
+            if contents is not None:
+                self._hashes.update((i, hash) for i, hash in zip(ids, known, strict=True) if hash)
             assert self._journal is not None
             self._journal.append(ids, values, known)
 
     def _is_new(self, ids: Sequence[Any], lengths: Sequence[Any]) -> bool:
         """Whether all these entries can be added at once: right, inside `with`, and not here."""
         return (
-            self._journal is not None
-            and not len(self._entries.ids)
+            self._fresh
             and {*map(type, ids)} == {str}
             and {*map(type, lengths)} == {int}
             and min(lengths) >= 1
@@ -291,6 +304,7 @@ class LengthCache:
             self._take(self._journal)
         else:
             self._journal.restart()
+        self._fresh = not len(self._entries.ids)
         return self
 
     def __exit__(
@@ -299,14 +313,14 @@ class LengthCache:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        journal, self._journal = self._journal, None
+        journal, self._journal, self._fresh = self._journal, None, False
         assert journal is not None
         if kind is not None:
             self._flush(journal)
             journal.close()
             return
         self._entries = self._all()
-        self._added, self._unwritten = {}, []
+        self._added, self._hashes, self._unwritten = {}, {}, []
         write_entries(self.path, self._entries)
         self._complete = True
         journal.remove()
@@ -317,7 +331,7 @@ class LengthCache:
 
     def _find(self, sample_id: str) -> tuple[int, int] | None:
         if sample_id in self._added:
-            return self._added[sample_id]
+            return self._added[sample_id], self._hashes.get(sample_id, 0)
         if not len(self._entries.ids):
             return None
         try:
@@ -326,32 +340,46 @@ class LengthCache:
             return None
         return int(self._entries.lengths[item]), int(self._entries.content[item])
 
+    def _note(self, sample_id: str, length: int, content: int) -> None:
+        self._added[sample_id] = length
+        if content:
+            self._hashes[sample_id] = content
+
     def _take(self, journal: Journal) -> None:
         for chunk in journal.replay():
             for sample_id, length, content in zip(*chunk, strict=True):
                 if self._find(sample_id) is None:
-                    self._added[sample_id] = (length, content)
+                    self._note(sample_id, length, content)
 
     def _flush(self, journal: Journal | None = None) -> None:
         journal = journal or self._journal
         assert journal is not None
-        entries = [self._added[sample_id] for sample_id in self._unwritten]
-        if entries:
-            journal.append(self._unwritten, *zip(*entries, strict=True))
+        lengths = [*map(self._added.__getitem__, self._unwritten)]
+        hashes = [0] * len(lengths)
+        if self._hashes:
+            hashes = [self._hashes.get(sample_id, 0) for sample_id in self._unwritten]
+        journal.append(self._unwritten, lengths, hashes)
         self._unwritten = []
+
+    def _contents(self) -> NDArray[np.uint64]:
+        """The content hashes of what was added."""
+        if not self._hashes:
+            return np.zeros(len(self._added), np.uint64)
+        each = (self._hashes.get(sample_id, 0) for sample_id in self._added)
+        return np.fromiter(each, np.uint64, len(self._added))
 
     def _all(self) -> Entries:
         if not self._added:
             return self._entries
-        old, new = self._entries, list(self._added.values())
+        old, new = self._entries, self._added
         rows = old.rows
         if rows is not None:
             after = int(rows[-1]) + 1
             rows = np.concatenate([rows, np.arange(after, after + len(new))])
         return Entries(
             Ids.of([*old.ids, *self._added]),
-            np.concatenate([old.lengths, np.array([e[0] for e in new], np.int32)]),
-            np.concatenate([old.content, np.array([e[1] for e in new], np.uint64)]),
+            np.concatenate([old.lengths, np.fromiter(new.values(), np.int32, len(new))]),
+            np.concatenate([old.content, self._contents()]),
             rows,
             old.tokenizer_hash,
             # Of entries added by hand it is not known, so of the whole it is not either.

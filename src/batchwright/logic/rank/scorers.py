@@ -248,12 +248,12 @@ class Hybrid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:
-    """The weight of the proofs that did best on the valid part."""
+    """The weight of the proofs that did well on the valid part."""
 
     beta: float
     """One for all predicates."""
     table: Doubles
-    """[P, 2]: one for each predicate and side; all the same where that did better."""
+    """[P, 2]: one for each predicate and side; all the same where their own did not do better."""
     own: bool
     """Whether a weight for each predicate did better on the held-out half of the queries."""
     mrr: float
@@ -344,10 +344,12 @@ def _said(way: tuple[float, float, float]) -> str:
 def choose_beta(
     kge: Scorer, proofs: Scorer, valid: Ints, known: Facts, betas: Sequence[float] = BETAS
 ) -> Choice:
-    """The weights of the proofs that rank best on `valid`, which must not be among their facts.
+    """The weights of the proofs that rank well on `valid`, which must not be among their facts.
 
-    Predicates get their own weights only if such weights, chosen on one half of the queries, did
-    better than a common one on the held-out half.
+    Many weights differ by less than chance does, so the middle one of those that are within a
+    standard error of the best is taken. Predicates get their own weights only if such weights,
+    chosen on one half of the queries, did better than a common one on the held-out half, by more
+    than a standard error.
     """
 
     def joined(scores: list[Floats]) -> list[Floats]:
@@ -359,27 +361,44 @@ def choose_beta(
     slot = found[0].predicates.astype(np.int64) * 2 + ~found[0].is_tail
     slots = 2 * known.num_predicates
     halves = np.arange(gain.shape[1]) % 2 == 0
-    common = own = 0.0
+    more = np.zeros(gain.shape[1])
     for half in (halves, ~halves):
         if half.any() and not half.all():
-            single = int(gain[:, half].mean(axis=1).argmax())
-            chosen = _own(gain[:, half], slot[half], slots, FEWEST // 2)
-            common += float(gain[single, ~half].sum())
-            own += float(gain[chosen[slot[~half]], ~half].sum())
-    best = int(gain.mean(axis=1).argmax())
-    index = np.full(slots, best)
-    if own > common:
-        index = _own(gain, slot, slots, FEWEST)
+            chosen = _own(gain[:, half], slot[half], slots, FEWEST // 2)[slot[~half]]
+            held_out = gain[:, ~half]
+            single = held_out[_settled(gain[:, half])]
+            more[~half] = held_out[chosen, np.arange(len(chosen))] - single
+    best = _settled(gain)
+    own = bool(more.mean() > _standard_error(more))
+    index = _own(gain, slot, slots, FEWEST) if own else np.full(slots, best)
     table = np.asarray(betas, np.float64)[index].reshape(-1, 2)
     mrr = float(gain[index[slot], np.arange(gain.shape[1])].mean())
-    return Choice(betas[best], table, own > common, mrr)
+    return Choice(betas[best], table, own, mrr)
 
 
 def _own(gain: Doubles, slot: NDArray[np.int64], slots: int, fewest: int) -> NDArray[np.int64]:
-    """The best row of `gain` for each slot; that of all together where a slot has too few."""
-    index = np.full(slots, int(gain.mean(axis=1).argmax()))
+    """A row of `gain` for each slot: that of all together, unless the slot's own are better."""
+    index = np.full(slots, _settled(gain))
     for which in np.unique(slot):
         asked = slot == which
-        if np.count_nonzero(asked) >= fewest:
-            index[which] = int(gain[:, asked].mean(axis=1).argmax())
+        if np.count_nonzero(asked) >= fewest and index[which] not in _alike(gain[:, asked]):
+            index[which] = _settled(gain[:, asked])
     return index
+
+
+def _settled(gain: Doubles) -> int:
+    """The middle one of the rows that are as good as the best; of rows that are equal the first."""
+    alike = _alike(gain)
+    middle = gain[alike[(len(alike) - 1) // 2]]
+    return int((gain == middle).all(axis=1).argmax())
+
+
+def _alike(gain: Doubles) -> NDArray[np.int64]:
+    """The rows whose mean is within a standard error of the best one's, query by query."""
+    less = gain[gain.mean(axis=1).argmax()] - gain
+    return np.flatnonzero(less.mean(axis=1) <= _standard_error(less))
+
+
+def _standard_error(values: Doubles) -> Doubles:
+    error: Doubles = values.std(axis=-1) / math.sqrt(max(1, values.shape[-1]))
+    return error

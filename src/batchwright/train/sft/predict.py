@@ -63,7 +63,9 @@ def predict(config: SftConfig) -> Prediction:
     model, own, info = load_model(base, device="meta", dtype=torch.float32)
     tokenizer = tokenizer_of(config, own, model)
     with tempfile.TemporaryDirectory() as folder:
-        prepare(dataclasses.replace(config, run_dir=Path(folder)), tokenizer, world.size)
+        # Linked, not shared: the temporary folder may be on a disk without room for a copy.
+        config = dataclasses.replace(config, run_dir=Path(folder))
+        prepare(config, tokenizer, world.size, lend=True)
         data = open_prepared(Path(folder))
         assert data is not None
         held_out = open_prepared(Path(folder), "eval_")

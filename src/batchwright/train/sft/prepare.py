@@ -98,12 +98,14 @@ def prepare(
     progress: Callable[[int, int], None] | None = None,
     *,
     check: bool = False,
+    lend: bool = False,
 ) -> None:
     """Write `tokens`, `plan` and, if there is anything to evaluate on, `eval_*` for a run.
 
     Whatever contradicts itself without the tokens being known is refused before tokenising
     begins. Tokens are taken from the token store of the data, which is made if it is not there;
-    the run shares its files. With `check`, a store that is there is read whole first, and made
+    the run shares its files, or is lent the whole store if it is gone before anybody could prune
+    that. With `check`, a store that is there is read whole first, and made
     again if it is damaged.
     """
     run = config.run_dir
@@ -133,7 +135,11 @@ def prepare(
             progress=progress,
             check=check,
         )
-        store.link(path)
+        if lend:
+            path.parent.mkdir(exist_ok=True)
+            path.symlink_to(store.path.absolute())
+        else:
+            store.link(path)
         return store.lengths
 
     if sources:
