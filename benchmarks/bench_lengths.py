@@ -1,7 +1,7 @@
 """The length cache: write and load a million entries, beside a plain loop over JSON lines.
 
 Timed is, for writing, a list of ids and a list of lengths -> a finished file, journal, checksum
-and fsync included for ours, neither for the plain loop; for loading, the file -> lengths and ids
+and fsync included for ours (given whole, or one by one), neither for the plain loop; for loading, the file -> lengths and ids
 as arrays (ours) or as a dictionary (the plain loop, and ours where it says so). Files stand in
 the page cache. `data lengths build` with the tokenizer `bytes` is all that is not the tokenizer:
 rows are read, checked, hashed, and lengths and tokens written; beside it only their JSON is parsed.
@@ -24,16 +24,21 @@ def entries(n: int) -> Entries:
     return [f"sample-{i:08d}" for i in range(n)], lengths_of("lognormal", n).tolist()
 
 
-def writing(path: Path) -> Contender:
+def writing(path: Path, one_by_one: bool = False) -> Contender:
     def prepare(given: Entries) -> Callable[[], Path]:
         def call() -> Path:
             with LengthCache.create(path, tokenizer_hash="benchmark") as cache:
-                cache.extend(*given)
+                if not one_by_one:
+                    cache.extend(*given)
+                    return path
+                for id, length in zip(*given, strict=True):
+                    cache.add(id, length)
             return path
 
         return call
 
-    return Contender(f"batchwright {path.suffix}", prepare, lambda given, made: size(made))
+    name = f"batchwright {path.suffix}{', one by one' if one_by_one else ''}"
+    return Contender(name, prepare, lambda given, made: size(made))
 
 
 def writing_plain(path: Path) -> Contender:
@@ -145,7 +150,8 @@ def main() -> None:
         paths = [folder / "lengths.jsonl", folder / "lengths.safetensors"]
         plain = folder / "plain.jsonl"
         rows = []
-        for way in [*map(writing, paths), writing_plain(plain)]:
+        own = [writing(path, one_by_one) for one_by_one in (False, True) for path in paths]
+        for way in [*own, writing_plain(plain)]:
             got = measure(way, given, entries(100), runs=3, limit_s=600.0)
             if got.seconds is None:
                 report.not_measured(f"writing, {way.name}", got.reason)
@@ -169,8 +175,9 @@ def main() -> None:
     for name in ("batchwright .jsonl", "batchwright .safetensors"):
         measured = loads.get(name) if n == 1_000_000 else None
         report.target(f"{name}: load of 1M entries, s", measured, most=1.0)
-        ratio = writes[name] / writes["plain json loop"] if n == 1_000_000 else None
-        report.target(f"{name}: write of 1M entries, of the plain loop's time", ratio, most=1.0)
+        for way in (name, f"{name}, one by one"):
+            ratio = writes[way] / writes["plain json loop"] if n == 1_000_000 else None
+            report.target(f"{way}: write of 1M entries, of the plain loop's time", ratio, most=1.0)
     report.close()
 
 
