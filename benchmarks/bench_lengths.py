@@ -1,10 +1,11 @@
 """The length cache: write and load a million entries, beside a plain loop over JSON lines.
 
 Timed is, for writing, a list of ids and a list of lengths -> a finished file, journal, checksum
-and fsync included for ours (given whole, or one by one), neither for the plain loop; for loading, the file -> lengths and ids
-as arrays (ours) or as a dictionary (the plain loop, and ours where it says so). Files stand in
-the page cache. `data lengths build` with the tokenizer `bytes` is all that is not the tokenizer:
-rows are read, checked, hashed, and lengths and tokens written; beside it only their JSON is parsed.
+and fsync included for ours (given whole, or one by one), neither for the plain loop; for loading,
+the file -> lengths and ids as arrays (ours) or as a dictionary (the plain loop, and ours where it
+says so). Files stand in the page cache. `data lengths build` with the tokenizer `bytes` is all
+that is not the tokenizer: rows are read, checked, hashed, and lengths and tokens written; beside
+it only their JSON is parsed.
 """
 
 import json
