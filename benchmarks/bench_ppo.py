@@ -360,7 +360,7 @@ def main() -> None:
         except metadata.PackageNotFoundError:
             report.not_measured(package, "not installed")
     seeds = 1 if parsed.quick else 3
-    steps = 5_000 if parsed.quick else 60_000
+    steps = 512 if parsed.smoke else 5_000 if parsed.quick else 60_000
 
     mine = "batchwright"
     pole = compare(
@@ -382,12 +382,12 @@ def main() -> None:
             Contender(mine, ours, outcome),
             Contender("Stable-Baselines3 PPO, DummyVecEnv", sb3, outcome),
         ],
-        Given(5_000 if parsed.quick else 20_000),
+        Given(512 if parsed.smoke else 5_000 if parsed.quick else 20_000),
         2 if parsed.quick else 30,
     )
-    for num_envs in (8, 64, 256):
+    for num_envs in (8,) if parsed.smoke else (8, 64, 256):
         usual = Given(
-            40_000 if parsed.quick else 400_000,
+            8_192 if parsed.smoke else 40_000 if parsed.quick else 400_000,
             num_envs=num_envs,
             num_steps=128,
             epochs=4,

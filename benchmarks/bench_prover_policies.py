@@ -79,6 +79,9 @@ def main() -> None:
     report = Report("prover_policies", args)
     variants = [name for name in args.variants.split(";") if name] or list(VARIANTS)
     names = [name for name in args.only.split(",") if name] or list(GRAPHS)
+    base = replace(BASE, beam=8, eval_triples=8, n_envs=64) if args.smoke else BASE
+    if args.smoke:
+        variants = ["neural", "rules"]
     for name in names[:1] if args.smoke else names:
         folder = shipped_graph() if "shipped" in name else DATA / name
         if not folder.is_dir():
@@ -86,9 +89,9 @@ def main() -> None:
             continue
         graph, own, rows = load_graph(folder), GRAPHS[name], []
         if args.quick:
-            own = {**own, "ppo_steps": 2_000 if args.smoke else 20_000}
+            own = {**own, "ppo_steps": 512 if args.smoke else 20_000}
         for variant in variants:
-            config = replace(BASE, **{**own, **VARIANTS[variant]})  # type: ignore[arg-type]
+            config = replace(base, **{**own, **VARIANTS[variant]})  # type: ignore[arg-type]
             seeds = range(1 if args.quick else args.seeds)
             runs = [measured(graph, replace(config, seed=seed)) for seed in seeds]
             means = {key: mean(run[key] for run in runs) for key in runs[0]}
@@ -100,7 +103,7 @@ def main() -> None:
                 gain = means["test kept"] - means["test untrained"]
                 report.target(f"{name}: test MRR that PPO brings", gain, least=0.001)
         steps = int(str(own["ppo_steps"]))
-        report.table(f"{name}, PPO alone, {steps:,} steps, beam of {BEAM}", COLUMNS, rows)
+        report.table(f"{name}, PPO alone, {steps:,} steps, beam of {base.beam}", COLUMNS, rows)
     report.close()
 
 

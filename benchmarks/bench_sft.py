@@ -349,6 +349,8 @@ def main() -> None:
         from trl import SFTTrainer  # noqa: F401
     if args.model != "smollm2":
         sizes, rounds, steps = ((16, 32), 1, 4) if args.quick else ((64, 128), 3, 20)
+        if args.smoke:
+            sizes, rounds, steps = (4, 4), 1, 1
         run_model(report, "tiny", sizes, 2048, args.rounds or rounds, steps)
     if args.quick:
         report.not_measured("smollm2", "not with --quick")

@@ -139,13 +139,13 @@ def first_s(line: str, folder: Path, cache: Path, ahead: bool) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def first_uses(report: Report, folder: Path) -> None:
+def first_uses(report: Report, folder: Path, lines: Sequence[str]) -> None:
     """Every command that has kernels, on a fresh install."""
     reason = why_not()
     if reason:
         report.not_measured("kernels compiled ahead", f"{reason}; run python -m batchwright.ahead")
     rows: list[list[str | float | None]] = []
-    for line in FIRSTS:
+    for line in lines:
         cold, fresh = folder / "cold", folder / "fresh"
         for cache in (cold, fresh):
             shutil.rmtree(cache, ignore_errors=True)
@@ -186,20 +186,22 @@ def prepare(folder: Path, sizes: Sequence[str]) -> None:
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("startup", args)
-    runs = 2 if args.quick else 7
+    runs = 1 if args.smoke else 2 if args.quick else 7
+    # One of each group is enough to see that they run.
+    some = slice(None, 1 if args.smoke else None)
     sizes = ("small",) if args.quick else ("small", "large")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         prepare(folder, sizes)
-        helps = [f"{words} --help".strip() for words in HELPS]
+        helps = [f"{words} --help".strip() for words in HELPS[some]]
         groups: list[tuple[str, list[str], float | None]] = [("help", helps, HELP_S)]
         for size, sample in (("small", "demo-0007"), ("large", "row-000007")):
             if size in sizes:
                 count = "413" if size == "small" else f"{LARGE:,}"
-                lines = [line.format(size, sample) for line in READS]
+                lines = [line.format(size, sample) for line in READS[some]]
                 groups.append((f"reading {count} samples", lines, READ_S))
-        groups.append(("reading other files", list(OTHERS), READ_S))
+        groups.append(("reading other files", list(OTHERS[some]), READ_S))
         if not args.quick:
             groups.append(("computing", list(COMPUTES), None))
         (folder / "first.py").write_text(FIRST_ENV)
@@ -213,8 +215,8 @@ def main() -> None:
             report.table(title, columns, rows)
             if goal is not None:
                 report.target(f"{title}: the slowest, processor s", max(spent.values()), most=goal)
-        if not args.quick:
-            first_uses(report, folder)
+        if args.smoke or not args.quick:
+            first_uses(report, folder, FIRSTS[some])
     report.close()
 
 

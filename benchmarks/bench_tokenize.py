@@ -245,7 +245,7 @@ def main() -> None:
     if not path.is_file():
         report.not_measured("GSM8K", "no text/gsm8k_train.jsonl; set BATCHWRIGHT_DATA")
         return
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text().splitlines(keepends=True)[: 300 if args.smoke else None]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         small, large = Path(name) / "small.jsonl", Path(name) / "large.jsonl"
         small.write_text("".join(lines[:64]))
@@ -253,7 +253,7 @@ def main() -> None:
         large.write_text("".join(lines * times))
         for tokenizer in ("bytes", "gpt2"):
             title = f"{tokenizer}: GSM8K, {len(lines):,} rows"
-            compare(report, tokenizer, path, small, title, rounds=3)
+            compare(report, tokenizer, path, small, title, rounds=1 if args.smoke else 3)
             if not args.quick:
                 title = f"{tokenizer}: GSM8K {times} times over, {times * len(lines):,} rows"
                 compare(report, tokenizer, large, small, title, rounds=2)

@@ -10,11 +10,12 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
 SHORT = [
-    *("answers", "balance", "cache", "calls", "edges", "gae", "gym", "hops", "lengths", "limit"),
-    *("mixing", "packing", "plans", "probe", "prover_env", "replay", "resume", "rewards", "rows"),
-    *("seal", "view"),
+    *("answers", "balance", "cache", "calls", "edges", "gae", "gym", "hops", "kg", "lengths"),
+    *("limit", "mixing", "packing", "plans", "ppo", "probe", "prover_env", "prover_policies"),
+    *("query_mutation", "ray", "replay", "resume", "rewards", "rows", "seal", "sft", "startup"),
+    *("tokenize", "view"),
 ]
-"""Those of a few seconds; the others run with the slow tests."""
+"""Those of a few seconds; the other loads a model of 93 MB and runs with the slow tests."""
 LONG = [name for name in SCRIPTS if name not in SHORT]
 RUN = """
 import contextlib, os, sys, traceback
