@@ -26,7 +26,6 @@ to find out when the knee moves; how it does is chosen for each world with hinds
 `--http` against the simulator, each in a process of its own; there the machine matters.
 """
 
-import itertools
 import json
 import os
 import statistics
@@ -37,9 +36,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from batchwright.calls import Endpoint, Pool, Request, chat
 from batchwright.calls.limit import AutoLimit, Limit
 from batchwright.calls.simulator import Simulator
+from batchwright.rng import stream
 from bench_real import served
 from common import Report, arguments
 from limit_families import FAMILIES, JUDGING, draw
@@ -47,8 +49,12 @@ from limit_peers import Aimd, Fixed, Gradient2, Inspect, Vegas
 from limit_world import KINDS, LateOracle, Run, World, detecting_seconds, oracle_seconds, run
 
 OURS = "batchwright"
-LIVE_CALLS, LIVE_ROUNDS = 8, 4
-"""Calls to llama.cpp for each slot, and how often each is measured."""
+LIVE_CALLS = {1: 32, 4: 48}
+"""Calls to llama.cpp in a run, by the slots of the server."""
+LIVE_ROUNDS, LIVE_S = 12, 200.0
+"""Rounds of four runs for each server; no new one begins after so many seconds."""
+LIVE_TURNS = ("before", "cold", "warm", "after")
+LIVE_BODY: dict[str, Any] = {"max_tokens": 8, "temperature": 0}
 CONTENDERS: dict[str, Callable[[float], Limit]] = {
     OURS: lambda latency_s: AutoLimit(),
     "fixed 60": Fixed,
@@ -299,42 +305,66 @@ def memory() -> Iterator[None]:
 def live(report: Report, quick: bool) -> None:
     """Against llama.cpp: the limit that knows the slots, and ours cold and with its memory.
 
-    They take turns, in both orders, because the machine changes meanwhile.
+    A round is a run with the limit at the slots, a cold one, a warm one, and one with the limit at
+    the slots again. Ours are compared with the mean of the two beside them, because the machine
+    changes from round to round; the median of the rounds counts.
     """
-    shares, rows = [], []
+    rows, least = [], dict[str, float]()
     for slots in (4,) if quick else (1, 4):
-        took: dict[str, list[float]] = {"cold": [], "warm": [], "fixed": []}
-        lost = 0
-        with served(slots) as url:
-            for round_ in range(1 + LIVE_ROUNDS):
-                turns = [["cold", "warm"], ["fixed"]]
-                with memory():
-                    for name in itertools.chain(*(turns if round_ % 2 else reversed(turns))):
-                        texts = [
-                            f"{round_} {n} {name} rivers and stones. Continue."
-                            for n in range(LIVE_CALLS * slots)
-                        ]
-                        given = [
-                            chat("smollm2", text, max_tokens=8, temperature=0) for text in texts
-                        ]
-                        limit = slots if name == "fixed" else "auto"
-                        seconds, gone, _ = measured(url, f"llama.cpp {slots}", limit, given)
-                        lost += gone
-                        if round_:  # the first round warms the server up
-                            took[name].append(seconds)
-        fixed = statistics.mean(took["fixed"])
-        shares.append([100 * fixed / statistics.mean(took[name]) for name in ("cold", "warm")])
-        calls = LIVE_CALLS * slots
-        spread = max(took["fixed"]) / min(took["fixed"])
-        rows.append([f"{slots} slots", calls, lost, fixed, spread, *shares[-1]])
-        print(rows[-1], took, flush=True)
-    columns = ["", "calls", "lost", "limit=slots s", "slowest over fastest", "cold %", "warm %"]
-    title = f"live: pool and llama.cpp over HTTP, mean of {LIVE_ROUNDS}, percent of limit=slots"
-    report.table(title, columns, rows)
-    report.target("calls lost to llama.cpp", sum(row[2] for row in rows), most=0)
-    for what, place, goal in (("cold", 0, 90.0), ("warm", 1, 95.0)):
-        least = min(pair[place] for pair in shares)
-        report.target(f"llama.cpp, {what}, percent of limit=slots", least, least=goal)
+        lost, rounds = live_rounds(slots, 2 if quick else LIVE_ROUNDS)
+        row: list[Any] = [f"{slots} slots", LIVE_CALLS[slots], len(rounds), lost]
+        fixed = [one[name][0] for one in rounds for name in ("before", "after")]
+        row += [statistics.median(fixed), max(fixed) / min(fixed)]
+        for name in ("cold", "warm"):
+            shares = [share(one, name, 0) for one in rounds]
+            middle, low, high = median(shares)
+            row += [middle, f"{low:.0f} to {high:.0f}"]
+            row.append(statistics.median(share(one, name, 1) for one in rounds))
+            least[name] = min(least.get(name, middle), middle)
+        rows.append(row)
+    columns = ["", "calls a run", "rounds", "lost", "limit=slots s", "slowest over fastest"]
+    for name in ("cold", "warm"):
+        columns += [f"{name} %", "90 % sure", "by processor time"]
+    report.table("live: pool and llama.cpp over HTTP, percent of limit=slots", columns, rows)
+    report.target("calls lost to llama.cpp", sum(row[3] for row in rows), most=0)
+    for name, goal in (("cold", 90.0), ("warm", 95.0)):
+        report.target(f"llama.cpp, {name}, percent of limit=slots", least[name], least=goal)
+
+
+def live_rounds(slots: int, most: int) -> tuple[int, list[dict[str, tuple[float, float]]]]:
+    """Calls lost, and of each run of each round its seconds and the server's processor time."""
+    lost, rounds = 0, list[dict[str, tuple[float, float]]]()
+    begun = time.monotonic()
+    with served(slots) as server:
+        # The first round loads the model and is not measured.
+        while len(rounds) <= most and (len(rounds) < 3 or time.monotonic() - begun < LIVE_S):
+            took = {}
+            with memory():
+                for name in LIVE_TURNS:
+                    given = [
+                        chat("smollm2", f"{len(rounds)} {name} {n} rivers and stones.", **LIVE_BODY)
+                        for n in range(LIVE_CALLS[slots])
+                    ]
+                    limit = "auto" if name in ("cold", "warm") else slots
+                    before = server.processor_s()
+                    seconds, gone, _ = measured(server.url, f"llama.cpp {slots}", limit, given)
+                    lost += gone
+                    took[name] = (seconds, server.processor_s() - before)
+            rounds.append(took)
+            print(f"{slots} slots:", *(f"{name} {s:.1f} s" for name, (s, _) in took.items()))
+    return lost, rounds[1:]
+
+
+def share(took: dict[str, tuple[float, float]], name: str, which: int) -> float:
+    """Percent of the throughput of the runs with the limit at the slots, in one round."""
+    return 50 * (took["before"][which] + took["after"][which]) / took[name][which]
+
+
+def median(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and between which it lies with a probability of 0.9, by resampling."""
+    draws = stream(0, "median").choice(np.array(values), (2000, len(values)))
+    low, high = np.quantile(np.median(draws, axis=1), (0.05, 0.95))
+    return statistics.median(values), float(low), float(high)
 
 
 def over_http(report: Report, quick: bool) -> None:

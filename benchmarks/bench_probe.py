@@ -96,10 +96,14 @@ def live(report: Report, quick: bool) -> None:
     """`calls probe` against llama.cpp."""
     rows, factors = [], []
     for slots in (4,) if quick else (1, 4):
-        with served(slots) as url:
-            rates = measured(url, LIVE_LEVELS[slots])
+        with served(slots) as server:
+            rates = measured(server.url, LIVE_LEVELS[slots])
             found = probe(
-                Endpoint(url), "smollm2", most=16, max_seconds=LIVE_SECONDS, max_tokens=LIVE_TOKENS
+                Endpoint(server.url),
+                "smollm2",
+                most=16,
+                max_seconds=LIVE_SECONDS,
+                max_tokens=LIVE_TOKENS,
             )
         answer, right = found.answer, smallest(rates)
         factors.append(math.exp(abs(math.log(answer.concurrency / math.ceil(right - 0.05)))))

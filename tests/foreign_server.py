@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,12 @@ class Foreign:
     """The first `hangs` tries of these prompts are never answered."""
     hangs: int = 1
     power: float = 1.5
+    threads: int = 0
+    """Each open connection has one of so many threads to itself, as in llama.cpp; 0: no limit."""
+    patience_s: float = 5.0
+    """A thread closes its connection when that has been idle for so long."""
+    waited_out: int = 0
+    """How often it did."""
     received: int = 0
     rejected: int = 0
     peak: int = 0
@@ -75,6 +82,7 @@ class Foreign:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
+            timeout = self.patience_s if self.threads else None
 
             def do_POST(self) -> None:
                 size = int(self.headers["Content-Length"])
@@ -91,6 +99,9 @@ class Foreign:
                 except OSError:
                     self.close_connection = True
 
+            def log_error(self, format: str, *_: Any) -> None:
+                foreign.waited_out += "timed out" in format
+
             def log_message(self, *_: Any) -> None:
                 pass
 
@@ -99,9 +110,16 @@ class Foreign:
             request_queue_size = 512
             block_on_close = False
 
+            def process_request(self, *given: Any) -> None:
+                if pool is None:
+                    super().process_request(*given)
+                else:
+                    pool.submit(self.process_request_thread, *given)
+
             def handle_error(self, *_: Any) -> None:
                 pass
 
+        pool = ThreadPoolExecutor(self.threads) if self.threads else None
         server = Server(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
@@ -111,3 +129,5 @@ class Foreign:
             self._over.set()
             server.shutdown()
             server.server_close()
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)

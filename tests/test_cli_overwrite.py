@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -30,9 +31,13 @@ FOREIGN = {
 }
 
 
+OUTPUT = re.compile(r"--(output|out|html|png|plot)\b")
+
+
 @pytest.fixture(autouse=True)
 def _own_home(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    monkeypatch.setenv("BATCHWRIGHT_HOME", str(tmp_path_factory.mktemp("bw")))
+    for name in ("BATCHWRIGHT_HOME", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path_factory.mktemp("home")))
 
 
 @pytest.fixture(scope="module")
@@ -159,12 +164,28 @@ WRITERS = {
     "data lengths build -d train.jsonl -t bytes -o {}.jsonl": False,
     "data batchplan export -p batch_plan -o {}": False,
     "data batchplan draw -p batch_plan --png {}": True,
+    "data batchplan view -p batch_plan --html {}": True,
     "data batching histogram -c lengths.jsonl --png {}": True,
     "data batching analyze -c lengths.jsonl -o {}": True,
     "data kg mine graph --length 1 -q -o {}": True,
     "reward score -i train.jsonl -c rewards.toml -q -o {}": True,
     "reward agree -s scored.jsonl --plot {}": True,
     "gym run -t bytes --mock --num-episodes 1 -o {}": False,
+    "--install-completion --shell bash -o {}": True,
+}
+FOLDERS = (
+    "data batchplan build -l lengths.jsonl -e 1 -b 512 -o {}",
+    "data batchplan shard -p batch_plan -w 2 -o {}",
+    "data batchplan export -p batch_plan -o {}",
+    "data batch generate -p batch_plan -d train.jsonl -t bytes -o {}",
+    "demo --out {}",
+)
+"""Commands that write a folder."""
+TESTED_WITH_THEIR_COMMAND = {
+    "report --html": "test_report_writes_text_json_html_and_pictures",
+    "report --png": "test_report_writes_text_json_html_and_pictures",
+    "models merge --output": "test_an_adapter_of_ours_trains_on_and_merges",
+    "evaluate query-mutator --output": "test_evaluation_compares_strategies_on_held_out_questions",
 }
 
 
@@ -236,11 +257,7 @@ def test_scores_are_not_written_over_what_they_are_read_from(call, desk, content
 
 
 def test_folders_of_somebody_else_are_not_written_into(call, copy, contents):
-    for line in (
-        "data batchplan shard -p batch_plan -w 2 -o {}",
-        "data batchplan export -p batch_plan -o {}",
-        "demo --out {}",
-    ):
+    for line in FOLDERS:
         (copy / "precious").write_bytes(FOREIGN["notes"])
         (copy / "box").mkdir(exist_ok=True)
         for inside in ("meta.json", "demo.jsonl"):
@@ -250,6 +267,31 @@ def test_folders_of_somebody_else_are_not_written_into(call, copy, contents):
             done = call(line.format(name), copy)
             assert done.code == 1, (line, name, done.out)
             assert contents(copy) == before, line
+
+
+def test_every_flag_that_names_an_output_is_tried_with_a_file_of_somebody_else() -> None:
+    """The reference has every command with its flags; `tools/reference.py --check` sees to it."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "reference" / "commands.md").read_text("utf-8")
+    flags = set()
+    for section in re.split(r"^#+ batchwright ", page, flags=re.MULTILINE)[1:]:
+        for usage in re.split(r"```text\nbatchwright ", section)[1:]:
+            command = re.split(r" --| \[| [A-Z]", f"{usage.splitlines()[0]} ")[0]
+            command = command or usage.split()[0]
+            for names in re.findall(r"^\* `(--[^`]*) PATH`", usage, re.MULTILINE):
+                if OUTPUT.search(names):
+                    flags.add((command, names.partition(",")[0]))
+    assert len(flags) > 15
+    tried = [*WRITERS, *FOLDERS, *commands("http://h:1").values()]
+    for command, flag in sorted(flags):
+        short = {"--output": "-o", "--out": "-o"}.get(flag, flag)
+        here = any(
+            line.startswith(f"{command} ") and re.search(rf"({flag}|{short}) \{{\}}", line)
+            for line in tried
+        )
+        assert here or f"{command} {flag}" in TESTED_WITH_THEIR_COMMAND, (command, flag)
+    sources = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("test_*.py"))
+    assert all(f"def {name}(" in sources for name in TESTED_WITH_THEIR_COMMAND.values())
 
 
 def test_paths_that_are_not_there_are_compared_by_where_they_lead(tmp_path):

@@ -48,6 +48,22 @@ def test_auto_loses_nothing_on_a_slow_server_with_few_slots_and_sends_nothing_tw
     assert server.peak == slots
 
 
+@pytest.mark.parametrize("limit", ["auto", 16, 60])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_idle_connections_do_not_keep_a_server_with_few_threads_from_the_others(
+    slots: int, limit: Any
+) -> None:
+    server = Foreign("queue", slots, seconds=0.02, threads=slots + 2)
+    with server.running() as url:
+        outcomes, stats = run(url, 120, limit=limit)
+
+    assert all(outcomes)
+    # Else all calls would have waited for that.
+    assert server.waited_out == 0
+    # A call whose connection never gets a thread looks as one that hangs.
+    assert stats["sent"] - 120 <= 10
+
+
 def limits(log: Path) -> list[int]:
     """Every value that the limit was changed to."""
     return [event.fields["to"] for event in read_events(log) if event.kind == "limit"]
@@ -107,6 +123,24 @@ def test_a_try_that_hangs_is_made_again_long_before_the_deadline() -> None:
     assert outcomes[30].tries == 2
     assert server.received == 401
     assert stats["given_up"] == 1
+
+
+@pytest.mark.parametrize("limit", ["auto", 4])
+@pytest.mark.parametrize("answered", [0, 40])
+def test_calls_at_an_endpoint_that_falls_silent_go_to_the_one_that_answers(
+    limit: Any, answered: int
+) -> None:
+    hang = frozenset(f"prompt {n}" for n in range(answered, 200))
+    silent = Foreign("queue", 4, seconds=0.02, hang=hang, hangs=200)
+    other = Foreign("queue", 4, seconds=0.02)
+    with silent.running() as first, other.running() as second:
+        # No hedges: they would hide it, and there are none under a spending cap.
+        with Pool(first, second, limit=limit, hedge=False, remember=False, deadline_s=30.0) as pool:
+            outcomes = pool.map(prompts(200))
+            assert pool.stats()["endpoints"][0]["times_set_aside"] >= 1
+
+    assert all(outcomes)
+    assert other.received + silent.received - 200 <= 20
 
 
 @pytest.mark.parametrize("limit", ["auto", 4])

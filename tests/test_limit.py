@@ -1,6 +1,7 @@
 """The limit finds the knee of every kind of server, follows it, and never leaves its bounds."""
 
 import importlib.util
+import itertools
 import json
 import math
 import sys
@@ -350,6 +351,32 @@ def test_a_number_above_what_a_server_accepts_costs_little(knee: int, number: in
     done = world.run(given, FixedLimit(number))
     assert world.run(given, world.Oracle(given)).seconds / done.seconds > 0.9
     assert done.rejects < 0.25 * given.calls
+
+
+class Semaphore(FixedLimit):
+    """The usual pattern: a refused call keeps its place while it waits."""
+
+    def on_reject(self, now: float, in_flight: int, retry_after_s: float | None) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("knee", [1, 4, 12, 40])
+def test_a_number_is_never_slower_than_a_semaphore_of_that_number(kind: str, knee: int) -> None:
+    for number in (1, 4, 16, 60):
+        took: dict[bool, list[float]] = {False: [], True: []}
+        rejects = {False: 0, True: 0}
+        for seed, semaphore in itertools.product(range(4), took):
+            limit: Limit = Semaphore(number) if semaphore else FixedLimit(number)
+            given = world.World(
+                kind, (knee,), calls=500, seed=seed, retry_after_s=None, holds_slot=semaphore
+            )
+            done = world.run(given, limit)
+            took[semaphore].append(done.seconds)
+            rejects[semaphore] += done.rejects
+        # Which call comes last is chance.
+        assert sum(took[False]) <= 1.01 * sum(took[True]), number
+        assert rejects[False] <= rejects[True], number
 
 
 @pytest.mark.parametrize("deadline_s", [60.0, 600.0])

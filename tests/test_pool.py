@@ -3,6 +3,7 @@
 import asyncio
 import json
 import multiprocessing
+import re
 import signal
 import subprocess
 import sys
@@ -640,6 +641,63 @@ def test_ctrl_c_keeps_what_came_back_and_the_next_run_goes_on(tmp_path):
             outcomes = pool.map(questions(paid))
             assert pool.stats()["hits"] >= int(count)
         assert all(outcomes)
+
+
+SCRIPT = """
+import asyncio, sys
+from batchwright.calls import Pool, chat
+
+requests = [chat("m", f"question {i}") for i in range(500)]
+pool = Pool(sys.argv[1], limit=4)
+
+async def inside():
+    async with pool:
+        await pool.amap(requests)
+
+async def pipeline():
+    for request in requests:
+        await pool.call(request)
+
+print("going", flush=True)
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("pool.map(requests)", r"Interrupted: stopped by Ctrl-C: \d+ of 500 responses came back"),
+        ("pool.map(iter(requests))", r"Interrupted: stopped by Ctrl-C: \d+ of 500 responses came"),
+        ("with pool: pool.map(requests)", r"Interrupted: stopped by Ctrl-C: \d+ of 500 responses"),
+        ("list(pool.stream(requests))", r"KeyboardInterrupt: stopped by Ctrl-C: \d+ outcomes were"),
+        ("pool.run(pipeline())", "KeyboardInterrupt"),
+        ("asyncio.run(inside())", "KeyboardInterrupt"),
+        ("asyncio.run(pool.amap(requests))", "KeyboardInterrupt"),
+    ],
+)
+def test_ctrl_c_in_a_script_ends_it_with_what_was_kept_and_no_noise_of_the_loop(call, told):
+    async def handler(seen: Seen) -> None:
+        await asyncio.sleep(0.02)
+        await seen.answer()
+
+    with RawServer(handler) as server:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, server.url, call],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            while process.stdout.readline() != "going\n" or len(server.seen) < 20:
+                pass
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=60)[1]
+        assert len(server.seen) < 500
+    assert process.returncode not in (0, None)
+    assert re.search(rf"{told}[^\n]*\n$", said), said
+    for noise in ("destroyed", "never retrieved", "never awaited", "Exception ignored"):
+        assert noise not in said
 
 
 def test_the_limit_that_was_found_is_remembered(tmp_path):

@@ -666,6 +666,12 @@ def test_report_writes_text_json_html_and_pictures(
     assert data["steps"]["totals"]["tokens"] == column(records(run_dir, "step"), "tokens")
     own = tmp_path / "mine.txt"
     own.write_text("mine")
+    (pictures / "packing.png").write_bytes(b"mine")
+    refused = call(f"report {run_dir} --png {pictures}", tmp_path)
+    assert (refused.code, "was not written by this command" in refused.err) == (1, True)
+    assert (pictures / "packing.png").read_bytes() == b"mine"
+    assert call(f"report {run_dir} --png {pictures} --force", tmp_path).code == 0
+    assert call(f"report {run_dir} --png {pictures}", tmp_path).code == 0
     refused = call(f"report {run_dir} --png {own}", tmp_path)
     assert (refused.code, "is a file" in refused.err) == (1, True)
     (tmp_path / "events.jsonl").touch()

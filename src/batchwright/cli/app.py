@@ -93,6 +93,9 @@ for command, words in COMMANDS.items():
     app.command(f"batchwright.cli.{command}:{command}", name=command, help=words)
 
 
+COMPLETION = re.compile(rb"#compdef batchwright\b|# \w+ completion for batchwright\b")
+
+
 @app.command(name="--install-completion")
 def install_completion(
     *,
@@ -103,11 +106,18 @@ def install_completion(
     output: Annotated[
         Path | None, Parameter(name=["--output", "-o"], help="Default: where the shell looks.")
     ] = None,
+    force: Annotated[
+        bool, Parameter(negative="", help="Replace a file that is no completion of this program.")
+    ] = False,
 ) -> None:
-    """Install completion for bash, zsh or fish, whichever shell this is."""
+    """Install completion for bash, zsh or fish, and load it where the shell begins."""
     # As cyclopts registers it, but imported only when it is typed.
     from cyclopts.completion.install import create_install_completion_command
 
+    if output is not None:
+        from batchwright.files import check_output
+
+        check_output(output, COMPLETION, force=force)
     create_install_completion_command(app.install_completion, True)(shell=shell, output=output)
 
 

@@ -45,7 +45,7 @@ def report(
     if png is not None:
         from batchwright.report.figures import run_png
 
-        drawn = run_png(png, found[0])
+        drawn = run_png(png, found[0], force=force)
         written += [f"wrote {path}" for path in drawn]
         if not drawn:
             written.append(f"nothing to draw yet in {run}, so {png} was not written")

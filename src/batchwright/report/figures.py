@@ -14,7 +14,7 @@ import numpy as np
 
 from batchwright.batching.analyze.findings import LengthHistogram
 from batchwright.errors import CannotWrite, ConfigError, need
-from batchwright.files import writing
+from batchwright.files import check_output, writing
 from batchwright.report.text import number, percent
 
 __all__ = [
@@ -119,14 +119,20 @@ CURVES = (
 """Metrics of steps that get a figure, where a run has them."""
 
 
-def run_png(folder: Path | str, summary: Mapping[str, Any]) -> list[Path]:
+def run_png(folder: Path | str, summary: Mapping[str, Any], *, force: bool = True) -> list[Path]:
     """Figures of a run's summary: curves, evaluations, calls, lengths, packed rows; their files.
 
-    A figure for which the run has no numbers is not drawn.
+    A figure for which the run has no numbers is not drawn. Without `force` no picture is replaced
+    that this package did not draw.
     """
-    folder = Path(folder)
     need("matplotlib", extra="plot")
     made: list[Path] = []
+
+    def place(name: str) -> Path:
+        path = Path(folder) / f"{name}.png"
+        check_output(path, PICTURE, force=force)
+        made.append(path)
+        return path
 
     def curves(name: str, lines: Sequence[_Curve], x: str, y: str) -> None:
         known = [line for line in lines if any(v is not None for v in line[2])]
@@ -134,8 +140,7 @@ def run_png(folder: Path | str, summary: Mapping[str, Any]) -> list[Path]:
             return
         figure, axes = _axes(7.0, 3.4, summary["run"], y)
         _curves(axes, known, x)
-        _save(figure, folder / f"{name}.png")
-        made.append(folder / f"{name}.png")
+        _save(figure, place(name))
 
     if steps := summary["steps"]:
         for name in CURVES:
@@ -156,9 +161,8 @@ def run_png(folder: Path | str, summary: Mapping[str, Any]) -> list[Path]:
         curves("calls_latency", latency, "seconds", "latency in seconds")
     if plan := summary["plan"]:
         rows = [row["lengths"] for row in plan["packing"]["rows"]]
-        packing_png(folder / "packing.png", rows, plan["packing"]["width"], summary["run"])
-        _lengths_png(folder / "lengths.png", plan, summary["run"])
-        made += [folder / "packing.png", folder / "lengths.png"]
+        packing_png(place("packing"), rows, plan["packing"]["width"], summary["run"])
+        _lengths_png(place("lengths"), plan, summary["run"])
     return made
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, Protocol
 
 from batchwright.calls.engine.budgets import SpendingCap
@@ -225,28 +226,47 @@ class Dispatch:
         there is hardly another call that it could wait for. A further try of a call may take twice
         as long, the last one all the time there is; and no more than 4 and one in twenty tries are
         given up. A call that is hedged hangs when its hedge does.
+
+        All calls at an endpoint that is silent while another one answers go there, and it is set
+        aside. If it never answered, it is given the time of the slowest other.
         """
         stats = self._stats
         if not self.in_flight:
             return
         allowed = {upstream: upstream.try_s() for upstream in self._upstreams}
+        most = max((one for one in allowed.values() if one < inf), default=inf)
         least = min(allowed.values())
         for job, first in list(self.in_flight.items()):
-            if now - first.started <= least or stats.given_up >= 4 + HEDGE_SHARE * stats.sent:
+            if now - first.started <= least:
                 return  # the others are younger still
             if job.over:
                 continue
             attempt = job.attempts[-1]
             upstream, age = attempt.upstream, now - attempt.started
-            if age <= allowed[upstream] * 2.0**job.tries or job.tries + 1 >= most_tries:
+            try_s = allowed[upstream] if upstream.answered else most
+            if age <= try_s * 2.0**job.tries or job.tries + 1 >= most_tries:
                 continue
-            patience = SILENT_ALONE if upstream.nearly_idle else SILENT
-            silent = now - max(upstream.quiet_since, attempt.started) > patience * allowed[upstream]
+            alone = upstream.answered and upstream.nearly_idle
+            since = max(upstream.quiet_since, attempt.started)
+            silent = now - since > (SILENT_ALONE if alone else SILENT) * try_s
+            if silent and self._answers_but(upstream, since):
+                upstream.breaker.trip(now)
+                yield from list(job.attempts)
+                continue
+            if stats.given_up >= 4 + HEDGE_SHARE * stats.sent:
+                continue
             young = upstream.answered < YOUNG
             enough = 1 if young else OVERTAKEN * max(2, upstream.in_flight)
             if silent or first.overtaken >= enough:
                 upstream.quiet_since = now
                 yield from list(job.attempts)
+
+    def _answers_but(self, silent: Upstream, since: float) -> bool:
+        """Whether another endpoint has answered since then."""
+        return any(
+            one is not silent and one.answered and one.quiet_since > since
+            for one in self._upstreams
+        )
 
     def stragglers(self, now: float) -> Iterator[Job]:
         """Calls to a server that take over twice the 95th percentile, the longest first.

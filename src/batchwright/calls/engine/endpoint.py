@@ -80,6 +80,11 @@ class Breaker:
             self._pause_s = min(self.max_s, 2 * self._pause_s)
             self.open_until = now + self._pause_s
 
+    def trip(self, now: float) -> None:
+        """Open at once; if it is open already, this was a probe."""
+        self._failures = max(self._failures, self.max_failures - 1)
+        self.on_failure(now)
+
 
 class SharedRateLimit:
     """Requests and tokens per minute for every process that names the same file and endpoint.

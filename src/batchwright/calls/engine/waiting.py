@@ -42,10 +42,15 @@ FLUSH_S = 20.0
 _PENDING = Failed(Kind.CANCELLED, "not made", tries=0)
 
 
+AGAIN = "a pool with a cache has the responses of exact requests and makes only the other calls"
+
+
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `Pool.map`: what came back is in `outcomes`, the rest is `cancelled` there."""
 
-    outcomes: Sequence[Outcome] = ()
+    def __init__(self, said: str = "", outcomes: Sequence[Outcome] = ()) -> None:
+        super().__init__(said)
+        self.outcomes = outcomes
 
 
 def check(request: Request, priced: Stats | None) -> Request:
@@ -134,9 +139,12 @@ class Batch:
             self.wait(wake, self._all_done, total, progress)
         except KeyboardInterrupt:
             self.stop(wake, "stopped by Ctrl-C")
-            interrupted = Interrupted()
-            interrupted.outcomes = self.results
-            raise interrupted from None
+            back = sum(isinstance(one, Done) for one in self.results)
+            raise Interrupted(
+                f"stopped by Ctrl-C: {back:,} of {max(total, self.submitted):,} responses came "
+                f"back and are in `outcomes` of this exception; {AGAIN}",
+                self.results,
+            ) from None
         except BaseException:
             self.stop(wake, "the requests could not be read")
             raise
@@ -337,8 +345,12 @@ class Stream:
         try:
             while not self._fed(batch):
                 batch.wait(wake, batch.has_outcome)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as stopped:
             batch.stop(wake, "stopped by Ctrl-C")
+            # The same exception, because of a subclass Python does not end as Ctrl-C ends it.
+            stopped.args = (
+                f"stopped by Ctrl-C: {batch.taken:,} outcomes were given out before; {AGAIN}",
+            )
             raise
         except StopIteration:
             raise

@@ -40,6 +40,11 @@ VECTOR_BYTES = 128 * 2**10
 """So much longer it may be for each text of an embedding call: 5,000 numbers in full length."""
 MOST_ERROR_BYTES, MOST_ERROR_S = 16 * 2**10, 2.0
 """So much is read of a response that is an error, and for so long: its status says the rest."""
+IDLE_S = 0.2
+"""An idle connection to a server without TLS is closed after so long, because some servers keep a
+thread for each that is open: llama.cpp has two more than slots, and with idle ones at all of them
+it leaves the other connections alone for seconds. To make a connection without TLS costs nothing.
+"""
 PIECE_BYTES = 2**20
 """Decompressed at a time, so that neither the memory nor the loop belongs to a server."""
 
@@ -100,13 +105,16 @@ class HttpTransport:
         self._proxy: URL | None = None
         self._proxy_headers: dict[str, str] | None = None
         if endpoint.socket is not None:
-            connector = aiohttp.UnixConnector(path=endpoint.socket, limit=0)
+            connector = aiohttp.UnixConnector(
+                path=endpoint.socket, limit=0, keepalive_timeout=IDLE_S
+            )
         else:
-            connector = aiohttp.TCPConnector(limit=0, ssl=_tls(endpoint))
             self._proxy, password = _proxy(endpoint.base)
             if self._base.startswith("https:"):
+                connector = aiohttp.TCPConnector(limit=0, ssl=_tls(endpoint))
                 self._proxy_headers = password
             else:
+                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
                 # Without a tunnel the proxy reads the request itself.
                 headers |= password
         # aiohttp sends the headers of the session to a proxy, an API key too.
