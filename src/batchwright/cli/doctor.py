@@ -166,7 +166,7 @@ def _kernels() -> dict[str, object]:
     else:
         state = (
             f"cold, each is compiled on its first use, into {cache} or folders like it, and found "
-            f"there by later commands ({reason})"
+            f"there by later commands ({reason}); `python -m batchwright.ahead` compiles all now"
         )
     return {
         "state": state,
