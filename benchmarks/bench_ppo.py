@@ -11,7 +11,7 @@ environment with the same networks.
 
 Steps a second are of `busy` seconds (see common.Measured): the machine may be shared. Return is
 the mean of the last 20 episodes of training. It differs so much between seeds that three of them
-order nobody; how well 20,000 steps are used is compared over 30, by the mean of all episodes too.
+order nobody; how well 20,000 steps are used is compared over 16, by the mean of all episodes too.
 """
 
 import os
@@ -383,7 +383,7 @@ def main() -> None:
             Contender("Stable-Baselines3 PPO, DummyVecEnv", sb3, outcome),
         ],
         Given(512 if parsed.smoke else 5_000 if parsed.quick else 20_000),
-        2 if parsed.quick else 30,
+        2 if parsed.quick else 16,
     )
     for num_envs in (8,) if parsed.smoke else (8, 64, 256):
         usual = Given(

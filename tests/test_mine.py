@@ -18,6 +18,7 @@ from batchwright.logic.mine.kernels import NO_LIMIT, walk
 from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
 from batchwright.logic.mine.paths import adjacency, count_bodies, find_paths
 from batchwright.logic.mine.score import learn_rules
+from batchwright.logic.rank.ranking import rank
 from batchwright.logic.rank.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
@@ -734,3 +735,26 @@ def test_rules_with_constants_of_many_answers_are_counted_part_by_part_and_each_
     bare = [read_constant(rules, r)[:2] for r in range(len(rules)) if not rules.body_len[r]]
     counts = Counter(edge for of_one in edges_of(facts, preds).values() for edge in of_one)
     assert sorted(bare) == sorted(edge for edge, count in counts.items() if count > 1)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 10_000))
+def test_the_weight_of_proofs_is_as_good_as_the_best_but_for_chance(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    n, betas = 60, (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+    vocab = vocab_of(n, 1)
+    valid = np.array([[e, 0, draw.integers(n)] for e in range(n)], np.int32)
+    known = Facts.of(valid, vocab)
+    kge, proofs = (draw.random((n, n)).astype(np.float32) for _ in range(2))
+    for table in (kge, proofs):
+        table[valid[:, 0], valid[:, 2]] += 0.3
+
+    choice = choose_beta(Fixed(kge), Fixed(proofs), valid, known, betas)
+    gains = {
+        beta: 1 / rank(Hybrid(Fixed(kge), Fixed(proofs), beta), valid, known).middle
+        for beta in betas
+    }
+
+    best = max(gains.values(), key=lambda gain: gain.mean())
+    behind = best - gains[choice.beta]
+    assert behind.mean() <= behind.std() / len(behind) ** 0.5 + 1e-12
