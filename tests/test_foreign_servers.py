@@ -60,8 +60,8 @@ def test_idle_connections_do_not_keep_a_server_with_few_threads_from_the_others(
     assert all(outcomes)
     # Else all calls would have waited for that.
     assert server.waited_out == 0
-    # A call whose connection never gets a thread looks as one that hangs.
-    assert stats["sent"] - 120 <= 10
+    # A call whose connection gets no thread looks like one that hangs, and few of those are resent.
+    assert stats["sent"] <= 120 + 4 + 0.1 * 120
 
 
 def limits(log: Path) -> list[int]:
