@@ -324,7 +324,7 @@ def live(report: Report, quick: bool) -> None:
         rows.append(row)
     columns = ["", "calls a run", "rounds", "lost", "limit=slots s", "slowest over fastest"]
     for name in ("cold", "warm"):
-        columns += [f"{name} %", "90 % sure", "by processor time"]
+        columns += [f"{name} %", f"{name}, 90 % sure", f"{name} % by the server's processor"]
     report.table("live: pool and llama.cpp over HTTP, percent of limit=slots", columns, rows)
     report.target("calls lost to llama.cpp", sum(row[3] for row in rows), most=0)
     for name, goal in (("cold", 90.0), ("warm", 95.0)):

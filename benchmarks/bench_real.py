@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ from common import Report, arguments
 from limit_peers import Inspect
 
 HERE = Path(__file__).parent
-LITELLM = HERE.parent / ".venv-bench" / "bin" / "python"
+LITELLM = (
+    Path(sys.executable)
+    if find_spec("litellm") is not None
+    else HERE.parent / ".venv-bench" / "bin" / "python"
+)
 DEADLINE_S = 120.0
 SLOTS = (1, 2, 4)
 LOADS = {"short": (32, 8, 8), "long": (16, 60, 3)}

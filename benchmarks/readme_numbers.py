@@ -259,6 +259,11 @@ def calls() -> list[list[str]]:
         good = sorted(row[column] for row in drawn)
         return f"{good[0]:.0f} to {good[-1]:.0f} %"
 
+    slots = rows("limit_live", "live: pool and llama.cpp").values()
+
+    def each(column: str) -> str:
+        return " and ".join(f"{row[column]:.0f}" for row in slots)
+
     busy = rows("calls", "1,024 calls of 50 ms, 60 in flight, beside")
     return [
         [
@@ -297,6 +302,12 @@ def calls() -> list[list[str]]:
             f"cold {family('cold %')}, warm {family('warm %')}",
             "",
             "`bench_limit.py --families`",
+        ],
+        [
+            "throughput of llama.cpp with 1 and 4 slots, relative to a limit at the slots",
+            f"cold {each('cold %')} %, warm {each('warm %')} %",
+            "",
+            "`bench_limit.py --live`",
         ],
         [
             "1,024 samples scored by a judge, relative to sequential calls",

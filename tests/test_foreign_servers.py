@@ -60,8 +60,8 @@ def test_idle_connections_do_not_keep_a_server_with_few_threads_from_the_others(
     assert all(outcomes)
     # Else all calls would have waited for that.
     assert server.waited_out == 0
-    # A call whose connection never gets a thread looks as one that hangs.
-    assert stats["sent"] - 120 <= 10
+    # A call whose connection gets no thread looks like one that hangs, and few of those are resent.
+    assert stats["sent"] <= 120 + 4 + 0.1 * 120
 
 
 def limits(log: Path) -> list[int]:
@@ -133,11 +133,15 @@ def test_calls_at_an_endpoint_that_falls_silent_go_to_the_one_that_answers(
     hang = frozenset(f"prompt {n}" for n in range(answered, 200))
     silent = Foreign("queue", 4, seconds=0.02, hang=hang, hangs=200)
     other = Foreign("queue", 4, seconds=0.02)
-    with silent.running() as first, other.running() as second:
-        # No hedges: they would hide it, and there are none under a spending cap.
-        with Pool(first, second, limit=limit, hedge=False, remember=False, deadline_s=30.0) as pool:
-            outcomes = pool.map(prompts(200))
-            assert pool.stats()["endpoints"][0]["times_set_aside"] >= 1
+    # No hedges: they would hide it, and there are none under a spending cap.
+    settings: dict[str, Any] = {"hedge": False, "remember": False, "deadline_s": 30.0}
+    with (
+        silent.running() as first,
+        other.running() as second,
+        Pool(first, second, limit=limit, **settings) as pool,
+    ):
+        outcomes = pool.map(prompts(200))
+        assert pool.stats()["endpoints"][0]["times_set_aside"] >= 1
 
     assert all(outcomes)
     assert other.received + silent.received - 200 <= 20

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 import zipfile
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,19 @@ def test_a_wheel_has_its_kernels_wherever_it_is_built(tmp_path: Path) -> None:
         names = files.namelist()
     assert "batchwright/compiled/manifest.json" in names
     assert sum(name.startswith("batchwright/compiled/") for name in names) > len(ahead.listed())
+
+
+def test_what_errors_advise_to_install_needs_no_index_that_has_the_package(tmp_path: Path) -> None:
+    """Where the package is installed, pip takes its extras from there: `batchwright[track]`."""
+    extras = metadata("batchwright").get_all("Provides-Extra") or []
+    assert "track" in extras
+    known = f"batchwright[{','.join(extras)}]"
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-deps", known],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Requirement already satisfied: batchwright[" in done.stdout

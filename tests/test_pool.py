@@ -689,8 +689,9 @@ def test_ctrl_c_in_a_script_ends_it_with_what_was_kept_and_no_noise_of_the_loop(
         )
         with process:
             assert process.stdout is not None
-            while process.stdout.readline() != "going\n" or len(server.seen) < 20:
-                pass
+            assert process.stdout.readline() == "going\n"
+            while len(server.seen) < 20:
+                time.sleep(0.005)
             process.send_signal(signal.SIGINT)
             said = process.communicate(timeout=60)[1]
         assert len(server.seen) < 500
