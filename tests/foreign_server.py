@@ -27,9 +27,14 @@ class Foreign:
     hang: frozenset[str] = frozenset()
     """The first `hangs` tries of these prompts are never answered."""
     hangs: int = 1
+    broken: frozenset[str] = frozenset()
+    """Every try of these prompts ends with an error of the server."""
     power: float = 1.5
     threads: int = 0
     """Each open connection has one of so many threads to itself, as in llama.cpp; 0: no limit."""
+    away: tuple[int, Any, float, float] | None = None
+    """Status and body of what is answered at once from so many seconds after the first request on,
+    and for how many seconds: a server that restarts, or the proxy before it."""
     patience_s: float = 5.0
     """A thread closes its connection when that has been idle for so long."""
     waited_out: int = 0
@@ -38,6 +43,7 @@ class Foreign:
     rejected: int = 0
     peak: int = 0
     prompts: list[str] = field(default_factory=list)
+    _since: float = 0.0
     _working: int = 0
     _next: int = 0
     _turn: int = 0
@@ -47,8 +53,13 @@ class Foreign:
     def respond(self, prompt: str) -> tuple[int, dict[str, str], Any]:
         with self._free:
             self.received += 1
+            self._since = self._since or time.monotonic()
+            if self._is_away():
+                return self._refused()
             before = self.prompts.count(prompt)
             self.prompts.append(prompt)
+        if prompt in self.broken:
+            return 500, {}, {"error": {"message": "CUDA error"}}
         if before < self.hangs and prompt in self.hang:
             self._over.wait(60)
             return 500, {}, {}
@@ -70,9 +81,23 @@ class Foreign:
         with self._free:
             self._working -= 1
             self._free.notify_all()
+            if self._is_away():
+                # What was in its queue is lost.
+                return self._refused()
         message = {"role": "assistant", "content": f"re: {prompt}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         return 200, {}, {"choices": [choice], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+
+    def _is_away(self) -> bool:
+        if self.away is None:
+            return False
+        _, _, start, seconds = self.away
+        return start <= time.monotonic() - self._since < start + seconds
+
+    def _refused(self) -> tuple[int, dict[str, str], Any]:
+        assert self.away is not None
+        self.rejected += 1
+        return self.away[0], {}, self.away[1]
 
     @contextmanager
     def running(self) -> Iterator[str]:

@@ -173,6 +173,50 @@ def test_a_number_is_not_exceeded_however_long_its_calls_are_silent() -> None:
             assert not first.result()[1]
 
 
+LOADING = {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}}
+
+
+@pytest.mark.parametrize("limit", ["auto", 32])
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (503, LOADING),
+        (502, "<html><h1>502 Bad Gateway</h1></html>"),
+        (500, {"error": "llama runner process has terminated: signal: killed"}),
+        (504, {"error": {"message": "upstream request timeout"}}),
+    ],
+)
+def test_a_server_that_restarts_in_the_middle_loses_no_call(
+    limit: Any, status: int, told: Any
+) -> None:
+    server = Foreign("queue", 4, seconds=0.02, away=(status, told, 0.3, 2.5))
+    with server.running() as url:
+        outcomes, stats = run(url, 200, limit=limit, deadline_s=60.0)
+
+    assert all(outcomes), [str(one) for one in outcomes if not one][:3]
+    # It is asked with single calls until it answers.
+    assert server.rejected <= 60
+    assert stats["endpoints"][0]["times_set_aside"] >= 1
+
+
+def test_a_server_that_is_still_loading_is_waited_for() -> None:
+    server = Foreign("queue", 2, seconds=0.01, away=(503, LOADING, 0.0, 2.5))
+    with server.running() as url:
+        outcomes, _ = run(url, 20, deadline_s=60.0)
+
+    assert all(outcomes)
+
+
+def test_a_call_that_a_server_cannot_do_fails_after_its_tries_and_keeps_nobody_waiting() -> None:
+    server = Foreign("queue", 4, seconds=0.01, broken=frozenset(f"prompt {i}" for i in (7, 99)))
+    with server.running() as url:
+        outcomes, stats = run(url, 100, deadline_s=600.0)
+
+    assert [i for i, one in enumerate(outcomes) if not one] == [7, 99]
+    assert stats["endpoints"][0]["times_set_aside"] == 0
+    assert server.received == 98 + 2 * 5
+
+
 @pytest.mark.parametrize("hedge", [True, False])
 def test_hangs_near_the_end_are_tried_again_though_nothing_is_sent_after_them(hedge: bool) -> None:
     server = Foreign("queue", 4, seconds=0.02, hang=frozenset({"prompt 38", "prompt 39"}))

@@ -14,7 +14,7 @@ from batchwright.calls.limit.auto import AutoLimit
 from batchwright.calls.limit.deadline import DEADLINE_S
 from batchwright.calls.limit.fixed import FixedLimit, Limit
 from batchwright.calls.limit.rates import RateLimit
-from batchwright.calls.outcome import Done, Kind, Outcome
+from batchwright.calls.outcome import Done, Failed, Kind, Outcome
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ MOST_DEBT_S = 60.0
 limits, and not for as long as an absurd count would take."""
 UNHEALTHY = {*SILENT, Kind.TRUNCATED, Kind.HTTP_5XX, Kind.BAD_BODY}
 """What an unhealthy server sends, or does not; a refusal with a reason comes from a healthy one."""
+RESTARTING = {500, 502, 503, 504}
+"""What a server that restarts sends, or the proxy before it: Ollama whose runner has ended, a
+gateway, llama.cpp while it loads."""
+OUTAGE_S, OUTAGE_CALLS = 60.0, 3
+"""So long after its last response an only endpoint that fails so many calls in a row is taken for
+one that restarts; after that, and for fewer, for one that cannot do what it is asked."""
 
 
 @dataclass(slots=True)
@@ -152,8 +158,14 @@ class Upstream:
     """Responses so far."""
     quiet_since: float = 0.0
     """When the last response came, or a try was given up because none came."""
+    answered_at: float = 0.0
+    """When the last response came."""
     latencies: "deque[float]" = field(default_factory=lambda: deque(maxlen=LATENCIES))
     transport: "Transport | None" = None
+    _failing: set[int] = field(default_factory=set)
+    """The calls that failed since the last response, as they do while a server restarts."""
+    _asked_at: float | None = None
+    """When one that never answered first said that it was not ready."""
     _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def connect(self) -> "Transport":
@@ -184,14 +196,15 @@ class Upstream:
             until = max(until, self.breaker.open_until)
         return until
 
-    def learn(self, now: float, seconds: float, outcome: Outcome) -> None:
-        """Update limit and breaker by one try, which still counts as in flight."""
+    def learn(self, now: float, seconds: float, outcome: Outcome, call: int) -> None:
+        """Update limit and breaker by one try of this call, which still counts as in flight."""
         if isinstance(outcome, Done):
             self.answered += 1
-            self.quiet_since = now
+            self.quiet_since = self.answered_at = now
             self.latencies.append(seconds)
             self.limit.on_done(now, seconds, self.in_flight, True)
             self.breaker.on_success()
+            self._failing.clear()
         elif outcome.kind is Kind.RATE_LIMITED:
             after_s = outcome.retry_after_s
             after_s = after_s if after_s is None else min(after_s, MOST_PAUSE_S)
@@ -199,12 +212,30 @@ class Upstream:
             self.breaker.on_success()
         else:
             self.limit.on_done(now, seconds, self.in_flight, False)
-            # Without another endpoint, one that answers at all stays in use: calls that it never
-            # answers well would wait for each other's probes.
+            # Without another endpoint, one that answers at all soon stays in use: calls that it
+            # never answers well would wait for each other's probes.
             if outcome.kind in (SILENT if self.alone else UNHEALTHY):
                 self.breaker.on_failure(now)
-            else:
+            elif not self._may_restart(now, outcome):
                 self.breaker.on_success()
+            else:
+                self._failing.add(call)
+                if len(self._failing) >= OUTAGE_CALLS:
+                    self.breaker.on_failure(now)
+
+    def is_down(self, now: float, failed: Failed) -> bool:
+        """Whether a try failed because the server is restarting: it says nothing of the call."""
+        return self.breaker.open_until is not None and self._may_restart(now, failed)
+
+    def _may_restart(self, now: float, failed: Failed) -> bool:
+        if failed.status not in RESTARTING or failed.kind is not Kind.HTTP_5XX:
+            return False
+        if self.answered:
+            return now - self.answered_at < OUTAGE_S
+        # One that never answered and is said to be loading comes up, perhaps.
+        if self._asked_at is None:
+            self._asked_at = now
+        return failed.status == 503 and now - self._asked_at < OUTAGE_S
 
     def try_s(self) -> float:
         """How long a try may take if calls sent later are answered; infinite if unknown."""

@@ -338,7 +338,7 @@ class Engine:
             if attempt.timer is not None:
                 attempt.timer.cancel()
             if outcome is not None and not attempt.hung:
-                upstream.learn(now, now - attempt.started, outcome)
+                upstream.learn(now, now - attempt.started, outcome, job.number)
             self._stats.busy_s += now - attempt.started
             upstream.in_flight -= 1
             job.attempts.remove(attempt)
@@ -402,6 +402,9 @@ class Engine:
             job.rejects += 1
             self._stats.rejects += 1
             self._log.write_changes()
+        elif attempt.upstream.is_down(now, outcome):
+            # It costs time, as a rejection does, but none of the tries of this call.
+            job.rejects += 1
         else:
             job.tries += 1
         self._last_failure = job.last_failure = outcome
