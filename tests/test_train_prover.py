@@ -675,3 +675,31 @@ def test_a_rollout_larger_than_the_budget_is_said(tmp_path: Path, call: Callable
     outcome = call(f"{line} --n-envs 8 --ppo-steps 100 --run-dir fits --quiet", tmp_path)
     assert "128 of 100" in outcome.out
     assert "one rollout is" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def mine(e):\n    raise KeyError('no\\nway')\n", "line 2: KeyError"),
+        ("def mine(e):\n    return e.proved / e.nothing\n", "line 2: AttributeError"),
+        ("def mine(e, other):\n    return 1\n", "reward.py: TypeError"),
+        ("def mine(e)\n    return 1\n", "line 1: SyntaxError"),
+        ("import nowhere\n", "line 1: ModuleNotFoundError"),
+        ("def mine(e):\n    return ['much'] * len(e.proved)\n", "reward function must return"),
+        ("def mine(e):\n    return [[1, 2], [3]]\n", "reward function must return"),
+        ("def mine(e):\n    return None\n", "reward function must return"),
+        ("def mine(e):\n    return e.depth * float('nan')\n", "reward"),
+        ("def mine(e):\n    return [1.0] * (len(e.depth) + 1)\n", "reward function must return"),
+    ],
+)
+def test_a_mistake_in_a_reward_function_is_told_as_one_of_its_file(
+    text: str, words: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    (tmp_path / "reward.py").write_text(text)
+    line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt --clone-updates 0 --passes 0"
+    line += " --n-envs 8 --ppo-steps 64 --run-dir run --quiet --reward reward.py:mine"
+    outcome = call(line, tmp_path)
+    assert outcome.code == 1
+    assert words in outcome.err
+    assert "internal error" not in outcome.err
+    assert outcome.err.count("\n") == 1
