@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import vector
 from numpy.typing import NDArray
 
 from batchwright.envs import BatchedVecEnv, CartPole, Env, ProverEnv
@@ -568,6 +570,85 @@ def test_gymnasiums_wrappers_go_around_it(make: Callable[..., Env], name: str) -
         elif name == "RecordEpisodeStatistics" and done.any():
             assert np.array_equal(infos["_episode"], done)
     assert ends > 5
+
+
+OBSERVERS: dict[str, Callable[[Any], Any]] = {
+    "FlattenObservation": lambda env: vector.FlattenObservation(env),
+    "FilterObservation": lambda env: vector.FilterObservation(env, ["mask"]),
+    "TransformObservation": lambda env: vector.TransformObservation(env, lambda shown: shown),
+}
+
+
+@both
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_gymnasiums_wrappers_of_observations_go_around_it_without_autoreset(
+    make: Callable[..., Env], name: str
+) -> None:
+    plain = GymnasiumVectorEnv(make(), "disabled")
+    env = OBSERVERS[name](GymnasiumVectorEnv(make(), AutoresetMode.DISABLED))
+    shown, _ = plain.reset(seed=3)
+    seen, _ = env.reset(seed=3)
+    ends = 0
+    for t in range(30):
+        actions = allowed(shown["mask"], t)
+        shown, reward, terminated, truncated, _ = plain.step(actions)
+        seen, *same, _ = env.step(actions)
+        for one, other in zip(same, (reward, terminated, truncated), strict=True):
+            assert np.array_equal(one, other)
+        assert len(seen["mask"] if isinstance(seen, dict) else seen) == 5
+        done = terminated | truncated
+        if done.any():
+            ends += int(done.sum())
+            shown, _ = plain.reset(options={"reset_mask": done})
+            seen, _ = env.reset(options={"reset_mask": done})
+        if name == "FilterObservation":
+            assert np.array_equal(seen["mask"], shown["mask"])
+    assert ends > 5
+
+
+@both
+def test_without_autoreset_the_episodes_are_those_of_the_environment(
+    make: Callable[..., Env],
+) -> None:
+    wrapped, env = GymnasiumVectorEnv(make(), "DISABLED"), make()
+    shown, _ = wrapped.reset()
+    env.reset()
+    ends = 0
+    for t in range(40):
+        actions = allowed(shown["mask"], t)
+        step = env.step(actions)
+        shown, _, terminated, truncated, _ = wrapped.step(actions)
+        done = terminated | truncated
+        assert np.array_equal(done, step.done)
+        for name in env.spec:
+            now = np.where(
+                done.reshape(-1, *[1] * (step.obs[name].ndim - 1)),
+                step.final_obs[name],
+                step.obs[name],
+            )
+            assert np.array_equal(shown[name], now)
+        if done.any():
+            ends += int(done.sum())
+            with pytest.raises(ConfigError, match="have ended; call reset"):
+                wrapped.step(actions)
+            # One after the other: what is not reset yet still shows its end.
+            for b in np.flatnonzero(done):
+                shown, _ = wrapped.reset(options={"reset_mask": np.arange(5) == b})
+            assert all(np.array_equal(shown[name], step.obs[name]) for name in env.spec)
+    assert ends > 5
+
+
+def test_gymnasium_may_give_a_seed_for_each_environment_and_no_next_step_reset() -> None:
+    def first(seed: Any) -> NDArray[Any]:
+        return GymnasiumVectorEnv(poles()).reset(seed=seed)[0]["features"]
+
+    assert np.array_equal(first([1, 2, 3, 4, 5]), first(np.arange(1, 6)))
+    assert not np.array_equal(first([1, 2, 3, 4, 5]), first([1, 2, 3, 4, 6]))
+    with pytest.raises(Mismatch, match="2 seeds for 5 environments"):
+        first([1, 2])
+    for mode in (AutoresetMode.NEXT_STEP, "next_step", "often"):
+        with pytest.raises(ConfigError, match="must be SAME_STEP or DISABLED"):
+            GymnasiumVectorEnv(poles(), mode)
 
 
 @pytest.mark.slow

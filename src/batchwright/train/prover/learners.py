@@ -328,8 +328,8 @@ def _of_the_user(file: str, run: Callable[[], Result]) -> Result:
         line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
         at = f"{file}, line {line}" if line else file
         raise ConfigError(
-            f"{at}: {type(error).__name__}: {one_line(str(error))}; the function of --reward takes the episodes "
-            f"that ended and returns a number for each"
+            f"{at}: {type(error).__name__}: {one_line(error)}; the function of --reward takes the "
+            f"episodes that ended and returns a number for each"
         ) from error
 
 
