@@ -20,7 +20,9 @@ from batchwright.envs import BatchedVecEnv, CartPole, Env, ProverEnv
 from batchwright.envs.gymnasium import GymnasiumVectorEnv
 from batchwright.envs.torchrl import TorchRLEnv
 from batchwright.errors import ConfigError, Mismatch
-from batchwright.logic import Facts, Vocab, parse_rules
+from batchwright.logic import Facts, Graph, Vocab, load_graph, parse_rules
+from batchwright.logic.mine.mining import mine
+from batchwright.rl import PPO, PPOConfig, policy_for
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "environments"
 
@@ -326,6 +328,61 @@ def test_batched_vec_env_is_a_torchrl_environment_over_the_same_arrays() -> None
     rollout = env.rollout(16, break_when_any_done=False)
     assert rollout.batch_size == (5, 16)
     check_env_specs(env)
+
+
+class Indexes:
+    """An index manager that numbers from 1 and knows predicates that no fact has."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self.constant_idx2str = {i + 1: name for i, name in enumerate(vocab.entities)}
+        names = (*vocab.predicates, *(f"{name}_kge" for name in vocab.predicates))
+        self.predicate_idx2str = {i + 1: name for i, name in enumerate(names)}
+
+
+class Handler:
+    """A data handler with triples of those numbers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.facts = graph.train + 1
+        self.train_queries = self.facts[:20]
+
+
+def test_an_environment_is_made_of_an_index_manager_and_a_data_handler() -> None:
+    graph = load_graph("family")
+    rules = mine(graph.train, graph.vocab).rules
+    plain = BatchedVecEnv(graph.facts, rules, graph.train, 4, seed=2)
+    im, dh = graph.vocab, graph
+    env = BatchedVecEnv(index_manager=im, data_handler=dh, queries=dh.train, batch_size=4, seed=2)
+    assert env.batch_size[0] == 4
+    for made in (env, BatchedVecEnv(data_handler=graph, batch_size=4, seed=2)):
+        torch.manual_seed(0)
+        one = made.rollout(16, break_when_any_done=False)
+        torch.manual_seed(0)
+        assert (one == plain.rollout(16, break_when_any_done=False)).all()
+
+    foreign = Handler(graph)
+    env = BatchedVecEnv(index_manager=Indexes(graph.vocab), data_handler=foreign, batch_size=4)
+    assert env.env.facts.num_predicates == 2 * graph.vocab.num_predicates + 1
+    assert env.env.facts.num_entities == graph.vocab.num_entities + 1
+    assert np.array_equal(env.env.queries, foreign.train_queries)
+    policy = policy_for(env, width=8)
+    sizes = {e.num_embeddings for e in policy.modules() if isinstance(e, torch.nn.Embedding)}
+    assert max(sizes) > graph.vocab.num_entities
+    PPO(env, policy, PPOConfig(total_steps=64, num_steps=8)).learn()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "no facts"),
+        ({"data_handler": Handler(load_graph("family"))}, "need an index_manager"),
+        ({"facts": load_graph("family").facts}, "no rules"),
+        ({"facts": load_graph("family").facts, "index_manager": 3}, "got a int"),
+    ],
+)
+def test_what_an_environment_is_not_made_of_is_said(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BatchedVecEnv(batch_size=2, **given)
 
 
 def test_our_ppo_takes_a_wrapped_environment_and_steps_its_arrays() -> None:
