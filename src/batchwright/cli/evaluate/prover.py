@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = ["evaluate_prover"]
 
+EPOCHS = 4
+"""Epochs of learning rule weights, unless told."""
+
+CELLS = 2 * 10**10
+"""Scores of an entity for a query that all epochs together may need: some minutes."""
+
 Mode = Literal["rules", "kge", "hybrid", "rl", "prover"]
 
 
@@ -41,7 +47,13 @@ def evaluate_prover(
         Parameter(help="Top mined rules with constants for each end of a relation; 0: none."),
     ] = 1000,
     seconds: Annotated[float, Parameter(help="Time to count mined rules in.")] = 300,
-    learn: Annotated[int, Parameter(help="Maximum epochs over train to learn rule weights.")] = 4,
+    learn: Annotated[
+        int | Literal["auto"],
+        Parameter(
+            help="Maximum epochs over train to learn rule weights; auto: 4, fewer or none where "
+            "the graph has hundreds of thousands of entities, all of which a query scores."
+        ),
+    ] = "auto",
     kge: Annotated[
         Path | None, Parameter(help="Run or model folder of `batchwright train kge`.")
     ] = None,
@@ -84,7 +96,7 @@ def evaluate_prover(
     from batchwright.logic.rank.ranking import average_precision, rank, summary
     from batchwright.logic.rank.scorers import RuleScorer
 
-    if min(limit, sampled, learn) < 0:
+    if min(limit, sampled, 0 if learn == "auto" else learn) < 0:
         raise ConfigError(
             f"--limit, --sampled and --learn must be at least 0, got {limit}, {sampled} and {learn}"
         )
@@ -265,7 +277,7 @@ def _rules(
     path: Path | None,
     mined: dict[str, Any],
     constants: int,
-    learn: int,
+    learn: int | Literal["auto"],
     seed: int,
     quiet: bool,
     kge: Path | None,
@@ -288,7 +300,10 @@ def _rules(
         from batchwright.logic.kge import read_rules
 
         rules, accepted = read_rules(path, graph, kge, least)
-    how: dict[str, Any] = {"rules": len(rules), "mined": path is None}
+    epochs = _epochs(graph) if learn == "auto" else learn
+    how: dict[str, Any] = {"rules": len(rules), "mined": path is None, "learn": epochs}
+    if learn == "auto" and epochs < EPOCHS and len(graph.valid):
+        how["learn_cut"] = EPOCHS
     facts = graph.facts
     if accepted:
         facts = accepted.graph.facts
@@ -301,7 +316,7 @@ def _rules(
                 graph.train,
                 graph.valid,
                 graph.known,
-                epochs=learn,
+                epochs=epochs,
                 seed=seed,
                 progress=progress,
             )
@@ -310,6 +325,14 @@ def _rules(
         scorer = RuleScorer(facts, rules)
         how["joined"] = "power 1, share 0"
     return scorer, {**how, "skipped_rules": list(scorer.skipped)}
+
+
+def _epochs(graph: "Graph") -> int:
+    """Epochs of learning that a graph of this size has time for."""
+    from batchwright.logic.rank.scorers import LEARNED
+
+    queries = min(LEARNED, 2 * len(graph.train))
+    return min(EPOCHS, CELLS // max(1, queries * graph.vocab.num_entities))
 
 
 def _table(found: dict[str, Any], sampled: int) -> str:
@@ -360,6 +383,11 @@ def _table(found: dict[str, Any], sampled: int) -> str:
                 f"; per search {proofs['proofs_found']:.1f} found with probability "
                 f"{proofs['probability_found']:.3f}, {proofs['probability_pruned']:.3f} pruned"
             )
+    if found.get("learn_cut"):
+        text += (
+            f"\nrule weights were learned for {found['learn']} of {found['learn_cut']} epochs at "
+            f"most: each scores very many entities; --learn sets how many"
+        )
     if found.get("left_out"):
         text += (
             f"\n{number(found['left_out'])} times a rule led too far from an entity and was left "
