@@ -339,3 +339,19 @@ def test_names_that_only_test_has_are_ranked_and_steer_nothing(
         assert found["in_train"] == 1
     said = batchwright(*words, "rules").out
     assert "warning: 1 of the test triples are facts of train.txt" in said
+
+
+def test_very_many_entities_are_not_learned_over_unless_told(
+    batchwright: Batchwright, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = load_graph(folder)
+    each = 2 * len(graph.train) * graph.vocab.num_entities
+    words = ("evaluate", "prover", "--data", folder, "--mode", "rules", "--limit", 4, "--quiet")
+    assert batchwright.json(*words)["learn"] == 4
+    for epochs in (0, 2):
+        monkeypatch.setattr("batchwright.cli.evaluate.prover.CELLS", each * epochs + 1)
+        assert batchwright.json(*words)["learn"] == epochs
+        told = batchwright(*words).out
+        assert f"learned for {epochs} of 4 epochs at most" in told
+        found = batchwright.json(*words, "--learn", 3)
+        assert (found["learn"], "learn_cut" in found) == (3, False)

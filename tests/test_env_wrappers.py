@@ -12,13 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import vector
 from numpy.typing import NDArray
 
 from batchwright.envs import BatchedVecEnv, CartPole, Env, ProverEnv
 from batchwright.envs.gymnasium import GymnasiumVectorEnv
 from batchwright.envs.torchrl import TorchRLEnv
 from batchwright.errors import ConfigError, Mismatch
-from batchwright.logic import Facts, Vocab, parse_rules
+from batchwright.logic import Facts, Graph, Vocab, load_graph, parse_rules
+from batchwright.logic.mine.mining import mine
+from batchwright.rl import PPO, PPOConfig, policy_for
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "environments"
 
@@ -326,6 +330,61 @@ def test_batched_vec_env_is_a_torchrl_environment_over_the_same_arrays() -> None
     check_env_specs(env)
 
 
+class Indexes:
+    """An index manager that numbers from 1 and knows predicates that no fact has."""
+
+    def __init__(self, vocab: Vocab) -> None:
+        self.constant_idx2str = {i + 1: name for i, name in enumerate(vocab.entities)}
+        names = (*vocab.predicates, *(f"{name}_kge" for name in vocab.predicates))
+        self.predicate_idx2str = {i + 1: name for i, name in enumerate(names)}
+
+
+class Handler:
+    """A data handler with triples of those numbers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.facts = graph.train + 1
+        self.train_queries = self.facts[:20]
+
+
+def test_an_environment_is_made_of_an_index_manager_and_a_data_handler() -> None:
+    graph = load_graph("family")
+    rules = mine(graph.train, graph.vocab).rules
+    plain = BatchedVecEnv(graph.facts, rules, graph.train, 4, seed=2)
+    im, dh = graph.vocab, graph
+    env = BatchedVecEnv(index_manager=im, data_handler=dh, queries=dh.train, batch_size=4, seed=2)
+    assert env.batch_size[0] == 4
+    for made in (env, BatchedVecEnv(data_handler=graph, batch_size=4, seed=2)):
+        torch.manual_seed(0)
+        one = made.rollout(16, break_when_any_done=False)
+        torch.manual_seed(0)
+        assert (one == plain.rollout(16, break_when_any_done=False)).all()
+
+    foreign = Handler(graph)
+    env = BatchedVecEnv(index_manager=Indexes(graph.vocab), data_handler=foreign, batch_size=4)
+    assert env.env.facts.num_predicates == 2 * graph.vocab.num_predicates + 1
+    assert env.env.facts.num_entities == graph.vocab.num_entities + 1
+    assert np.array_equal(env.env.queries, foreign.train_queries)
+    policy = policy_for(env, width=8)
+    sizes = {e.num_embeddings for e in policy.modules() if isinstance(e, torch.nn.Embedding)}
+    assert max(sizes) > graph.vocab.num_entities
+    PPO(env, policy, PPOConfig(total_steps=64, num_steps=8)).learn()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "no facts"),
+        ({"data_handler": Handler(load_graph("family"))}, "need an index_manager"),
+        ({"facts": load_graph("family").facts}, "no rules"),
+        ({"facts": load_graph("family").facts, "index_manager": 3}, "got a int"),
+    ],
+)
+def test_what_an_environment_is_not_made_of_is_said(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        BatchedVecEnv(batch_size=2, **given)
+
+
 def test_our_ppo_takes_a_wrapped_environment_and_steps_its_arrays() -> None:
     from batchwright.rl import PPO, PPOConfig, policy_for
 
@@ -568,6 +627,85 @@ def test_gymnasiums_wrappers_go_around_it(make: Callable[..., Env], name: str) -
         elif name == "RecordEpisodeStatistics" and done.any():
             assert np.array_equal(infos["_episode"], done)
     assert ends > 5
+
+
+OBSERVERS: dict[str, Callable[[Any], Any]] = {
+    "FlattenObservation": lambda env: vector.FlattenObservation(env),
+    "FilterObservation": lambda env: vector.FilterObservation(env, ["mask"]),
+    "TransformObservation": lambda env: vector.TransformObservation(env, lambda shown: shown),
+}
+
+
+@both
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_gymnasiums_wrappers_of_observations_go_around_it_without_autoreset(
+    make: Callable[..., Env], name: str
+) -> None:
+    plain = GymnasiumVectorEnv(make(), "disabled")
+    env = OBSERVERS[name](GymnasiumVectorEnv(make(), AutoresetMode.DISABLED))
+    shown, _ = plain.reset(seed=3)
+    seen, _ = env.reset(seed=3)
+    ends = 0
+    for t in range(30):
+        actions = allowed(shown["mask"], t)
+        shown, reward, terminated, truncated, _ = plain.step(actions)
+        seen, *same, _ = env.step(actions)
+        for one, other in zip(same, (reward, terminated, truncated), strict=True):
+            assert np.array_equal(one, other)
+        assert len(seen["mask"] if isinstance(seen, dict) else seen) == 5
+        done = terminated | truncated
+        if done.any():
+            ends += int(done.sum())
+            shown, _ = plain.reset(options={"reset_mask": done})
+            seen, _ = env.reset(options={"reset_mask": done})
+        if name == "FilterObservation":
+            assert np.array_equal(seen["mask"], shown["mask"])
+    assert ends > 5
+
+
+@both
+def test_without_autoreset_the_episodes_are_those_of_the_environment(
+    make: Callable[..., Env],
+) -> None:
+    wrapped, env = GymnasiumVectorEnv(make(), "DISABLED"), make()
+    shown, _ = wrapped.reset()
+    env.reset()
+    ends = 0
+    for t in range(40):
+        actions = allowed(shown["mask"], t)
+        step = env.step(actions)
+        shown, _, terminated, truncated, _ = wrapped.step(actions)
+        done = terminated | truncated
+        assert np.array_equal(done, step.done)
+        for name in env.spec:
+            now = np.where(
+                done.reshape(-1, *[1] * (step.obs[name].ndim - 1)),
+                step.final_obs[name],
+                step.obs[name],
+            )
+            assert np.array_equal(shown[name], now)
+        if done.any():
+            ends += int(done.sum())
+            with pytest.raises(ConfigError, match="have ended; call reset"):
+                wrapped.step(actions)
+            # One after the other: what is not reset yet still shows its end.
+            for b in np.flatnonzero(done):
+                shown, _ = wrapped.reset(options={"reset_mask": np.arange(5) == b})
+            assert all(np.array_equal(shown[name], step.obs[name]) for name in env.spec)
+    assert ends > 5
+
+
+def test_gymnasium_may_give_a_seed_for_each_environment_and_no_next_step_reset() -> None:
+    def first(seed: Any) -> NDArray[Any]:
+        return GymnasiumVectorEnv(poles()).reset(seed=seed)[0]["features"]
+
+    assert np.array_equal(first([1, 2, 3, 4, 5]), first(np.arange(1, 6)))
+    assert not np.array_equal(first([1, 2, 3, 4, 5]), first([1, 2, 3, 4, 6]))
+    with pytest.raises(Mismatch, match="2 seeds for 5 environments"):
+        first([1, 2])
+    for mode in (AutoresetMode.NEXT_STEP, "next_step", "often"):
+        with pytest.raises(ConfigError, match="must be SAME_STEP or DISABLED"):
+            GymnasiumVectorEnv(poles(), mode)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@ import _thread
 import itertools
 import math
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from batchwright.errors import ConfigError, Mismatch
 from batchwright.logic.facts import Facts
-from batchwright.logic.mine.constants import mine_constants
+from batchwright.logic.mine.constants import SEEN, mine_constants
 from batchwright.logic.mine.kernels import NO_LIMIT, walk
 from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
 from batchwright.logic.mine.paths import adjacency, count_bodies, find_paths
@@ -758,3 +758,48 @@ def test_the_weight_of_proofs_is_as_good_as_the_best_but_for_chance(seed: int) -
     best = max(gains.values(), key=lambda gain: gain.mean())
     behind = best - gains[choice.beta]
     assert behind.mean() <= behind.std() / len(behind) ** 0.5 + 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rules_of_answers_with_very_many_entities_are_counted_and_none_that_is_sure_is_missed(
+    seed: int,
+) -> None:
+    """More entities than are looked at, and many edges that one of those has by chance."""
+    rng = np.random.default_rng(seed)
+    people, kinds, lands = 2000, 6, 2
+    n = people + kinds + lands
+    kind = rng.integers(0, kinds, people)
+    known = np.minimum(people - 1, (rng.pareto(1.1, 3 * people) * 3).astype(np.int64))
+    everybody = np.arange(people)
+    triples = np.concatenate(
+        [
+            np.stack([everybody, np.full(people, 0), people + kind], 1),
+            np.stack([everybody, np.full(people, 1), people + kinds + kind % lands], 1),
+            np.stack([rng.integers(0, people, 3 * people), np.full(3 * people, 2), known], 1),
+        ]
+    )
+    facts = {(h, p, t) for h, p, t in triples.tolist()}
+    with_edge: dict[tuple[int, int | None], set[int]] = defaultdict(set)
+    for x, of_x in edges_of(facts, 3).items():
+        for step, end in of_x:
+            with_edge[step, end].add(x)
+            with_edge[step, None].add(x)
+    rules = mine_constants(triples, vocab_of(n, 3), most=500)
+    citizen, sure, off = 1, set(), []
+    for r in range(len(rules)):
+        step, constant, body = read_constant(rules, r)
+        if body is None:
+            continue
+        of, end = body
+        has = with_edge[of, end]
+        right = len(has & with_edge[step, constant])
+        if len(has) <= SEEN:
+            assert rules.weight[r] == pytest.approx(right / (len(has) + 5))
+        else:
+            off.append(float(rules.weight[r]) - right / (len(has) + 5))
+        if step == citizen and of == 0 and end is not None:
+            assert right == len(has)
+            assert rules.weight[r] == pytest.approx(right / (right + 5))
+            sure.add((constant, end))
+    assert sure == {(people + kinds + k % lands, people + k) for k in range(kinds)}
+    assert np.abs(off).max() < 0.15

@@ -205,7 +205,7 @@ def test_exact_sums_and_beams_are_named_in_evaluations_of_the_rules_policy(
 ) -> None:
     line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt --passes 1 --quiet"
     assert call(f"{line} --clone-updates 0 --ppo-steps 0 --run-dir run", tmp_path).code == 0
-    line = f"evaluate prover --data {FAMILY} --mode rl --prover run --limit 10 --quiet"
+    line = f"evaluate prover --data {FAMILY} --mode prover --prover run --limit 10 --quiet"
     assert "proofs: exact sum over all proofs" in call(line, tmp_path).out
     assert "proofs: beam of 8; per search" in call(f"{line} --beam 8", tmp_path).out
     exact, wide = (call(f"{line} --format json{b}", tmp_path).data for b in ("", " --beam 3000"))

@@ -330,3 +330,41 @@ def test_a_policy_and_an_embedding_are_evidence(call: Any, people: Path) -> None
     assert mined.code == 0, mined.err
     assert "exclude each other" in call(f"{query} --mine --prover prover", people).err
     assert "no rules of a run" in call(f"{query} --prover nowhere", people).err
+
+
+OF_ANYTHING = "liked:0.3: -> likes(x, bo)\nlikes_all:0.2: -> likes(ann, y)\n"
+
+
+@pytest.mark.parametrize("policy", ["rules", "neural", "answers", None])
+def test_every_policy_proves_where_a_rule_holds_of_anything_at_all(
+    call: Any, people: Path, policy: str | None
+) -> None:
+    with (people / "rules.txt").open("a") as file:
+        file.write(OF_ANYTHING)
+    made = ["train kge --data . --rank 4 --epochs 1 --batch-size 8 --run-dir kge --quiet"]
+    if policy:
+        made.append(
+            f"train prover --data . --policy {policy} --n-envs 4 --ppo-steps 64 --run-dir prover "
+            f"--rules rules.txt --quiet"
+        )
+    for line in made:
+        outcome = call(line, people)
+        assert outcome.code == 0, outcome.err
+    by = "--prover prover" if policy else "--rules rules.txt --depth 3"
+    names = load_graph(people).vocab.entities
+    for query in ("likes(X,bo)", "likes(ann,X)", "likes(ann,bo)", "likes(X,dee)"):
+        for more in ("", " --hide", " --hide --all --new", " --kge kge"):
+            outcome = call(f"prove {query} --data . {by}{more} --format json", people)
+            assert outcome.code == 0, outcome.err
+            found = outcome.data["answers"]
+            # What names nobody is said to, comes last, and has no score of policy or embedding.
+            assert [one["anything"] for one in found] == sorted(one["anything"] for one in found)
+            named = [one for one in found if not one["anything"]]
+            assert all(one["bindings"].get("X", "bo") in names for one in named)
+            general = [one for one in found if one["anything"]]
+            assert len(general) == ("X" in query)
+            for one in general:
+                assert one["bindings"] == {"X": None}
+                assert one["evidence"] == {"rules": pytest.approx(one["score"])}
+            drawn = call(f"prove {query} --data . {by}{more}", people)
+            assert drawn.out.count(", of anything at all\n") == len(general)

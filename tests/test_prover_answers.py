@@ -24,6 +24,7 @@ from batchwright.train.prover.answers import AnswerPolicy, AnswerScorer, Weighed
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import find_answers, improve_answers
 from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
+from batchwright.train.prover.scorer import FLOOR
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -408,3 +409,26 @@ def test_rules_of_a_file_are_followed_and_the_others_named(tmp_path: Path, famil
     result = train_prover(config)
     horn = parse_rules(FAMILY / "rules.txt", family.vocab)
     assert result.rules + len(result.skipped) == len(horn)
+
+
+@pytest.mark.parametrize("sharp", [0.1, 3.0, 100.0, 3000.0])
+def test_scores_order_answers_however_sure_a_policy_is(
+    sharp: float, family: Graph, weighed: Weighed
+) -> None:
+    """No tie but of equal weights, however far a softmax leaves an answer behind."""
+    policy = AnswerPolicy(np.random.default_rng(0).uniform(0.5, 1, weighed.num_rules) * sharp)
+    given, predicates = (np.ascontiguousarray(family.test[:30, i]) for i in (0, 1))
+    summed = weighed.scorer(policy.array()).scores(given, predicates, "tail")
+    scorer = AnswerScorer(weighed, policy)
+    scores = scorer.scores(given, predicates, "tail")
+    mass = scorer.mass(given, predicates, "tail")
+    assert (scores >= 0).all()
+    assert np.array_equal(scores > 0, summed > 0)
+    assert np.allclose(scores, np.log1p(mass / FLOOR), atol=2e-7)
+    assert np.allclose(mass.sum(1), (summed > 0).any(1))
+    for row, weights in zip(scores, summed, strict=True):
+        # In the order of the sums, whose differences may be less than single precision of scores.
+        order = np.argsort(weights, kind="stable")
+        assert (np.diff(row[order]) >= 0).all()
+        apart = np.diff(weights[order]) > 1e-4 * max(1.0, float(weights.max()))
+        assert (np.diff(row[order])[apart] > 0).all()

@@ -35,7 +35,17 @@ from batchwright.train.prover.config import REWARD_NAMES, ProverConfig
 from batchwright.train.prover.episodes import SHOWN
 from batchwright.train.prover.kernels import learn
 from batchwright.train.prover.learners import Practice, kge_potential
-from batchwright.train.prover.loop import fit_prover, load_prover, train_prover
+from batchwright.train.prover.loop import (
+    FEWEST,
+    UPDATES,
+    Weighting,
+    _followed,
+    _plan,
+    _sized,
+    fit_prover,
+    load_prover,
+    train_prover,
+)
 from batchwright.train.prover.policy import rule_policy
 from batchwright.train.prover.program import Asked
 from batchwright.train.prover.scorer import PolicyScorer
@@ -370,10 +380,12 @@ def test_the_command_trains_and_the_prover_is_evaluated_alone_and_beside_an_embe
     kge = Kge.new(shape, 0)
     save_kge(tmp_path / "kge", kge, entities=vocab_digest(family))
     line = f"evaluate prover --data {FAMILY} --prover {whole} --format json --quiet --mode"
-    alone = call(f"{line} rl", tmp_path)
-    assert alone.code == 0, alone.err
-    expected = rank(load_prover(whole, family), family.test, family.known).metrics()
-    assert alone.data["both"]["mrr"] == pytest.approx(expected.mrr)
+    ways: tuple[tuple[str, Weighting], ...] = (("prover", "kept"), ("rl", "ppo"))
+    for mode, which in ways:
+        alone = call(f"{line} {mode}", tmp_path)
+        assert alone.code == 0, alone.err
+        expected = rank(load_prover(whole, family, which=which), family.test, family.known)
+        assert alone.data["both"]["mrr"] == pytest.approx(expected.metrics().mrr)
     plain = call(f"{line.replace(f' --prover {whole}', '')} kge --kge kge", tmp_path)
     none = call(f"{line} hybrid --kge kge --beta 0", tmp_path)
     assert none.data["both"] == plain.data["both"]
@@ -426,6 +438,9 @@ def test_corrupted_triples_and_an_embedding_that_shapes_rewards_can_be_trained_w
         ("train prover --resume nowhere", "nowhere"),
         ("evaluate prover --data {family} --mode rl", "--prover RUN"),
         ("evaluate prover --data {family} --mode rl --prover nowhere", "no trained prover"),
+        ("evaluate prover --data {family} --mode prover", "--prover RUN"),
+        ("evaluate prover --data {family} --mode prover --prover a b", "takes one --prover, got 2"),
+        ("evaluate prover --data {family} --mode rl --prover a ./a", "given twice"),
         ("evaluate prover --data {family} --mode rules --prover x", "takes no --prover"),
     ],
 )
@@ -550,3 +565,141 @@ def test_a_prover_whose_rules_somebody_edited_since_is_refused(
     assert ended.err.count("\n") == 1
     assert "rules" in ended.err
     assert "internal" not in ended.err
+
+
+def started(folder: Path, call: Callable[..., Any], name: str, flags: str) -> Path:
+    line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt --n-envs 8 --quiet {flags}"
+    outcome = call(f"{line} --run-dir {name} --format json", folder)
+    assert outcome.code == 0, outcome.err
+    return folder / name
+
+
+@pytest.mark.parametrize("policy", ["rules", "neural", "answers"])
+def test_a_mode_called_rl_ranks_what_ppo_trained_beside_what_it_started_from(
+    policy: str, tmp_path: Path, family: Graph, call: Callable[..., Any]
+) -> None:
+    """Over several runs the difference has an interval over them, of one run over its queries."""
+    flags = f"--policy {policy} --ppo-steps 192 --eval-every 1"
+    runs = [
+        started(tmp_path, call, f"run{seed}", f"{flags} --seed {seed}").name for seed in range(3)
+    ]
+    triples = family.test[:4]
+    (tmp_path / "few").mkdir()
+    for part in ("train.txt", "valid.txt", "test.txt"):
+        lines = (FAMILY / part).read_text().splitlines(keepends=True)
+        (tmp_path / "few" / part).write_text("".join(lines[:4] if part == "test.txt" else lines))
+    few = load_graph(tmp_path / "few")
+    assert len(few.test) == len(triples)
+    line = "evaluate prover --data few --mode rl --quiet --format json --prover"
+    found = call(f"{line} {' '.join(runs)}", tmp_path).data
+    expected = {
+        which: [
+            rank(load_prover(tmp_path / run, few, which=which), few.test, few.known).metrics().mrr
+            for run in runs
+        ]
+        for which in ("before_ppo", "ppo")
+    }
+    gain = np.subtract(expected["ppo"], expected["before_ppo"])
+    assert found["mode"] == "rl"
+    assert found["both"]["mrr"] == pytest.approx(np.mean(expected["ppo"]))
+    assert found["gain"]["before"]["mrr"] == pytest.approx(np.mean(expected["before_ppo"]))
+    assert found["gain"]["runs"] == pytest.approx(gain)
+    assert found["gain"]["over"] == "runs"
+    spread = 4.303 * gain.std(ddof=1) / np.sqrt(3)
+    assert found["gain"]["low"] == pytest.approx(gain.mean() - spread, abs=1e-12)
+    assert found["gain"]["high"] == pytest.approx(gain.mean() + spread, abs=1e-12)
+    for one in found["runs"]:
+        assert "ppo" not in one["started_from"]
+        assert one["trained_by"][-1] == "ppo"
+    assert found["differing"] == []
+
+    one = call(f"{line} {runs[0]}", tmp_path).data["gain"]
+    assert one["over"] == "queries"
+    assert one["low"] <= one["mrr"] <= one["high"]
+    told = call(line.replace("--format json", "") + f" {runs[0]} {runs[1]}", tmp_path).out
+    assert "both sides, before PPO" in told
+    assert "over the 2 runs)" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "by"),
+    [
+        ("--clone-updates 1 --passes 0", ["imitation"]),
+        ("--clone-updates 0 --passes 1", ["supervised"]),
+        ("--clone-updates 1 --passes 1", ["imitation", "supervised"]),
+    ],
+)
+def test_what_took_no_ppo_step_is_never_called_rl(
+    flags: str, by: list[str], tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    started(tmp_path, call, "run", f"{flags} --ppo-steps 0")
+    line = f"evaluate prover --data {FAMILY} --limit 4 --quiet --prover run"
+    refused = call(f"{line} --mode rl", tmp_path)
+    assert (refused.code, refused.err.count("\n")) == (1, 1)
+    assert "took no PPO step" in refused.err
+    assert "--mode prover" in refused.err
+    found = call(f"{line} --mode prover --format json", tmp_path).data
+    assert found["mode"] == "prover"
+    assert found["trained_by"] == by[: len(found["trained_by"])]
+    assert "policy: trained by" in call(f"{line} --mode prover", tmp_path).out
+
+
+def test_runs_that_are_no_repetitions_of_each_other_are_said_to_differ(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    started(tmp_path, call, "one", "--clone-updates 0 --passes 0 --ppo-steps 64")
+    started(tmp_path, call, "two", "--clone-updates 0 --passes 0 --ppo-steps 64 --lr 0.5 --seed 1")
+    line = f"evaluate prover --data {FAMILY} --limit 4 --quiet --mode rl --prover one two"
+    assert call(f"{line} --format json", tmp_path).data["differing"] == ["lr"]
+    assert "warning: the runs differ in more than the seed: lr" in call(line, tmp_path).out
+
+
+@pytest.mark.parametrize("policy", ["rules", "neural", "answers"])
+@pytest.mark.parametrize("budget", [3000, 20_000])
+def test_auto_leaves_a_budget_many_updates_and_the_report_says_what_was_taken(
+    policy: str, budget: int, tmp_path: Path, family: Graph
+) -> None:
+    config = ProverConfig(data=str(FAMILY), policy=policy, n_envs="auto", ppo_steps=budget)  # type: ignore[arg-type]
+    rules = parse_rules(FAMILY / "rules.txt", family.vocab)
+    sized = _sized(config, _followed(config, family, rules))
+    assert budget / sized.rollout >= min(UPDATES, budget / (FEWEST * config.steps_each))
+    taken = sum(here.part == "ppo" for here in _plan(sized, 3)) * sized.rollout
+    assert budget <= taken < budget + sized.rollout
+
+
+def test_a_rollout_larger_than_the_budget_is_said(tmp_path: Path, call: Callable[..., Any]) -> None:
+    line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt --clone-updates 0 --passes 0"
+    outcome = call(f"{line} --n-envs 32 --ppo-steps 100 --run-dir run --quiet", tmp_path)
+    assert "256 of 100" in outcome.out
+    assert "one rollout is 256 steps, more than the 100 of --ppo-steps" in outcome.out
+    outcome = call(f"{line} --n-envs 8 --ppo-steps 100 --run-dir fits --quiet", tmp_path)
+    assert "128 of 100" in outcome.out
+    assert "one rollout is" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def mine(e):\n    raise KeyError('no\\nway')\n", "line 2: KeyError"),
+        ("def mine(e):\n    return e.proved / e.nothing\n", "line 2: AttributeError"),
+        ("def mine(e, other):\n    return 1\n", "reward.py: TypeError"),
+        ("def mine(e)\n    return 1\n", "line 1: SyntaxError"),
+        ("import nowhere\n", "line 1: ModuleNotFoundError"),
+        ("def mine(e):\n    return ['much'] * len(e.proved)\n", "reward function must return"),
+        ("def mine(e):\n    return [[1, 2], [3]]\n", "reward function must return"),
+        ("def mine(e):\n    return None\n", "reward function must return"),
+        ("def mine(e):\n    return e.depth * float('nan')\n", "reward"),
+        ("def mine(e):\n    return [1.0] * (len(e.depth) + 1)\n", "reward function must return"),
+    ],
+)
+def test_a_mistake_in_a_reward_function_is_told_as_one_of_its_file(
+    text: str, words: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    (tmp_path / "reward.py").write_text(text)
+    line = f"train prover --data {FAMILY} --rules {FAMILY}/rules.txt --clone-updates 0 --passes 0"
+    line += " --n-envs 8 --ppo-steps 64 --run-dir run --quiet --reward reward.py:mine"
+    outcome = call(line, tmp_path)
+    assert outcome.code == 1
+    assert words in outcome.err
+    assert "internal error" not in outcome.err
+    assert outcome.err.count("\n") == 1

@@ -91,17 +91,24 @@ def prove(
     for answer in found.found:
         if not (new and answer.known):
             kept = answer.proofs if all else answer.proofs[:1]
+            # A rule without a body, say, proves its head of anything: no entity is named then.
+            anything = answer.entity >= vocab.num_entities
+            bound = None if anything else vocab.term(answer.entity)
             shown.append(
                 {
                     "atom": vocab.atom(*kept[0].tree(horn).atom),
-                    "bindings": {name: vocab.term(answer.entity) for name in names},
+                    "bindings": dict.fromkeys(names, bound),
+                    "anything": anything,
                     "known": answer.known,
-                    **evidence.of(answer.entity, answer.confidence),
+                    **evidence.of(None if anything else answer.entity, answer.confidence),
                     "proofs": [_proof(proof, horn, vocab) for proof in kept],
                     "more": len(answer.proofs) - len(kept),
                 }
             )
-    shown.sort(key=lambda one: (-one["score"], one["proofs"][0]["steps"], one["atom"]))
+    # What holds of anything at all ranks nobody, so it comes after all that is named.
+    shown.sort(
+        key=lambda one: (one["anything"], -one["score"], one["proofs"][0]["steps"], one["atom"])
+    )
     summary = {
         "query": query,
         "answers": [
@@ -202,12 +209,12 @@ class _Evidence:
         weight = np.array([self._weights.get(r, 0.0) for r in range(len(rules))])
         return dataclasses.replace(rules, weight=weight)
 
-    def of(self, entity: int, confidence: float) -> dict[str, Any]:
-        """The score of an answer, and what it is made of."""
+    def of(self, entity: int | None, confidence: float) -> dict[str, Any]:
+        """The score of an answer, and what it is made of; None: anything at all, by rules alone."""
         parts: dict[str, Any] = {"rules": confidence}
-        if self._policy is not None:
+        if self._policy is not None and entity is not None:
             parts = {"policy": float(self._policy[entity])}
-        if self._embedding is not None:
+        if self._embedding is not None and entity is not None:
             parts["embedding"] = float(self._embedding[entity])
         doubt = 1.0
         for part in parts.values():
@@ -237,6 +244,7 @@ def _text(summary: dict[str, Any], shown: list[dict[str, Any]], most: int) -> st
         line = f"{one['atom']}: {one['score']:.3g}"
         line += f" ({made})" if len(one["evidence"]) > 1 else ""
         line += ", a known fact" if one["known"] else ""
+        line += ", of anything at all" if one["anything"] else ""
         parts.append("\n".join([line, *(_drawn(proof) for proof in one["proofs"])]))
         if one["more"]:
             also = "rule concludes" if one["more"] == 1 else "rules conclude"

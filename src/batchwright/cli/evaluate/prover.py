@@ -6,24 +6,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from batchwright.cli.output import Format, Quiet, progress_bar, show
+from batchwright.cli.output import Format, Progress, Quiet, progress_bar, show
 from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchwright.logic.loaders import Graph
-    from batchwright.logic.rank.ranking import Scorer
+    from batchwright.logic.rank.ranking import Ranks, Scorer
     from batchwright.logic.rank.scorers import RuleScorer
     from batchwright.train.prover.loop import Proofs
 
 __all__ = ["evaluate_prover"]
 
-Mode = Literal["rules", "kge", "hybrid", "rl"]
+EPOCHS = 4
+"""Epochs of learning rule weights, unless told."""
+
+CELLS = 2 * 10**10
+"""Scores of an entity for a query that all epochs together may need: some minutes."""
+
+Mode = Literal["rules", "kge", "hybrid", "rl", "prover"]
 
 
 def evaluate_prover(
     *,
     data: Annotated[Path, Parameter(help="A folder with train.txt, valid.txt and test.txt.")],
-    mode: Annotated[Mode, Parameter(help="What scores the entities.")] = "rules",
+    mode: Annotated[
+        Mode,
+        Parameter(
+            help="What scores the entities; rl: the policy that PPO trained, beside the one it "
+            "started from; prover: the policy that the run kept, whatever trained it."
+        ),
+    ] = "rules",
     rules: Annotated[
         Path | None, Parameter(help="Rule file; default: mined from train.txt.")
     ] = None,
@@ -35,7 +47,13 @@ def evaluate_prover(
         Parameter(help="Top mined rules with constants for each end of a relation; 0: none."),
     ] = 1000,
     seconds: Annotated[float, Parameter(help="Time to count mined rules in.")] = 300,
-    learn: Annotated[int, Parameter(help="Maximum epochs over train to learn rule weights.")] = 4,
+    learn: Annotated[
+        int | Literal["auto"],
+        Parameter(
+            help="Maximum epochs over train to learn rule weights; auto: 4, fewer or none where "
+            "the graph has hundreds of thousands of entities, all of which a query scores."
+        ),
+    ] = "auto",
     kge: Annotated[
         Path | None, Parameter(help="Run or model folder of `batchwright train kge`.")
     ] = None,
@@ -44,7 +62,13 @@ def evaluate_prover(
         Parameter(help="Minimum probability of --kge answers in rules; default: by valid."),
     ] = None,
     prover: Annotated[
-        Path | None, Parameter(help="Run of `batchwright train prover`, for rl and hybrid.")
+        list[Path] | None,
+        Parameter(
+            help="Run of `batchwright train prover`, for rl, prover and hybrid; rl takes several, "
+            "of other seeds.",
+            consume_multiple=True,
+            negative="",
+        ),
     ] = None,
     beam: Annotated[
         int | None,
@@ -72,7 +96,7 @@ def evaluate_prover(
     from batchwright.logic.rank.ranking import average_precision, rank, summary
     from batchwright.logic.rank.scorers import RuleScorer
 
-    if min(limit, sampled, learn) < 0:
+    if min(limit, sampled, 0 if learn == "auto" else learn) < 0:
         raise ConfigError(
             f"--limit, --sampled and --learn must be at least 0, got {limit}, {sampled} and {learn}"
         )
@@ -88,17 +112,13 @@ def evaluate_prover(
 
         triples = triples[np.linspace(0, len(triples) - 1, limit).astype(np.int64)]
 
-    if mode == "rl" and prover is None:
-        raise ConfigError(
-            "no trained prover given; --mode rl needs --prover RUN of `batchwright train prover`"
-        )
-    if mode in ("rules", "kge") and prover is not None:
-        raise ConfigError(f"--mode {mode} takes no --prover; --mode rl and hybrid do")
+    prover = prover or None
+    _check_provers(mode, prover)
 
     if beam is not None and prover is None:
         raise ConfigError("--beam is for the proofs of a trained prover; give --prover RUN")
 
-    if accept is not None and (rules is None or kge is None or prover or mode in ("rl", "kge")):
+    if accept is not None and (rules is None or kge is None or prover or mode == "kge"):
         raise ConfigError("--accept is for rules that use p_kge; give --rules FILE and --kge RUN")
 
     trained: Proofs | None = None
@@ -108,15 +128,27 @@ def evaluate_prover(
             from batchwright.train.prover.loop import load_prover
 
             nonlocal trained
-            trained = load_prover(prover, graph, beam=beam)
-            return trained, {"prover": str(prover)}
+            trained = load_prover(prover[0], graph, beam=beam)
+            return trained, {"prover": str(prover[0]), **_origin(prover[0])}
         mined = {"length": length, "min_confidence": min_confidence, "most": most}
         mined |= {"seconds": seconds, "seed": seed}
         return _rules(graph, rules, mined, constants, learn, seed, quiet, kge, accept)
 
-    scorer, how = _scorer(graph, mode, proofs, kge, beta)
+    scorer: Scorer
     with progress_bar("ranking", quiet) as progress:
-        ranks = rank(scorer, triples, asked.known, sampled=sampled, seed=seed, progress=progress)
+        if mode == "rl":
+            assert prover is not None
+
+            def ranked(scorer: "Scorer") -> "Ranks":
+                return rank(scorer, triples, asked.known, sampled=sampled, seed=seed)
+
+            scorer, ranks, how = _by_ppo(prover, graph, beam, ranked, progress)
+            trained = scorer
+        else:
+            scorer, how = _scorer(graph, mode, proofs, kge, beta)
+            ranks = rank(
+                scorer, triples, asked.known, sampled=sampled, seed=seed, progress=progress
+            )
     found: dict[str, Any] = {"graph": graph.name, "part": part, "mode": mode, **how}
     found["in_train"] = len(find_leaks(asked.facts, {part: triples}))
     found.update(summary(ranks, asked.vocab.predicates))
@@ -141,7 +173,7 @@ def _scorer(
     beta: float | None,
 ) -> "tuple[Scorer, dict[str, Any]]":
     """The scorer and how it was made; hyperparameters are chosen on valid."""
-    if mode in ("rules", "rl"):
+    if mode in ("rules", "prover"):
         return make_proofs()
     if kge is None:
         raise ConfigError(f"--mode {mode} needs --kge RUN; train one with `batchwright train kge`")
@@ -162,12 +194,90 @@ def _scorer(
     return Hybrid(embedding, proofs, choice.table), how
 
 
+def _check_provers(mode: Mode, runs: list[Path] | None) -> None:
+    if mode in ("rl", "prover") and not runs:
+        raise ConfigError(
+            f"no trained prover given; --mode {mode} needs --prover RUN of `batchwright train "
+            f"prover`"
+        )
+    if mode in ("rules", "kge") and runs:
+        raise ConfigError(f"--mode {mode} takes no --prover; --mode rl, prover and hybrid do")
+    if runs and len(runs) > 1 and mode != "rl":
+        raise ConfigError(
+            f"--mode {mode} takes one --prover, got {len(runs)}; --mode rl compares several"
+        )
+    if runs and len({run.resolve() for run in runs}) < len(runs):
+        raise ConfigError("the same run is given twice to --prover; give runs of other seeds")
+
+
+def _origin(run: Path) -> dict[str, Any]:
+    """What trained the policy that a run kept; nothing of runs that do not say so."""
+    from batchwright.errors import Mismatch
+    from batchwright.train.prover.loop import origin_of
+
+    try:
+        origin = origin_of(run)
+    except Mismatch:
+        return {}
+    return {"trained_by": list(origin.rounds), "best_round": origin.round}
+
+
+def _by_ppo(
+    runs: list[Path],
+    graph: "Graph",
+    beam: int | None,
+    ranked: "Callable[[Scorer], Ranks]",
+    progress: Progress | None,
+) -> "tuple[Proofs, Ranks, dict[str, Any]]":
+    """Rank the policies that PPO trained and those it started from; the first run's scorer too."""
+    from batchwright.train.prover.gain import gain, joined
+    from batchwright.train.prover.loop import load_prover, origin_of
+
+    before, after, scorers, said = [], [], [], []
+    for number, run in enumerate(runs):
+        origins = origin_of(run, "before_ppo"), origin_of(run, "ppo"), origin_of(run)
+        before.append(ranked(load_prover(run, graph, beam=beam, which="before_ppo")))
+        if progress:
+            progress(2 * number + 1, 2 * len(runs))
+        scorers.append(load_prover(run, graph, beam=beam, which="ppo"))
+        after.append(ranked(scorers[-1]))
+        if progress:
+            progress(2 * number + 2, 2 * len(runs))
+        started, practised, kept = (list(origin.rounds) for origin in origins)
+        said.append(
+            {
+                "started_from": started,
+                "trained_by": practised,
+                "round": origins[1].round,
+                "kept_round": origins[2].round,
+                "kept_trained_by": kept,
+                "mrr_before": before[-1].metrics().mrr,
+                "mrr": after[-1].metrics().mrr,
+            }
+        )
+    how: dict[str, Any] = {"prover": [str(run) for run in runs], "runs": said}
+    differing = _differing(runs)
+    return scorers[0], joined(after), {**how, "gain": gain(before, after), "differing": differing}
+
+
+def _differing(runs: list[Path]) -> list[str]:
+    """Settings other than the seed in which the runs differ: these are not repetitions then."""
+    from dataclasses import fields
+
+    from batchwright.train.prover.config import ProverConfig
+
+    configs = [ProverConfig.of_run(run) for run in runs]
+    names = [field.name for field in fields(ProverConfig)]
+    free = {"seed", "run_dir", *ProverConfig.CHANGEABLE}
+    return [n for n in names if n not in free and len({getattr(c, n) for c in configs}) > 1]
+
+
 def _rules(
     graph: "Graph",
     path: Path | None,
     mined: dict[str, Any],
     constants: int,
-    learn: int,
+    learn: int | Literal["auto"],
     seed: int,
     quiet: bool,
     kge: Path | None,
@@ -190,7 +300,10 @@ def _rules(
         from batchwright.logic.kge import read_rules
 
         rules, accepted = read_rules(path, graph, kge, least)
-    how: dict[str, Any] = {"rules": len(rules), "mined": path is None}
+    epochs = _epochs(graph) if learn == "auto" else learn
+    how: dict[str, Any] = {"rules": len(rules), "mined": path is None, "learn": epochs}
+    if learn == "auto" and epochs < EPOCHS and len(graph.valid):
+        how["learn_cut"] = EPOCHS
     facts = graph.facts
     if accepted:
         facts = accepted.graph.facts
@@ -203,7 +316,7 @@ def _rules(
                 graph.train,
                 graph.valid,
                 graph.known,
-                epochs=learn,
+                epochs=epochs,
                 seed=seed,
                 progress=progress,
             )
@@ -212,6 +325,14 @@ def _rules(
         scorer = RuleScorer(facts, rules)
         how["joined"] = "power 1, share 0"
     return scorer, {**how, "skipped_rules": list(scorer.skipped)}
+
+
+def _epochs(graph: "Graph") -> int:
+    """Epochs of learning that a graph of this size has time for."""
+    from batchwright.logic.rank.scorers import LEARNED
+
+    queries = min(LEARNED, 2 * len(graph.train))
+    return min(EPOCHS, CELLS // max(1, queries * graph.vocab.num_entities))
 
 
 def _table(found: dict[str, Any], sampled: int) -> str:
@@ -226,8 +347,13 @@ def _table(found: dict[str, Any], sampled: int) -> str:
 
     columns = ["", "queries", "MRR", "expected", "hits@1", "hits@3", "hits@10"]
     rows = [row(title, found[key]) for key, title in names.items() if key in found]
+    if brought := found.get("gain"):
+        rows.insert(0, row("both sides, before PPO", brought["before"]))
+        rows[1][0] = "both sides, after PPO"
     text = table([f"{found['graph']} {found['part']}, {found['mode']}", *columns[1:]], rows)
     by = sorted(found["by_relation"].items(), key=lambda item: -int(item[1]["queries"]))
+    if brought:
+        text += "\n" + _gain_said(found)
     text += "\n\n" + table(["relation", *columns[1:]], [row(name, each) for name, each in by[:20]])
     if len(by) > 20:
         text += f"\n{len(by) - 20} more relations with --format json"
@@ -241,6 +367,13 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         if key in found:
             value = found[key]
             text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
+    if found["mode"] != "rl" and "trained_by" in found:
+        from batchwright.train.prover.config import phases_said
+
+        text += (
+            f"\npolicy: trained by {phases_said(found['trained_by'])}, the best on valid after "
+            f"round {found['best_round']}"
+        )
     if proofs := found.get("proofs"):
         text += f"\nproofs: {proofs['search']}"
         if proofs.get("left_out"):
@@ -250,6 +383,11 @@ def _table(found: dict[str, Any], sampled: int) -> str:
                 f"; per search {proofs['proofs_found']:.1f} found with probability "
                 f"{proofs['probability_found']:.3f}, {proofs['probability_pruned']:.3f} pruned"
             )
+    if found.get("learn_cut"):
+        text += (
+            f"\nrule weights were learned for {found['learn']} of {found['learn_cut']} epochs at "
+            f"most: each scores very many entities; --learn sets how many"
+        )
     if found.get("left_out"):
         text += (
             f"\n{number(found['left_out'])} times a rule led too far from an entity and was left "
@@ -271,4 +409,33 @@ def _table(found: dict[str, Any], sampled: int) -> str:
             f"\nties matter here: by their order the MRR is {both['pessimistic_mrr']:.4f} to "
             f"{both['optimistic_mrr']:.4f}"
         )
+    return text
+
+
+def _gain_said(found: dict[str, Any]) -> str:
+    """What PPO brought, how sure that is, and what the runs kept."""
+    from batchwright.train.prover.config import phases_said
+
+    gain, runs, names = found["gain"], found["runs"], found["prover"]
+    text = f"PPO brought {gain['mrr']:+.4f} MRR"
+    if gain["low"] is not None:
+        text += f" (95 % interval {gain['low']:+.4f} to {gain['high']:+.4f}, over the "
+        text += f"{len(runs)} runs)" if gain["over"] == "runs" else "queries of this run)"
+    started = runs[0]["started_from"]
+    text += " over the policy it started from, "
+    text += f"trained by {phases_said(started)}" if started else "which is untrained"
+    if len(runs) == 1:
+        text += "; give runs of other seeds to --prover for an interval over seeds"
+    else:
+        for name, one, brought in zip(names, runs, gain["runs"], strict=True):
+            text += f"\n  {name}: {one['mrr_before']:.4f} to {one['mrr']:.4f}, {brought:+.4f}"
+    if found["differing"]:
+        text += f"\nwarning: the runs differ in more than the seed: {', '.join(found['differing'])}"
+    for name, one in zip(names, runs, strict=True):
+        if one["kept_round"] != one["round"]:
+            text += (
+                f"\nnote: {name} kept the policy of round {one['kept_round']}, trained by "
+                f"{phases_said(one['kept_trained_by'])}, which is better on valid; rank it with "
+                f"--mode prover"
+            )
     return text

@@ -7,7 +7,7 @@ from cyclopts import Parameter
 
 from batchwright.cli.output import Format, Quiet, progress_bar, show
 from batchwright.cli.train.flags import Given, Resume, ending, leave, settings
-from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.config import ProverConfig, phases_said
 
 if TYPE_CHECKING:
     from batchwright.train.prover.loop import ProverResult
@@ -45,6 +45,8 @@ def _table(result: "ProverResult", config: ProverConfig) -> str:
 
     rows = [
         ["rounds", number(result.rounds)],
+        ["environments", number(result.n_envs)],
+        ["PPO steps", f"{number(result.ppo_steps)} of {number(config.recipe.ppo_steps)}"],
         ["rules", number(result.rules)],
         ["valid queries proved by one sample, before", percent(result.first_proved)],
         ["valid queries proved by one sample, best policy", percent(result.proved)],
@@ -56,6 +58,7 @@ def _table(result: "ProverResult", config: ProverConfig) -> str:
         ["answered correctly by one sample, after PPO", percent(result.after_ppo_right)],
         ["MRR on valid, best policy", mrr(result.best_mrr)],
         ["best after round", number(result.best_round)],
+        ["best policy trained by", phases_said(result.trained_by)],
         ["time", seconds(result.seconds)],
     ]
     text = table(["run", str(result.run_dir)], rows)
@@ -64,8 +67,14 @@ def _table(result: "ProverResult", config: ProverConfig) -> str:
             f"\n{len(result.skipped)} rules are not chains of up to 3 edges and were skipped: "
             f"{result.skipped[0]}..."
         )
+    asked, rollout = config.recipe.ppo_steps, config.steps_each * result.n_envs
+    if 0 < asked < rollout:
+        text += (
+            f"\none rollout is {rollout:,} steps, more than the {asked:,} of --ppo-steps: PPO made "
+            f"one update; lower --n-envs, or set it to auto"
+        )
     done = (
-        f"done; next: batchwright evaluate prover --data {config.data} --mode rl "
-        f"--prover {result.run_dir}"
+        f"done; next: batchwright evaluate prover --data {config.data} "
+        f"--mode {'rl' if asked else 'prover'} --prover {result.run_dir}"
     )
     return text + "\n" + ending(result.finished, done, "prover", result.run_dir)

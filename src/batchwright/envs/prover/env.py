@@ -42,7 +42,7 @@ from batchwright.envs.prover.settings import (
     scheme,
     truths,
 )
-from batchwright.errors import ConfigError, Mismatch
+from batchwright.errors import ConfigError, Mismatch, one_line
 from batchwright.fingerprint import digest, digest_array
 from batchwright.logic.facts import Facts
 from batchwright.logic.prove.proofs import Shortest
@@ -485,13 +485,20 @@ class ProverEnv:
             answer=ended[:, layout.E_ANSWER].copy(),
             query_index=ended[:, layout.E_INDEX].copy(),
         )
-        found = np.asarray(self._reward(given), np.float32)
-        if found.shape != rows.shape or not np.isfinite(found).all():
-            raise ConfigError(
-                f"the reward function must return {len(rows)} finite numbers, one for each episode "
-                f"that ended, got {found.dtype} of shape {list(found.shape)}"
-            )
-        own.reward[rows] = found
+        returned = self._reward(given)
+        try:
+            found = np.asarray(returned, np.float32)
+        except (TypeError, ValueError):
+            got = f"{type(returned).__name__} {one_line(repr(returned))[:60]}"
+        else:
+            if found.shape == rows.shape and np.isfinite(found).all():
+                own.reward[rows] = found
+                return
+            got = f"{found.dtype} of shape {list(found.shape)}"
+        raise ConfigError(
+            f"the reward function must return {len(rows)} finite numbers, one for each episode "
+            f"that ended, got {got}"
+        )
 
     def _shape_rewards(self) -> None:
         """Add gamma * phi(next) - phi(now), phi of an end being 0: no best policy changes."""

@@ -5,7 +5,8 @@
     speaks(X, english) <-                          nothing: how often the answer is right
 
 Confidence is support / (pairs + prior) as of chains: of all X with the body, how many have the
-head. A fact does not count for itself.
+head. A fact does not count for itself. Where an answer has so many X that only some are looked at,
+they say which bodies to count; each is then counted over X that have it, all or evenly drawn ones.
 """
 
 # Kernels annotate numba's 64-bit integers as int; only numba can tell them apart.
@@ -132,6 +133,33 @@ def _atom(step: int, x: int, end: int, preds: int) -> Atom:
 
 
 @kernel
+def _supported(s: int, c: int, step: int, end: int, index: Adjacency, preds: int) -> int:
+    """How many X that have edge (step, end), or of end -1 any by that step, have edge (s, c).
+
+    If they are more than `SEEN`, as many are looked at, evenly drawn, and speak for the others.
+    """
+    if end < 0:
+        low, high = index.start_ptr[step], index.start_ptr[step + 1]
+    else:
+        turned = inverse(step, preds)
+        first, last = index.ptr[end], index.ptr[end + 1]
+        low = lower_bound(index.step, first, last, turned)
+        high = lower_bound(index.step, low, last, turned + 1)
+    pairs = high - low
+    looks, hits = min(pairs, SEEN), 0
+    for k in range(looks):
+        at = low + k * pairs // looks
+        x = index.starts[at] if end < 0 else index.end[at]
+        last = index.ptr[x + 1]
+        first = lower_bound(index.step, index.ptr[x], last, s)
+        last = lower_bound(index.step, first, last, s + 1)
+        place = lower_bound(index.end, first, last, c)
+        if place < last and index.end[place] == c:
+            hits += 1
+    return hits * pairs // max(1, looks)
+
+
+@kernel
 def _count_answers(
     s: int,
     first_answer: int,
@@ -172,11 +200,13 @@ def _count_answers(
         rows.append((np.int64(c), np.int64(-1), np.int64(-1)))
         found.append(size / (askers + prior))
         looks = min(size, SEEN)
+        whole = looks == size
         used = 0
         for k in range(looks):
             x = index.end[low + k * size // looks]
             first, edges = index.ptr[x], index.ptr[x + 1] - index.ptr[x]
             some = min(edges, SEEN)
+            whole = whole and some == edges
             looked += some
             before = -1
             for j in range(some):
@@ -198,15 +228,20 @@ def _count_answers(
         for i in range(used + 2 * preds):
             if i < used:
                 step, f = index.step[touched[i]], feature[touched[i]]
-                support, pairs = count[f] * size // looks, counts[f]
+                support, pairs = count[f], counts[f]
                 count[f] = 0
             else:
                 step, f = i - used, np.int64(-1)
-                support = count_any[step] * size // looks
+                support = count_any[step]
                 pairs = index.start_ptr[step + 1] - index.start_ptr[step]
                 count_any[step] = 0
-            # What was scaled up from a sample may be more than there is.
-            support = min(support, pairs)
+            if not whole and support > 0:
+                # Few X of many: one that happens to be among them would count for hundreds.
+                if kept == EACH and pairs / (pairs + prior) <= best[EACH - 1]:
+                    continue
+                end_of_edge = index.end[touched[i]] if i < used else np.int64(-1)
+                support = _supported(s, c, step, end_of_edge, index, preds)
+                looked += min(pairs, SEEN)
             confidence = support / (pairs + prior)
             if support < least_support or confidence < least_confidence:
                 continue

@@ -27,7 +27,7 @@ from batchwright.permutation import permutation
 from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.kernels import find_answers, improve_answers
 from batchwright.train.prover.learners import SMALL_SQUARE, Asking, Metrics
-from batchwright.train.prover.scorer import log_scores
+from batchwright.train.prover.scorer import ordered_scores
 
 __all__ = ["AnswerPolicy", "AnswerScorer", "Answering", "Weighed", "answer_once", "fit_to_ask"]
 
@@ -147,17 +147,22 @@ class AnswerScorer:
 
     def mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
         """The probability that the policy answers with each entity, [Q, N]."""
-        logits = self._scorer.scores(given, predicates, side).astype(np.float64)
-        # Weights are learned numbers: that those of a proved answer sum to 0 does not happen.
-        proved = logits != 0
-        top = np.max(logits, axis=1, initial=-np.inf, where=proved, keepdims=True)
-        shares: Doubles = np.where(proved, np.exp(np.minimum(logits - top, 0.0)), 0.0)
-        total = shares.sum(1, keepdims=True)
-        shares /= np.where(total > 0, total, 1.0)
-        return shares
+        return np.exp(self._log_mass(given, predicates, side))
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
-        return log_scores(self.mass(given, predicates, side))
+        return ordered_scores(self._log_mass(given, predicates, side))
+
+    def _log_mass(self, given: Ints, predicates: Ints, side: Side) -> Doubles:
+        """Log-probabilities, -inf without a proof."""
+        logits = self._scorer.scores(given, predicates, side).astype(np.float64)
+        # Weights are learned numbers: that those of a proved answer sum to 0 does not happen.
+        logits[logits == 0] = -np.inf
+        top = logits.max(axis=1, keepdims=True)
+        logits -= np.where(np.isfinite(top), top, 0.0)
+        with np.errstate(divide="ignore"):
+            total = np.log(np.exp(logits).sum(1, keepdims=True))
+        logits -= np.where(np.isfinite(total), total, 0.0)
+        return logits
 
 
 class _Searched:

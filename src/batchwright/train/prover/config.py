@@ -1,5 +1,6 @@
 """The settings of a prover's training. Light to import: the command's help is made from it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, Self
@@ -7,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple, Self
 from batchwright.errors import ConfigError
 from batchwright.train.run import RunConfig
 
-__all__ = ["REWARD_NAMES", "ProverConfig", "Recipe"]
+__all__ = ["REWARD_NAMES", "ProverConfig", "Recipe", "phases_said"]
 
 Auto = Literal["auto"]
 
@@ -35,6 +36,18 @@ RECIPES = {
 
 REWARD_NAMES = ("proved", "proved_signed", "correct", "cautious", "balanced", "balanced_end")
 """The keys of `batchwright.envs.prover.REWARDS`, which would be slow to import here."""
+
+PHASES = {"imitation": "imitation", "ppo": "PPO", "supervised": "supervised passes"}
+
+
+def phases_said(parts: Iterable[str]) -> str:
+    """What trained a policy, in words.
+
+    >>> phases_said(["imitation", "ppo", "supervised"]), phases_said([])
+    ('imitation, PPO and supervised passes', 'nothing (untrained)')
+    """
+    named = [PHASES[part] for part in parts]
+    return " and ".join(filter(None, [", ".join(named[:-1]), *named[-1:]])) or "nothing (untrained)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +84,8 @@ class ProverConfig(RunConfig):
     heart, which a filtered ranking leaves out; at 0 it sees only where constants are equal."""
 
     n_envs: int | Auto = 256
-    """Parallel environments: the batch size of the rollout; auto: as the free memory allows."""
+    """Parallel environments: the batch size of the rollout; auto: as the free memory allows, and
+    at most so many that --ppo-steps holds 64 rollouts."""
     n_eval_envs: int | Auto = 256
     """Parallel environments in evaluations on valid; auto: as the free memory allows."""
     num_steps: int = 8
@@ -86,8 +100,8 @@ class ProverConfig(RunConfig):
     """Learning rate of behaviour cloning (Adam)."""
 
     ppo_steps: int | Auto = "auto"
-    """PPO steps of all environments together, for answers the answers given; 0: no PPO; auto:
-    100,000 for rules, 500,000 for neural, 1,400,000 for answers."""
+    """PPO steps of all environments together, for answers the answers given, in whole rollouts; 0:
+    no PPO; auto: 100,000 for rules, 500,000 for neural, 1,400,000 for answers."""
     curriculum: bool | Auto = "auto"
     """Curriculum over proof depth: start with short proofs, one step more in each part of PPO;
     auto: for rules only."""
@@ -226,6 +240,16 @@ class ProverConfig(RunConfig):
         """`n_envs` of a run that began: what was `auto` is a number there."""
         assert self.n_envs != "auto"
         return self.n_envs
+
+    @property
+    def steps_each(self) -> int:
+        """PPO steps of one environment between two updates; of answers, the answers to a query."""
+        return self.draws if self.policy == "answers" else self.num_steps
+
+    @property
+    def rollout(self) -> int:
+        """PPO steps between two updates."""
+        return self.steps_each * self.num_envs
 
     @property
     def recipe(self) -> Recipe:

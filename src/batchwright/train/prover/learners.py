@@ -4,10 +4,11 @@ Each does one round at a time, returns its metrics, and resumes from a saved sta
 """
 
 import importlib.util
+import traceback
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from batchwright import rng
 from batchwright.envs.prover.settings import Ended
-from batchwright.errors import ConfigError
+from batchwright.errors import ConfigError, one_line
 from batchwright.files import existing
 from batchwright.logic.kge import Kge
 from batchwright.logic.prove.proofs import prove_all
@@ -42,6 +43,7 @@ __all__ = [
 
 Ints = NDArray[np.int32]
 Metrics = dict[str, float]
+Result = TypeVar("Result")
 Potential = Callable[[Ints], NDArray[Any]]
 """The potential of goals, given as triples with -1 for variables."""
 
@@ -304,11 +306,31 @@ def _reward(name: str) -> str | Callable[[Ended], ArrayLike]:
     assert spec is not None  # the name ends in .py
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    load = spec.loader.exec_module
+    _of_the_user(file, lambda: load(module))
     found = getattr(module, function, None)
     if not callable(found):
         raise ConfigError(f"{file} has no function {function!r}; name one after the colon")
-    return cast(Callable[[Ended], ArrayLike], found)
+
+    def rewards(ended: Ended) -> ArrayLike:
+        return _of_the_user(file, lambda: cast(Callable[[Ended], ArrayLike], found)(ended))
+
+    return rewards
+
+
+def _of_the_user(file: str, run: Callable[[], Result]) -> Result:
+    """What `run` returns; an error in the user's file is told as one of that file."""
+    try:
+        return run()
+    except Exception as error:  # code of the user may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [at.lineno for at in frames if at.filename.endswith(file)]
+        line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
+        at = f"{file}, line {line}" if line else file
+        raise ConfigError(
+            f"{at}: {type(error).__name__}: {one_line(error)}; the function of --reward takes the "
+            f"episodes that ended and returns a number for each"
+        ) from error
 
 
 def _some(questions: Ints, most: int, seed: int, purpose: str, number: int) -> Ints:

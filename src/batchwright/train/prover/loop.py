@@ -8,16 +8,17 @@ run that was killed and resumed ends with the same bits as one that was not.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from batchwright.checkpoint import latest, save_checkpoint
+from batchwright.checkpoint import Checkpoint, latest, save_checkpoint
 from batchwright.envs.prover.settings import auto_batch
 from batchwright.errors import ConfigError, Mismatch, MissingFile
 from batchwright.fingerprint import digest, digest_array
@@ -36,7 +37,7 @@ from batchwright.train.prover.answers import (
     answer_once,
     fit_to_ask,
 )
-from batchwright.train.prover.config import ProverConfig
+from batchwright.train.prover.config import ProverConfig, phases_said
 from batchwright.train.prover.episodes import Episodes
 from batchwright.train.prover.learners import (
     Asking,
@@ -54,7 +55,16 @@ from batchwright.train.prover.scorer import PolicyScorer
 from batchwright.train.prover.search import BeamScorer
 from batchwright.train.run import Run, threads
 
-__all__ = ["Proofs", "ProverResult", "fit_prover", "load_prover", "train_prover"]
+__all__ = [
+    "Origin",
+    "Proofs",
+    "ProverResult",
+    "Weighting",
+    "fit_prover",
+    "load_prover",
+    "origin_of",
+    "train_prover",
+]
 
 Ints = NDArray[np.int32]
 Progress = Callable[[int, int, str], object]
@@ -63,11 +73,20 @@ Proofs = PolicyScorer | BeamScorer | AnswerScorer
 Program = Asked | Weighed
 AnyPolicy = Policy | AnswerPolicy
 
+Weighting = Literal["kept", "before_ppo", "ppo"]
+"""Which policy of a run: the one that it kept, the one that PPO started from, or PPO's best."""
+
 SIZES = ("n_envs", "n_eval_envs")
 """Settings that may be `auto`."""
 
 SEARCHED = 256
 """Queries that the policy answers searches for at once where `n_envs` is `auto`."""
+
+UPDATES = 64
+"""Updates that a PPO budget holds where `n_envs` is `auto`: a few large ones learn little."""
+
+FEWEST = 16
+"""`n_envs` that `auto` does not go below for them: an update needs some queries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +99,12 @@ class ProverResult:
     stopped_by: str | None
     """SIGTERM, SIGUSR1, Ctrl-C or --stop-after; None if it is finished."""
     rounds: int
+    n_envs: int
+    """Parallel environments: what `auto` came to."""
+    ppo_steps: int
+    """Steps that PPO took; the last rollout is a whole one."""
+    trained_by: tuple[str, ...]
+    """The phases that the policy that is kept went through; none: it is untrained."""
     rules: int
     """Rules that are chains and were used."""
     skipped: tuple[str, ...]
@@ -131,6 +156,24 @@ class _At:
     after_ppo_mrr: float | None = None
     before_ppo_right: float | None = None
     after_ppo_right: float | None = None
+    ppo_mrr: float | None = None
+    ppo_right: float | None = None
+    ppo_round: int | None = None
+    """The best of PPO's rounds, which need not be the one that is kept."""
+
+
+class Origin(NamedTuple):
+    """Where a policy of a run comes from."""
+
+    round: int
+    rounds: dict[str, int]
+    """Rounds of each phase that it went through, in order; none: it is untrained."""
+    valid_mrr: float | None
+
+    @property
+    def words(self) -> str:
+        """Such as `imitation, PPO and supervised passes`."""
+        return phases_said(self.rounds)
 
 
 def train_prover(
@@ -168,19 +211,17 @@ def fit_prover(
         return _train(config, seen, seen, rules.over(seen.vocab), run, progress)
 
 
-def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
+def load_prover(
+    run: Path, graph: Graph, *, beam: int | None = None, which: Weighting = "kept"
+) -> Proofs:
     """The trained prover of a run as a scorer, if it was trained on this graph.
 
     It scores by beam search, or with a beam of 0 by the exact sum over all proofs, which a neural
-    policy does not have; None: as the run was evaluated on valid.
+    policy does not have; None: as the run was evaluated on valid. `which` is the policy that ranks
+    valid best, whatever phase it comes from; the one that PPO started from; or PPO's best.
     """
     graph = graph.without_test()
-    found = latest(run / "model")
-    config = ProverConfig.of_run(run) if (run / "config.toml").exists() else None
-    if found is None or config is None:
-        raise MissingFile(
-            f"no trained prover in {run}; give a finished run of `batchwright train prover`"
-        )
+    found, config = _model(run)
     if found.state["vocab"] != vocab_digest(graph):
         raise Mismatch(
             f"the prover {run} was trained on other names than those of {graph.name}; "
@@ -193,8 +234,37 @@ def load_prover(run: Path, graph: Graph, *, beam: int | None = None) -> Proofs:
         raise Mismatch(f"the prover {run} was trained with other rules than its rules.txt holds")
     asked = _followed(config, wider, rules)
     policy = _policy(config, asked)
-    _load(policy, found.state["policy"], found.path)
+    if which != "kept":
+        origin_of(run, which)
+    _load(policy, found.state["policy" if which == "kept" else which], found.path)
     return _scorer(config, asked, policy)
+
+
+def origin_of(run: Path, which: Weighting = "kept") -> Origin:
+    """The phases that a policy of a finished run went through."""
+    found, _ = _model(run)
+    origins = found.state.get("origins")
+    if origins is None:
+        raise Mismatch(
+            f"the run {run} does not say by which phases its policy was trained; train it again "
+            f"with this version"
+        )
+    if which not in origins:
+        raise ConfigError(
+            f"the run {run} took no PPO step, so there is no RL in it: its policy was trained by "
+            f"{Origin(**origins['kept']).words}; rank it with --mode prover"
+        )
+    return Origin(**origins[which])
+
+
+def _model(run: Path) -> tuple[Checkpoint, ProverConfig]:
+    found = latest(run / "model")
+    config = ProverConfig.of_run(run) if (run / "config.toml").exists() else None
+    if found is None or config is None:
+        raise MissingFile(
+            f"no trained prover in {run}; give a finished run of `batchwright train prover`"
+        )
+    return found, config
 
 
 def _train(
@@ -217,6 +287,8 @@ def _train(
     plan = _plan(config, asked.depth if isinstance(asked, Asked) else 1)
     facts = digest("prover", vocab_digest(graph), digest_array(wider.train), rules.fingerprint)
     at, best, saved = _At(), _copied(policy), None
+    before_ppo: Weights = {}
+    practised: Weights = {}
     if found := run.latest():
         with found.restoring():
             before = found.state
@@ -227,7 +299,10 @@ def _train(
                 )
             at, saved = _At(**before["at"]), before["learner"]
             _load(policy, before["policy"], found.path)
-            best = {name: torch.from_numpy(array) for name, array in before["best"].items()}
+            best, before_ppo, practised = (
+                {name: torch.from_numpy(array) for name, array in before.get(part, {}).items()}
+                for part in ("best", "before_ppo", "ppo")
+            )
     begun_at, used = at.round, asked.num_rules // 2
     run.start(round=at.round, rounds=len(plan), rules=used, questions=len(questions))
     episodes = None
@@ -236,8 +311,12 @@ def _train(
 
     def evaluated(at: _At) -> _At:
         """Measure the policy on valid, and keep it if it is the best so far."""
+        by_ppo = at.round > 0 and plan[at.round - 1].part == "ppo"
         if not len(valid):
             best.update(_copied(policy))
+            if by_ppo:
+                practised.update(_copied(policy))
+                at = replace(at, ppo_round=at.round)
             return replace(at, best_round=at.round)
         scorer = _scorer(config, asked, policy)
         mrr = rank(scorer, valid, graph.known).metrics().mrr
@@ -252,6 +331,11 @@ def _train(
         if at.best_mrr is None or (mrr, shares.right) > (at.best_mrr, at.right or 0.0):
             best.update(_copied(policy))
             at = replace(at, best_mrr=mrr, best_round=at.round, **shares._asdict())
+        if by_ppo:
+            at = replace(at, after_ppo_mrr=mrr, after_ppo_right=shares.right)
+            if at.ppo_mrr is None or (mrr, shares.right) > (at.ppo_mrr, at.ppo_right or 0.0):
+                practised.update(_copied(policy))
+                at = replace(at, ppo_mrr=mrr, ppo_right=shares.right, ppo_round=at.round)
         return at
 
     learner: Learner | None = None
@@ -263,6 +347,8 @@ def _train(
             "at": asdict(at),
             "policy": policy.state_dict(),
             "best": best,
+            "before_ppo": before_ppo,
+            "ppo": practised,
             "learner": learner.state_dict(),
         }
 
@@ -280,6 +366,7 @@ def _train(
                 saved = None
             if here.part == "ppo" and (at.round == 0 or plan[at.round - 1].part != "ppo"):
                 at = replace(at, before_ppo_mrr=at.last_mrr, before_ppo_right=at.last_right)
+                before_ppo.update(_copied(policy))
             start = time.perf_counter()
             metrics = learner.step()
             at = replace(at, round=at.round + 1)
@@ -288,8 +375,6 @@ def _train(
             last = here.number == here.of - 1
             if last or here.part == "supervised" or at.round % config.eval_every == 0:
                 at = evaluated(at)
-                if here.part == "ppo":
-                    at = replace(at, after_ppo_mrr=at.last_mrr, after_ppo_right=at.last_right)
             if progress:
                 progress(at.round, len(plan), _said(here, metrics, at))
             if at.round < len(plan):
@@ -301,6 +386,8 @@ def _train(
     if finished and run.writes and not run.is_left(begun_at, at.round, "model"):
         kept = {
             "policy": best,
+            **({"before_ppo": before_ppo, "ppo": practised} if practised else {}),
+            "origins": {name: each._asdict() for name, each in _origins(plan, at).items()},
             "vocab": vocab_digest(graph),
             "rules": rules.fingerprint,
             "valid_mrr": at.best_mrr,
@@ -317,6 +404,9 @@ def _train(
         finished=finished,
         stopped_by=stopping,
         rounds=at.round,
+        n_envs=config.num_envs,
+        ppo_steps=sum(here.part == "ppo" for here in plan[: at.round]) * config.rollout,
+        trained_by=tuple(_trained_by(plan, at.best_round)),
         rules=used,
         skipped=asked.skipped,
         first_proved=at.first_proved,
@@ -339,13 +429,29 @@ def _plan(config: ProverConfig, depth: int) -> list[_Round]:
     plan = [
         _Round("imitation", depth, n, recipe.clone_updates) for n in range(recipe.clone_updates)
     ]
-    each = config.draws if config.policy == "answers" else config.num_steps
-    updates = -(-recipe.ppo_steps // (each * config.num_envs))
+    updates = -(-recipe.ppo_steps // config.rollout)
     depths = list(range(2, depth + 1)) if recipe.curriculum else [depth]
     bounds = [updates * i // len(depths) for i in range(len(depths) + 1)]
     for level, low, high in zip(depths, bounds[:-1], bounds[1:], strict=True):
         plan += [_Round("ppo", level, n, high - low) for n in range(high - low)]
     return plan + [_Round("supervised", depth, n, recipe.passes) for n in range(recipe.passes)]
+
+
+def _trained_by(plan: list[_Round], rounds: int) -> dict[str, int]:
+    """How many of the first rounds are of each phase, in order."""
+    return dict(Counter(here.part for here in plan[:rounds]))
+
+
+def _origins(plan: list[_Round], at: _At) -> dict[Weighting, Origin]:
+    """Of the policy that is kept and, if there was PPO, of the two that it is judged by."""
+    found: dict[Weighting, Origin] = {
+        "kept": Origin(at.best_round, _trained_by(plan, at.best_round), at.best_mrr)
+    }
+    if at.ppo_round is not None:
+        first = [here.part for here in plan].index("ppo")
+        found["before_ppo"] = Origin(first, _trained_by(plan, first), at.before_ppo_mrr)
+        found["ppo"] = Origin(at.ppo_round, _trained_by(plan, at.ppo_round), at.ppo_mrr)
+    return found
 
 
 def _followed(config: ProverConfig, graph: Graph, rules: Rules) -> Program:
@@ -354,16 +460,24 @@ def _followed(config: ProverConfig, graph: Graph, rules: Rules) -> Program:
 
 
 def _sized(config: ProverConfig, asked: Program) -> ProverConfig:
-    """The settings with numbers of environments that fit into memory where they are `auto`."""
+    """The settings with numbers of environments where they are `auto`.
+
+    They fit into memory, and a PPO budget that is not small holds `UPDATES` rollouts.
+    """
+    budget = config.recipe.ppo_steps // (UPDATES * config.steps_each)
+    most = max(FEWEST, 1 << max(0, budget.bit_length() - 1))
     if isinstance(asked, Weighed):
         # A search holds one hit for each rule and entity, whose memory grows as it needs.
-        size, eval_size = (
-            SEARCHED if n == "auto" else n for n in (config.n_envs, config.n_eval_envs)
+        return replace(
+            config,
+            n_envs=min(SEARCHED, most) if config.n_envs == "auto" else config.n_envs,
+            n_eval_envs=SEARCHED if config.n_eval_envs == "auto" else config.n_eval_envs,
         )
-        return replace(config, n_envs=size, n_eval_envs=eval_size)
     shape = asked.goals, asked.width, asked.depth
     if config.n_envs == "auto":
-        config = replace(config, n_envs=auto_batch(*shape, config.num_steps, config.width))
+        room = auto_batch(*shape, config.num_steps, config.width)
+        size = min(room, most) if config.recipe.ppo_steps else room
+        config = replace(config, n_envs=size)
     if config.n_eval_envs == "auto":
         config = replace(config, n_eval_envs=auto_batch(*shape))
     return config

@@ -19,7 +19,7 @@ from batchwright.train.prover.kernels import answer
 from batchwright.train.prover.policy import RuleActor
 from batchwright.train.prover.program import Asked
 
-__all__ = ["FLOOR", "PolicyScorer", "log_scores"]
+__all__ = ["FLOOR", "PolicyScorer", "log_scores", "ordered_scores"]
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
@@ -27,6 +27,9 @@ Doubles = NDArray[np.float64]
 
 FLOOR = 1e-6
 """Probabilities far below this count as none."""
+
+FAR = 16.0
+"""How far a log-probability is below that of `FLOOR` where its score is next to nothing."""
 
 
 class PolicyScorer:
@@ -73,6 +76,22 @@ def log_scores(mass: Doubles) -> Floats:
     """Scores log(1 + probability / FLOOR), made in place of the probabilities."""
     mass *= 1 / FLOOR
     return np.log1p(mass, out=mass).astype(np.float32)
+
+
+def ordered_scores(logs: Doubles) -> Floats:
+    """`log_scores` of log-probabilities, made in their place and in their order, however low.
+
+    Far below `FLOOR` a score would come to 0 in single precision, and answers of which the policy
+    is very unsure would tie with each other and with those that are not proved. There it falls as
+    1 / log(FLOOR / probability) does, from the value that it has at `FAR`; it is 0 without a proof.
+    """
+    logs -= np.log(FLOOR)
+    low = logs < -FAR
+    fall = -FAR / logs[low]
+    np.log1p(np.exp(np.maximum(logs, -FAR, out=logs), out=logs), out=logs)
+    logs[low] *= fall
+    scores: Floats = logs.astype(np.float32)
+    return scores
 
 
 def _softmax(rules: Doubles, end: Doubles, ptr: NDArray[np.int64]) -> Doubles:
