@@ -467,5 +467,6 @@ def test_one_absurd_count_or_pause_does_not_end_an_endpoint(tmp_path):
         one.close()
     upstream = Upstream(Endpoint("http://127.0.0.1:9"), FixedLimit(4), learns=False)
     for asked in (86400.0, 1e300, math.nextafter(math.inf, 0)):
-        upstream.learn(now, 0.1, Failed(Kind.RATE_LIMITED, "429", 429, retry_after_s=asked))
+        rejected = Failed(Kind.RATE_LIMITED, "429", 429, retry_after_s=asked)
+        upstream.learn(now, 0.1, rejected, call=1)
         assert upstream.limit.pause_until <= now + MOST_PAUSE_S

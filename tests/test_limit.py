@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import random
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -103,6 +104,46 @@ def test_what_was_learned_survives_json_and_goes_on_the_same(
         limit.load_state_dict(json.loads(text))
     assert one.limit == two.limit == round(json.loads(text)["limit"])
     assert list(play(one, later, 1e6)) == list(play(two, later, 1e6))
+
+
+def test_no_order_of_outages_rejects_and_restarts_is_an_error() -> None:
+    for seed in range(600):
+        play_phases(random.Random(seed))
+
+
+def play_phases(draw: random.Random) -> None:
+    """Servers that answer, fail, do either or reject one after the other, and restarts between."""
+    limit, now = AutoLimit(deadline_s=draw.choice([2, 30, 120])), 0.0
+    for _ in range(6):
+        phase = draw.choice(["done", "failed", "either", "reject", "restart"])
+        latency_s, knee = draw.choice([0.01, 0.05, 1.0]), draw.choice([1, 2, 5, 30])
+        if phase == "restart":
+            learned = json.loads(json.dumps(limit.state_dict()))
+            limit, now = AutoLimit(deadline_s=30), now + 100
+            limit.load_state_dict(learned)
+            continue
+        for _ in range(draw.choice([5, 12, 40, 200])):
+            n = limit.limit
+            now += latency_s / n * draw.uniform(0.5, 1.5)
+            if phase == "reject" and n > knee and draw.random() < 0.5:
+                limit.on_reject(now, n, draw.choice([None, 0.1]))
+            else:
+                ok = phase in ("done", "reject") or (phase == "either" and draw.random() < 0.5)
+                limit.on_done(now, latency_s * draw.uniform(0.5, 1.5), n, ok)
+            assert limit.least <= limit.limit <= limit.most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("begins_at", [1, 2, 3])
+def test_a_limit_that_learned_to_be_small_finds_more_slots_again(kind: str, begins_at: int) -> None:
+    learned = AutoLimit(start=begins_at, most=begins_at)
+    world.run(world.World(kind, (begins_at,), calls=1500, seed=5), learned)
+    limit = AutoLimit()
+    limit.load_state_dict(json.loads(json.dumps(learned.state_dict())))
+    assert limit.limit <= begins_at + 1
+    # It must not stay: every limit is within reach of the next one.
+    world.run(world.World(kind, (24,), calls=3000, seed=6), limit)
+    assert limit.limit >= 16
 
 
 @pytest.mark.parametrize("calls", [1, 5, 20, 60, 200])

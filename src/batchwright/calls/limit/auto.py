@@ -352,6 +352,13 @@ class AutoLimit:
         self._ramp = ramp
         ramp.step(now, before, limit)
 
+    def _ramp_again(self, now: float, growth: float) -> None:
+        """A ramp from here; where no call has been answered yet, its latencies come first."""
+        if self._took:
+            self._raise(now, Ramp.of(self._took), growth)
+        else:
+            self._move(now, self._limit, "", "ramp")
+
     def _end_ramp(self, now: float, ramp: Ramp, gain: float) -> None:
         """Stay near the last step that paid; the rounds that follow tell the knee."""
         self._probes.restart()
@@ -448,7 +455,7 @@ class AutoLimit:
             share = max(0.25, min(0.7, (rate / math.exp(expected)) ** 0.75))
             self._move(now, self._limit * share, "goodput fell", "dive")
         else:
-            self._raise(now, Ramp.of(self._took), GROWTH)
+            self._ramp_again(now, GROWTH)
 
     def _on_dive(self, now: float) -> None:
         level, before = self._window.level, self._last_step
@@ -518,7 +525,7 @@ class AutoLimit:
             # So far above there is room for a ramp, which looks at goodput too.
             self._ceiling.height = None
             self._curve = Curve(self._curve.noise)
-            self._raise(now, Ramp.of(self._took), GROWTH)
+            self._ramp_again(now, GROWTH)
             return
         self._ceiling.height = limit
         step = 2 * (limit - begun + 1)

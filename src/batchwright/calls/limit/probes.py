@@ -84,5 +84,7 @@ class Probes:
         if not up:
             factor = max(0.6, min(DOWN, knee.low / best)) if lost else DOWN
             return round(min(best - 1, best * factor))
-        target = min(max(best + 1, best * UP), 1.35 * curve.highest)
+        # One more call is always within reach, or a limit of 1 would stay there for ever.
+        reach = max(curve.highest + 1, 1.35 * curve.highest)
+        target = min(max(best + 1, best * UP), reach)
         return round(target if height is None else min(target, height))
