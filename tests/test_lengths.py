@@ -658,3 +658,15 @@ def test_importing_the_package_stays_light() -> None:
     )
 
     assert done.stdout == "[]\n"
+
+
+def test_rows_left_out_as_repeated_are_neither_measured_nor_reused(tmp_path: Path) -> None:
+    rows = [{"id": id, "text": id * 3} for id in ("a", "b", "a", "a")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    counts = []
+    for more in ("", json.dumps({"id": "c", "text": "c"}) + "\n" + json.dumps(rows[0])):
+        data.write_text(data.read_text() + more)
+        report = build_lengths(data, "bytes", tmp_path / "lengths.jsonl", repeated_ids="skip")
+        counts.append((report.entries, report.measured, report.reused, report.repeated.count))
+    assert counts == [(2, 2, 0, 2), (3, 1, 2, 3)]

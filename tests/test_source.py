@@ -390,6 +390,38 @@ def test_damaged_pages_of_parquet_are_refused(tmp_path: Path) -> None:
     assert refused > 0
 
 
+@pytest.mark.parametrize("rows_of", ["one by one", "chunk", "far chunk"])
+def test_a_value_of_parquet_that_python_cannot_hold_is_a_bad_row_and_a_time_its_number(
+    tmp_path: Path, rows_of: str
+) -> None:
+    import pyarrow.parquet
+
+    data = pyarrow.py_buffer(b"good\xff\xfe.")
+    for kind, width in (
+        (pyarrow.string(), pyarrow.int32()),
+        (pyarrow.large_string(), pyarrow.int64()),
+    ):
+        offsets = pyarrow.array([0, 4, 6, 7], width).buffers()[1]
+        text = pyarrow.Array.from_buffers(kind, 3, [None, offsets, data])
+        years = pyarrow.array([0, 0, 10**14], pyarrow.timestamp("s"))
+        path = tmp_path / "rows.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": text, "at": years}), path)
+        source = open_source(path)
+        if rows_of == "one by one":
+            found: list[Any] = [source[0], None, source[2]]
+            with pytest.raises(
+                BadRow, match=r"rows\.parquet:2: column 'text' is not UTF-8: .*0xff"
+            ):
+                source[1]
+        else:
+            chunk = source.chunk(0, 3) if rows_of == "chunk" else source.far_chunk(0, 3)
+            assert chunk is not None
+            found = [row for _, row in chunk.rows()]
+            assert isinstance(found[1], BadRow)
+        assert [found[0]["text"], found[2]["text"]] == ["good", "."]
+        assert found[2]["at"] == 10**17  # milliseconds, as Parquet has them
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     source = open_source(path)

@@ -84,6 +84,7 @@ class Build:
         self.skipped = Skipped()
         self.repeated = Skipped()
         self.tokenised = 0
+        """Rows of `entries` that were not known; a repeated one that is left out does not count."""
 
     def __iter__(self) -> Iterator[EncodedChunk]:
         """The chunks in order; whoever takes one may journal it, it holds no refused row."""
@@ -100,7 +101,7 @@ class Build:
     def entries(self) -> tuple[Entries, NDArray[np.bool_]]:
         """What all good rows are, in order, each id once; and which of the good rows these are."""
         columns = [np.concatenate(column) for column in zip(*self._columns, strict=True)]
-        sizes, rows, lengths, content = columns
+        sizes, rows, lengths, content, new = columns
         if not len(rows):
             raise BadRow(
                 f"none of the {self._rows_done:,} rows of {self._source.name} can be used; "
@@ -116,6 +117,7 @@ class Build:
                 self._repeat(ids[item], int(rows[first[item]]), int(rows[item]))
             ids = Ids.of(ids.take(np.flatnonzero(kept).tolist()))
             rows, lengths, content = rows[kept], lengths[kept], content[kept]
+        self.tokenised = int(new[kept].sum())
         moved = len(rows) != rows[-1] + 1
         whole = rows if moved else None
         return Entries(ids, lengths, content, whole, self._tokenizer.fingerprint), kept
@@ -134,12 +136,11 @@ class Build:
         # None of them is good: the first is raised, or all are counted.
         list(good_rows(self._source, chunk.bad, self._on_bad_row, self.skipped))
         self._rows_done += len(chunk.rows) + len(chunk.bad)
-        self.tokenised += int(chunk.is_new.sum())
         encoded = [id.encode() for id in chunk.ids]
         sizes = np.array([len(raw) for raw in encoded], np.int64)
         self._ids.append(b"".join(encoded))
         rows = np.array(chunk.rows, np.int64)
-        self._columns.append((sizes, rows, chunk.lengths, chunk.content))
+        self._columns.append((sizes, rows, chunk.lengths, chunk.content, chunk.is_new))
 
 
 class EncodingChunk:

@@ -17,6 +17,7 @@ from batchwright.data.rows.elsewhere import FarFile
 from batchwright.data.rows.jsonl import no_room
 from batchwright.errors import (
     BadFile,
+    BadRow,
     BatchwrightError,
     ConfigError,
     MissingFile,
@@ -75,8 +76,10 @@ class TableSource:
             columns, at = self._place(item)
         else:
             columns, at = _columns(self._table(item, item + 1)), 0
-        # One row of a table costs three times as much by its `to_pylist`.
-        return _row({name: column[at].as_py() for name, column in columns})
+        row = _row_at(columns, at)
+        if isinstance(row, BadRow):
+            raise BadRow(f"{self.where(item)}: {row}")
+        return row
 
     def where(self, item: int) -> str:
         return f"{self.name}:{item + 1}"
@@ -105,11 +108,11 @@ class _TableChunk:
     first: int
     raw: bytes
 
-    def rows(self) -> Iterator[tuple[int, Row]]:
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
         import pyarrow
 
         with pyarrow.ipc.open_stream(self.raw) as reader:
-            yield from enumerate(map(_row, reader.read_all().to_pylist()), self.first)
+            yield from enumerate(_rows(reader.read_all()), self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +121,41 @@ class _FarTable:
     start: int
     stop: int
 
-    def rows(self) -> Iterator[tuple[int, Row]]:
+    def rows(self) -> Iterator[tuple[int, Row | BadRow]]:
         path = self.file.here()
-        rows = _opened(self.file, path).decoded(self.start, self.stop).to_pylist()
+        rows = _rows(_opened(self.file, path).decoded(self.start, self.stop))
         self.file.here()
-        return enumerate(map(_row, rows), self.start)
+        return enumerate(rows, self.start)
+
+
+UNREADABLE = (ValueError, OverflowError, NotImplementedError)
+"""What Arrow raises for a value that Python has no place for: text that is not UTF-8, a year after
+9999, nanoseconds where pandas is not installed, a type without a counterpart."""
+
+
+def _rows(table: Any) -> list[Row | BadRow]:
+    try:
+        return [_row(given) for given in table.to_pylist()]
+    except UNREADABLE:
+        columns = _columns(table)
+        return [_row_at(columns, at) for at in range(len(table))]
+
+
+def _row_at(columns: Columns, at: int) -> Row | BadRow:
+    """One row, at a third of what `to_pylist` takes for it."""
+    given = {}
+    for name, column in columns:
+        try:
+            given[name] = column[at].as_py()
+        except UnicodeDecodeError as error:
+            return BadRow(f"column {name!r} is not UTF-8: byte 0x{error.object[error.start]:02x}")
+        except UNREADABLE as error:
+            # A time that Python has no place for is its number, in the unit of the column.
+            given[name] = getattr(column[at], "value", None)
+            if isinstance(given[name], int):
+                continue
+            return BadRow(f"column {name!r} cannot be read: {one_line(error)[:200]}")
+    return _row(given)
 
 
 def _row(given: dict[str, Any]) -> Row:
