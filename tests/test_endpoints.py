@@ -262,6 +262,32 @@ def test_tool_calls_are_an_answer_without_text():
     assert (done.text, done.finish) == ("", "tool_calls")
 
 
+def choice_of(kind, text, **more):
+    said = {"message": {"role": "assistant", "content": text}} if kind == "chat" else {"text": text}
+    return json.dumps({"choices": [{"index": 0, **said, **more}]}).encode()
+
+
+@pytest.mark.parametrize("request_of", [chat, complete])
+def test_a_response_that_was_broken_off_is_a_failure_whatever_text_there_is(request_of):
+    request = request_of("m", "q")
+    # OpenRouter's form of a provider that failed in the middle, vLLM's and SGLang's of an abort.
+    broken = {"code": 502, "message": "Provider disconnected"}
+    for more, kind, said in (
+        ({"finish_reason": "error", "error": broken}, Kind.HTTP_5XX, "Provider disconnected"),
+        ({"finish_reason": "stop", "error": broken}, Kind.HTTP_5XX, "Provider disconnected"),
+        ({"finish_reason": "error"}, Kind.TRUNCATED, "broke the response off"),
+        ({"finish_reason": "abort"}, Kind.TRUNCATED, "broke the response off"),
+        ({"finish_reason": "error", "error": {"message": "gone"}}, Kind.BAD_BODY, "gone"),
+        ({"error": {"code": 429, "message": "slow down"}}, Kind.RATE_LIMITED, "slow down"),
+    ):
+        failed = openai_wire.decode(request, 200, {}, choice_of(request.kind, "half of", **more))
+        assert isinstance(failed, Failed), more
+        assert failed.kind is kind
+        assert said in failed.error
+    for fine in ({"finish_reason": "stop", "error": None}, {"finish_reason": "length"}, {}):
+        assert openai_wire.decode(request, 200, {}, choice_of(request.kind, "all", **fine))
+
+
 def test_waits_are_read_in_all_their_forms():
     now = 1_700_000_000.0
     date = "Tue, 14 Nov 2023 22:13:30 GMT"

@@ -565,7 +565,8 @@ def test_stable_baselines_sees_the_same_episodes_by_its_own_classes(
     ends = cut = 0
     for t in range(40):
         for name in env.spec:
-            assert np.array_equal(seen[name], obs[name]), (name, t)
+            # A single number has an axis there.
+            assert np.array_equal(seen[name].reshape(obs[name].shape), obs[name]), (name, t)
             assert wrapped.observation_space[name].contains(np.asarray(seen[name][0]))
         assert np.array_equal(np.stack(watched.env_method("action_masks")), obs["mask"])
         action = allowed(obs["mask"], t)
@@ -576,9 +577,9 @@ def test_stable_baselines_sees_the_same_episodes_by_its_own_classes(
         returns, lengths = returns + rewards, lengths + 1
         for b in np.flatnonzero(done):
             for name in env.spec:
-                assert np.array_equal(
-                    infos[b]["terminal_observation"][name], step.final_obs[name][b]
-                )
+                last = infos[b]["terminal_observation"][name]
+                assert last.shape == wrapped.observation_space[name].shape
+                assert np.array_equal(last.ravel(), step.final_obs[name][b].ravel())
             assert infos[b]["TimeLimit.truncated"] == (step.truncated[b] and not step.terminated[b])
             assert infos[b]["episode"]["r"] == pytest.approx(returns[b], abs=1e-5)
             assert infos[b]["episode"]["l"] == lengths[b]
@@ -588,6 +589,16 @@ def test_stable_baselines_sees_the_same_episodes_by_its_own_classes(
         obs = step.obs
     assert ends > 5
     assert cut > 0 or make is prover
+
+
+@both
+def test_stable_baselines_own_ppo_takes_every_environment(make: Callable[..., Env]) -> None:
+    from stable_baselines3 import PPO
+
+    from batchwright.integrations.sb3 import Sb3VecEnv
+
+    model = PPO("MultiInputPolicy", Sb3VecEnv(make()), n_steps=8, batch_size=20, n_epochs=1)
+    assert model.learn(80).num_timesteps == 80
 
 
 def test_stable_baselines_learns_with_its_own_ppo_and_its_seed_decides() -> None:

@@ -1,6 +1,7 @@
 """The pool gives every request one outcome, in order, from any kind of code, and pays once."""
 
 import asyncio
+import functools
 import json
 import multiprocessing
 import re
@@ -321,6 +322,7 @@ def test_a_cached_answer_is_that_of_the_same_model(tmp_path):
     assert said(Endpoint(Whisperer())) == ("whisper", "live")
     assert said(Endpoint(shout)) == ("SHOUT", "cache")
     assert said(Endpoint(shout, name="other")) == ("SHOUT", "live")
+    assert said(Endpoint(Whisperer(), name="other")) == ("SHOUT", "cache")
     # A stand-in on this machine does not answer for an https service.
     assert Endpoint("https://api.example.com/v1").identity not in ("", Endpoint(one.url).identity)
     assert Endpoint("local:smollm2").identity != Endpoint("local:minilm").identity
@@ -701,6 +703,64 @@ def test_ctrl_c_in_a_script_ends_it_with_what_was_kept_and_no_noise_of_the_loop(
         assert noise not in said
 
 
+class Model:
+    def __init__(self, weights):
+        self.weights = weights
+
+    def __call__(self, requests):
+        return [self.weights] * len(requests)
+
+    def answer(self, requests):
+        return self(requests)
+
+
+def of(weights, requests):
+    return [weights] * len(requests)
+
+
+NAMELESS = {
+    "lambda": lambda weights: lambda requests: of(weights, requests),
+    "partial": lambda weights: functools.partial(of, weights),
+    "object": Model,
+    "method": lambda weights: Model(weights).answer,
+}
+
+
+@pytest.mark.parametrize("kind", NAMELESS)
+def test_functions_that_a_name_does_not_tell_apart_share_no_cached_response(tmp_path, caplog, kind):
+    def said(endpoint):
+        with Pool(endpoint, cache=tmp_path / "calls.db") as pool:
+            (outcome,) = pool.map([chat("m", "who are you?", temperature=0)])
+        return outcome.text, outcome.source
+
+    one, two = (Endpoint(NAMELESS[kind](weights)) for weights in ("one", "two"))
+    assert [said(one), said(two), said(one)] == [("one", "live"), ("two", "live"), ("one", "cache")]
+    assert "give it a name, as in Endpoint(function, name='judge')" in caplog.text
+    caplog.clear()
+    named = [Endpoint(NAMELESS[kind]("three"), name="judge") for _ in range(2)]
+    assert [said(each) for each in named] == [("three", "live"), ("three", "cache")]
+    assert not caplog.text
+
+
+def test_functions_of_two_scripts_share_no_cached_response(tmp_path):
+    text = """
+from batchwright.calls import Endpoint, Pool, chat
+def answer(requests):
+    return [NAME] * len(requests)
+with Pool(Endpoint(answer), cache="calls.db") as pool:
+    (outcome,) = pool.map([chat("m", "who are you?", temperature=0)])
+print(outcome.text, outcome.source)
+"""
+    said = []
+    for name in ("one", "two", "one"):
+        (tmp_path / f"{name}.py").write_text(text.replace("NAME", repr(name)))
+        done = subprocess.run(
+            [sys.executable, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout.strip())
+    assert said == ["one live", "two live", "one cache"]
+
+
 def test_the_limit_that_was_found_is_remembered(tmp_path):
     def limit_of(**settings) -> int:
         with Pool(url, **settings) as pool:
@@ -719,6 +779,24 @@ def test_the_limit_that_was_found_is_remembered(tmp_path):
         assert limit_of(limit=9) == 9
         limits_path().write_text("not JSON")
         assert limit_of() == AutoLimit().limit
+
+
+def test_the_limit_of_another_model_at_an_address_is_not_recalled():
+    def first_limit(name, **endpoint) -> int:
+        with Pool(Endpoint(url, **endpoint)) as pool:
+            assert pool.map([chat(name, f"again {name}")])[0]
+            return pool.stats()["endpoints"][0]["limit"]
+
+    with Simulator(knee=64, latency_s=0.01).running() as url:
+        with Pool(url) as pool:
+            assert all(pool.map([chat("sim", f"q {i}") for i in range(600)]))
+            found = pool.stats()["endpoints"][0]["limit"]
+        assert found > 1.5 * AutoLimit().limit
+        assert first_limit("sim") == found
+        assert first_limit("renamed", model="sim") == found
+        # One of a hundred times its size would lose what the first one bears.
+        assert first_limit("sim-qa") == AutoLimit().limit
+        assert first_limit("sim", model="sim-qa") == AutoLimit().limit
 
 
 def test_nothing_of_a_pool_runs_on_after_it_was_closed():

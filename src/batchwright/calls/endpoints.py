@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -25,6 +28,8 @@ BatchFunction = Callable[[Sequence[Request]], Sequence[Mapping[str, Any] | str |
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 Protocol = Literal["openai", "ollama", "function", "local"]
 
+NAMELESS = "nameless-"
+"""How the identity of a function begins that only this process can tell from others."""
 OLLAMA_PORT = 11434
 OLLAMA_NAME = re.compile(r"(?!local:|ollama:)[\w.-]+(?:/[\w.-]+)*(?::[\w.-]+)?", re.ASCII)
 """A model's name as Ollama writes it, with a tag or without: `qwen2.5:3b`."""
@@ -47,7 +52,9 @@ class Endpoint:
 
     Cached responses belong to the model's name and to the `identity` of the endpoint. By default
     that is the address of an https service, so that its responses are not those of a stand-in;
-    the name or path of a local model; module and name of a function, or the `name` given here.
+    the name or path of a local model; module and name of a function, or the `name` given here. A
+    lambda, a closure, a partial, a method or an object without such a `name` is known to this
+    `Endpoint` only, so that no later run is given what another one of its kind responded.
     Servers by http, on a socket and of Ollama come and go under many addresses, so they have
     none: give an `identity` where one name means different weights.
 
@@ -116,6 +123,11 @@ class Endpoint:
         return VARIABLE.sub(_variable, self.base)
 
     @property
+    def nameless(self) -> bool:
+        """Whether its responses can be found in a cache through this object only."""
+        return self.identity.startswith(f"function:{NAMELESS}")
+
+    @property
     def remote(self) -> bool:
         return self.protocol in ("openai", "ollama")
 
@@ -153,9 +165,25 @@ def _identity(
         # A folder or file by any spelling; a name of the registry is no path.
         return "local:" + (os.path.realpath(base) if "/" in base else base)
     if function is not None:
-        made: Any = function if hasattr(function, "__qualname__") else type(function)
-        return f"function:{name or f'{made.__module__}.{made.__qualname__}'}"
+        return f"function:{name or _qualified(function) or NAMELESS + uuid.uuid4().hex}"
     return without_secrets(base) if base.startswith("https:") else ""
+
+
+def _qualified(function: Any) -> str | None:
+    """A name that means the same function in every process; None where a name says too little.
+
+    What a lambda, a closure, a partial, a method or an object does depends on more than its name.
+    """
+    if not isinstance(function, FunctionType) or "<" in function.__qualname__:
+        return None
+    module = function.__module__
+    if module == "__main__":
+        # Every script has this name.
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if file is None:
+            return None
+        module = os.path.realpath(file)
+    return f"{module}.{function.__qualname__}"
 
 
 def scope_of(endpoints: Iterable[Endpoint]) -> str:

@@ -8,6 +8,7 @@
 
 import asyncio
 import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -46,6 +47,7 @@ from batchwright.models import registry as models
 __all__ = ["Interrupted", "Pool", "Progress", "Stream"]
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 LOCKED_S = 5.0
 """A cache file that another process has locked is waited for, so long or half of the deadline."""
@@ -130,13 +132,21 @@ class Pool:
         self._rules = Rules(deadline_s, retry, hedge, max_cost, budget, remember, ledger)
         self._own_cache = cache is not None and not isinstance(cache, Cache)
         self._cache = cache if cache is None or isinstance(cache, Cache) else Cache(Path(cache))
+        for one in self.endpoints:
+            if one.nameless and self._cache is not None and self._cache.mode == "use":
+                log.warning(
+                    "no later run finds the cached responses of %s: a lambda, a closure, a "
+                    "partial, a method or an object may be another model then; give it a name, "
+                    "as in Endpoint(function, name='judge')",
+                    one.name,
+                )
         self._lock = threading.Lock()
         self._engine: AnyEngine | None = None
         self._background: Background | None = None
         self._closed = False
         forgets_after_fork[id(self)] = self
         # A wrong limit is to be known here, not at the first call.
-        limit_for(self.endpoints[0], limit, False)
+        limit_for(self.endpoints[0], limit)
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
@@ -319,12 +329,15 @@ class Pool:
 
     def _upstream(self, endpoint: Endpoint) -> Upstream:
         rules = self._rules
-        limit, learns = limit_for(endpoint, self._limit, rules.remember, rules.deadline_s)
+        limit, learns = limit_for(endpoint, self._limit, rules.deadline_s)
         rates = None
         if self._rates != (None, None):
             rates = SharedRateLimit(models.home() / "rates.db", endpoint.name, *self._rates)
         alone = len(self.endpoints) == 1
-        return Upstream(endpoint, limit, learns, rates, alone)
+        upstream = Upstream(endpoint, limit, learns, rates, alone)
+        if learns and rules.remember:
+            upstream.recall()
+        return upstream
 
 
 def _forgotten(running: Background, engine: AnyEngine, own_cache: bool) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Box, Dict
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env.base_vec_env import VecEnv
 
@@ -27,9 +28,14 @@ class Sb3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]
         spaces = GymnasiumVectorEnv(self.env)
         self._actions = np.zeros(self.env.num_envs, np.int64)
         self._obs: dict[str, NDArray[Any]] = {}
-        super().__init__(
-            self.env.num_envs, spaces.single_observation_space, spaces.single_action_space
-        )
+        shown = {
+            # SB3 flattens every observation, for which a single number needs an axis.
+            name: space
+            if space.shape
+            else Box(space.low.reshape(1), space.high.reshape(1), dtype=space.dtype)
+            for name, space in spaces.single_observation_space.items()
+        }
+        super().__init__(self.env.num_envs, Dict(shown), spaces.single_action_space)
 
     def reset(self) -> dict[str, NDArray[Any]]:
         seed = self._seeds[0]
@@ -52,7 +58,7 @@ class Sb3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]
         self._obs, done = step.obs, step.done
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         for b in np.flatnonzero(done).tolist():
-            last = {name: np.array(array[b]) for name, array in step.final_obs.items()}
+            last = {name: np.array(array[b], ndmin=1) for name, array in step.final_obs.items()}
             cut = bool(step.truncated[b] and not step.terminated[b])
             infos[b] = {"terminal_observation": last, "TimeLimit.truncated": cut}
         return self._copied(), step.reward.astype(np.float32), np.array(done), infos
@@ -91,4 +97,7 @@ class Sb3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]
         return [indices] if isinstance(indices, int) else list(indices)
 
     def _copied(self) -> dict[str, NDArray[Any]]:
-        return {name: np.array(array) for name, array in self._obs.items()}
+        return {
+            name: np.array(array if array.ndim > 1 else array[:, None])
+            for name, array in self._obs.items()
+        }

@@ -162,11 +162,43 @@ class Upstream:
     """When the last response came."""
     latencies: "deque[float]" = field(default_factory=lambda: deque(maxlen=LATENCIES))
     transport: "Transport | None" = None
+    models: set[str] = field(default_factory=set)
+    """What it was asked for, here and in the runs that its limit was learned in."""
+    _recalled: bool = False
+    """Whether the limit is that of an earlier run and nothing was asked for yet."""
     _failing: set[int] = field(default_factory=set)
     """The calls that failed since the last response, as they do while a server restarts."""
     _asked_at: float | None = None
     """When one that never answered first said that it was not ready."""
     _connecting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def recall(self) -> None:
+        """Begin with the limit that an earlier run learned, if there is one."""
+        state = load_limit(self.endpoint.address)
+        if state is None or not isinstance(self.limit, AutoLimit):
+            return
+        try:
+            self.limit.load_state_dict(state)
+            self.models = {*map(str, state.get("models", ()))}
+            self._recalled = True
+        except (KeyError, TypeError, ValueError):
+            # Written by another version; what it knew is learned again.
+            self.limit.forget()
+
+    def learned(self) -> dict[str, Any]:
+        """What `recall` reads in a later run."""
+        return {**self.limit.state_dict(), "models": sorted(self.models)}
+
+    def meet(self, model: str) -> None:
+        """It will be asked for this model; the first one tells whether what was recalled holds."""
+        model = self.endpoint.model or model
+        if self._recalled:
+            self._recalled = False
+            if model not in self.models and isinstance(self.limit, AutoLimit):
+                # Another model at this address may be any number of times slower.
+                self.limit.forget()
+                self.models.clear()
+        self.models.add(model)
 
     async def connect(self) -> "Transport":
         """The transport, made at the first call."""
@@ -261,13 +293,9 @@ class Upstream:
 def limit_for(
     endpoint: Endpoint,
     given: Literal["auto"] | int | Limit,
-    remember: bool,
     deadline_s: float = DEADLINE_S,
 ) -> tuple[Limit, bool]:
-    """The limit of an endpoint from the `limit` of a pool, and whether it is found automatically.
-
-    With `remember` an automatic limit starts from what an earlier run learned.
-    """
+    """The limit of an endpoint from the `limit` of a pool, and whether it learns from the calls."""
     if not isinstance(given, str | int):
         return given, False
     if isinstance(given, int):
@@ -279,12 +307,4 @@ def limit_for(
     if not endpoint.remote:
         # While one batch runs, the next one gathers.
         return FixedLimit(2 * endpoint.batch), False
-    limit = AutoLimit(deadline_s=deadline_s)
-    state = load_limit(endpoint.address) if remember else None
-    if state is not None:
-        try:
-            limit.load_state_dict(state)
-        except (KeyError, TypeError, ValueError):
-            # Written by another version; what it knew is learned again.
-            limit = AutoLimit(deadline_s=deadline_s)
-    return limit, True
+    return AutoLimit(deadline_s=deadline_s), True

@@ -100,6 +100,7 @@ class Engine:
         self._by_key: dict[bytes, Job] = {}
         """Exact jobs by key: an equal request joins instead of being sent."""
         self._numbers = 0
+        self._models: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticking = False
         self._wake: asyncio.TimerHandle | None = None
@@ -143,6 +144,8 @@ class Engine:
         unwritten = self._cache is None or not self._cache.writes
         for index, request in items:
             self._stats.asked += 1
+            if request.model not in self._models:
+                self._meet(request.model)
             if self.closed or sink.stopped:
                 failed = _cancelled("the pool is closed" if self.closed else "it was cancelled")
                 self._stats.failure(failed)
@@ -173,6 +176,11 @@ class Engine:
             self._spawn(self._look(to_look_up, "cache"))
         self._start_ticking()
         self._dispatch()
+
+    def _meet(self, model: str) -> None:
+        self._models.add(model)
+        for upstream in self.upstreams:
+            upstream.meet(model)
 
     def _recall(self, sink: Sink, key: bytes, index: int) -> Done | None:
         """An exact response of this pool that is not on disk, so that it is not paid for twice."""
@@ -774,7 +782,7 @@ class Engine:
         if not self._rules.remember:
             return
         learned = {
-            upstream.endpoint.address: upstream.limit.state_dict()
+            upstream.endpoint.address: upstream.learned()
             for upstream in self.upstreams
             if upstream.learns
         }

@@ -96,9 +96,10 @@ class AutoLimit:
         """The last changes. One entry for a burst of rejections; a single call tried above the
         ceiling is recorded only if it was accepted."""
         self._fresh: deque[Change] = deque(maxlen=HISTORY)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin as a new limit does, without what was learned."""
         self._limit = self.start
         self._base = float(self.start)
         self._phase: Phase = "ramp"
@@ -243,7 +244,7 @@ class AutoLimit:
                 f"the state of a limit has version {state.get('version')!r}, this is version "
                 f"{VERSION}; leave it out and it is learned again"
             )
-        self._forget()
+        self.forget()
         rows = [[float(value) for value in row] for row in state["curve"]]
         numbers = [float(state["limit"]), float(state["noise"])]
         numbers += [value for row in rows for value in row]

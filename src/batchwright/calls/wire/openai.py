@@ -41,6 +41,9 @@ FINAL = {
 spending limit. OpenAI and Anthropic document them, but for the last, which is known from reports.
 Words like quota or billing say nothing: Gemini, Vertex and Azure use them for limits of a minute.
 """
+BROKEN_OFF = ("error", "abort")
+"""Finish reasons of a response that nobody finished: OpenRouter's when a provider fails, vLLM's and
+SGLang's when the request was aborted. The text so far is not the response."""
 BUSY = ("busy", "overload", "pending", "capacity", "too many", "rate limit", "queue is full")
 """Words by which a 503 asks for fewer calls."""
 
@@ -86,6 +89,8 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
         if request.kind == "respond":
             return _responded(request, body, raw)
         choice = body["choices"][0]
+        if choice.get("finish_reason") in BROKEN_OFF or choice.get("error"):
+            return _broken_off(request, choice)
         if request.kind == "chat":
             message = choice["message"]
             text = content_text(message.get("content"))
@@ -261,6 +266,15 @@ def _wrong_shape(request: Request, body: Any) -> Failed:
         return Failed(Kind.BAD_BODY, f"the server responded 200 with an error: {message}", 200)
     seen = f"fields {fields_of(body)}" if isinstance(body, dict) else type(body).__name__
     return Failed(Kind.BAD_BODY, f"the response to a {request.kind} call has {seen}", 200)
+
+
+def _broken_off(request: Request, choice: Mapping[str, Any]) -> Failed:
+    """The failure of a response that the server, or a provider behind it, did not finish."""
+    if choice.get("error"):
+        return _wrong_shape(request, choice)
+    why = str(choice["finish_reason"])[:40]
+    text = f"the server broke the response off (finish_reason={why!r})"
+    return Failed(Kind.TRUNCATED, text, 200)
 
 
 def fields_of(body: Mapping[str, Any]) -> list[str]:
