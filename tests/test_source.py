@@ -422,6 +422,17 @@ def test_a_value_of_parquet_that_python_cannot_hold_is_a_bad_row_and_a_time_its_
         assert found[2]["at"] == 10**17  # milliseconds, as Parquet has them
 
 
+def test_parquet_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    for before, after in ((300, 150), (300, 299), (300, 1)):
+        path = tmp_path / "rows.parquet"
+        write_parquet(path, [{"text": f"row {i}"} for i in range(before)])
+        source = open_source(path)
+        assert source[5]["text"] == "row 5"
+        write_parquet(path, [{"text": f"row {i}"} for i in range(after)])
+        with pytest.raises(BadFile, match=r"changed while it was read|truncated or damaged"):
+            source[before - 1]
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     source = open_source(path)

@@ -257,9 +257,12 @@ class _Parquet:
         if self._group[0] != group:
             self._jumps += group != self._group[0] + 1
             try:
-                self._group = (group, self._file.read_row_group(group))
+                table = self._file.read_row_group(group)
             except (OSError, ValueError) as error:
                 raise _damaged(self._path, error) from None
+            if len(table) != self._bounds[group + 1] - self._bounds[group]:
+                raise BadFile(f"{self._path} changed while it was read; run again")
+            self._group = (group, table)
         return self._group[1]
 
     @cached_property
