@@ -284,6 +284,10 @@ def test_a_response_that_was_broken_off_is_a_failure_whatever_text_there_is(requ
         assert isinstance(failed, Failed), more
         assert failed.kind is kind
         assert said in failed.error
+    whole = json.loads(choice_of(request.kind, "half of", finish_reason="stop"))
+    body = json.dumps({**whole, "error": {"code": 500, "message": "overheated"}}).encode()
+    failed = openai_wire.decode(request, 200, {}, body)
+    assert (failed.kind, "overheated" in failed.error) == (Kind.HTTP_5XX, True)
     for fine in ({"finish_reason": "stop", "error": None}, {"finish_reason": "length"}, {}):
         assert openai_wire.decode(request, 200, {}, choice_of(request.kind, "all", **fine))
 

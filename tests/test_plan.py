@@ -1,6 +1,8 @@
 """Plans against brute force: every piece once, no batch over budget, nothing depends on order."""
 
+import math
 import random
+import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -640,6 +642,23 @@ def test_a_curriculum_goes_from_easy_to_hard(layout: str, stages: int) -> None:
     ).build(2)
     assert other.fingerprint == plan.fingerprint
     assert by_id(other, 1) == by_id(plan, 1)
+
+
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (math.inf, "has weight inf; a weight must be above 0 and finite"),
+        (math.nan, "has weight nan; a weight must be above 0 and finite"),
+        (-1.0, "has weight -1.0; a weight must be above 0 and finite"),
+        (0.0, "has weight 0.0; a weight must be above 0 and finite"),
+        (1e9, "shows 2e+11 samples an epoch, more than 2,147,483,647; give a smaller weight"),
+        (1e-4, "shows none of its 200 samples; give a larger weight"),
+    ],
+)
+def test_a_weight_that_cannot_be_shown_is_refused_with_its_reason(weight: float, said: str) -> None:
+    sources = {"a": np.arange(1, 201), "b": np.arange(1, 201)}
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        BatchPlanBuilder(sources, BatchingConfig(), weights={"a": weight, "b": 1.0})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -422,6 +422,16 @@ def test_a_value_of_parquet_that_python_cannot_hold_is_a_bad_row_and_a_time_its_
         assert found[2]["at"] == 10**17  # milliseconds, as Parquet has them
 
 
+def test_a_column_of_parquet_that_stands_there_twice_is_refused(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    columns = [pyarrow.array([text]) for text in ("first", "7", "second")]
+    table = pyarrow.table(columns, names=["text", "id", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(BadFile, match=r"has the column 'text' more than once; keep one"):
+        open_source(tmp_path / "rows.parquet")
+
+
 def test_parquet_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     for before, after in ((300, 150), (300, 299), (300, 1)):
         path = tmp_path / "rows.parquet"

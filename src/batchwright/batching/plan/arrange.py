@@ -59,6 +59,10 @@ SORT_SLACK = 128
 percent of their tokens and gain new neighbours every epoch."""
 
 
+MOST_SHOWN = 2**31 - 1
+"""Samples that a source of a mixture may show in an epoch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Arranged:
     """An order, what it was made of, and a note if packing has one."""
@@ -138,7 +142,17 @@ def join_sources(
     parts = {name: Lengths.of(source) for name, source in sources.items()}
     for name, part in parts.items():
         weight = weights[name]
-        if not (0 < weight < math.inf and round(weight * len(part)) >= 1):
+        if not 0 < weight < math.inf:
+            raise ConfigError(
+                f"source {name!r} has weight {weight}; a weight must be above 0 and finite, as 2 "
+                f"shows each of its samples twice an epoch"
+            )
+        if weight * len(part) > MOST_SHOWN:
+            raise ConfigError(
+                f"source {name!r} with weight {weight:g} shows {weight * len(part):.3g} samples an "
+                f"epoch, more than {MOST_SHOWN:,}; give a smaller weight"
+            )
+        if round(weight * len(part)) < 1:
             raise ConfigError(
                 f"source {name!r} with weight {weight} shows none of its {len(part):,} samples; "
                 f"give a larger weight or leave it out"

@@ -36,9 +36,10 @@ FINAL = {
     "project_spend_limit_exceeded",
     "enforced_spend_limit_reached",
     "billing_not_active",
+    "billing_hard_limit_reached",
 }
 """Codes of a 429 for which waiting does not help: the account has no credit or has reached its
-spending limit. OpenAI and Anthropic document them, but for the last, which is known from reports.
+spending limit. OpenAI and Anthropic document them, but for the last two, which are known from reports.
 Words like quota or billing say nothing: Gemini, Vertex and Azure use them for limits of a minute.
 """
 BROKEN_OFF = ("error", "abort")
@@ -89,6 +90,8 @@ def from_body(request: Request, body: Any, raw: bytes | None = None) -> Outcome:
         if request.kind == "respond":
             return _responded(request, body, raw)
         choice = body["choices"][0]
+        if body.get("error"):
+            return _wrong_shape(request, body)
         if choice.get("finish_reason") in BROKEN_OFF or choice.get("error"):
             return _broken_off(request, choice)
         if request.kind == "chat":

@@ -204,6 +204,9 @@ class _Parquet:
             )
         except (OSError, ValueError) as error:
             raise _damaged(path, error) from None
+        names = self._file.schema_arrow.names
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise BadFile(f"{path} has the column {twice!r} more than once; keep one of them")
         metadata = self._file.metadata
         groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
         sizes = [group.num_rows for group in groups]
