@@ -39,7 +39,7 @@ FINAL = {
     "billing_hard_limit_reached",
 }
 """Codes of a 429 for which waiting does not help: the account has no credit or has reached its
-spending limit. OpenAI and Anthropic document them, but for the last two, which are known from reports.
+spending limit. OpenAI and Anthropic document them, but for the last two, known from reports.
 Words like quota or billing say nothing: Gemini, Vertex and Azure use them for limits of a minute.
 """
 BROKEN_OFF = ("error", "abort")
