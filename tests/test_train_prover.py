@@ -654,6 +654,56 @@ def test_runs_that_are_no_repetitions_of_each_other_are_said_to_differ(
     assert "warning: the runs differ in more than the seed: lr" in call(line, tmp_path).out
 
 
+def test_runs_of_one_seed_are_no_interval_over_seeds(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    for name in ("one", "two"):
+        started(tmp_path, call, name, "--clone-updates 0 --passes 0 --ppo-steps 64 --seed 3")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    line = f"evaluate prover --data {FAMILY} --limit 4 --quiet --mode rl --prover"
+    for other in ("two", "copy"):
+        refused = call(f"{line} one {other}", tmp_path)
+        assert refused.code == 1
+        assert "the same settings and the same seed, 3, so they are one run" in refused.err
+
+
+@pytest.mark.parametrize("beta", ["nan", "inf", "-inf", "-1"])
+def test_a_weight_of_proofs_that_is_none_is_refused(
+    beta: str, tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    refused = call(
+        f"evaluate prover --data {FAMILY} --mode hybrid --kge no --beta={beta}", tmp_path
+    )
+    assert refused.code == 1
+    assert f"--beta must be a number of at least 0, got {beta}" in refused.err
+
+
+def test_a_reward_that_cannot_be_loaded_leaves_no_run(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    (tmp_path / "reward.py").write_text("def short(ended):\n    return ended.proved * 1.0\n")
+    line = f"train prover --data {FAMILY} --clone-updates 0 --passes 0 --ppo-steps 64 --run-dir run"
+    for wrong in ("nofile.py:short", "reward.py:", "reward.py:long"):
+        assert call(f"{line} --reward {wrong}", tmp_path).code == 1
+        assert not (tmp_path / "run").exists()
+    assert call(f"{line} --reward reward.py:short", tmp_path).code == 0
+
+
+def test_a_graph_without_short_rules_is_told_how_to_find_longer_ones(
+    tmp_path: Path, call: Callable[..., Any]
+) -> None:
+    # Who likes one thing likes what others who like it like: three edges, and nothing shorter.
+    likes = [f"user{u}\tlikes\titem{i}" for u in range(8) for i in range(6) if (u ^ i) & 1 == 0]
+    for part, lines in (("train", likes[:-4]), ("valid", likes[-4:-2]), ("test", likes[-2:])):
+        (tmp_path / f"{part}.txt").write_text("".join(f"{line}\n" for line in lines))
+    line = "train prover --data . --clone-updates 0 --passes 0 --ppo-steps 64 --n-envs 8"
+    refused = call(line, tmp_path)
+    assert refused.code == 1
+    assert "no rule of up to 2 edges" in refused.err
+    assert "give --length 3, a lower --min-confidence, or --rules FILE" in refused.err
+    assert call(f"{line} --length 3", tmp_path).code == 0
+
+
 @pytest.mark.parametrize("policy", ["rules", "neural", "answers"])
 @pytest.mark.parametrize("budget", [3000, 20_000])
 def test_auto_leaves_a_budget_many_updates_and_the_report_says_what_was_taken(

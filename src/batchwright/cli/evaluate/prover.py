@@ -1,6 +1,8 @@
 """`batchwright evaluate prover`: filtered ranking with rules, embeddings, a prover or both."""
 
+import math
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -114,6 +116,8 @@ def evaluate_prover(
 
     prover = prover or None
     _check_provers(mode, prover)
+    if beta is not None and not 0 <= beta < math.inf:
+        raise ConfigError(f"--beta must be a number of at least 0, got {beta:g}")
 
     if beam is not None and prover is None:
         raise ConfigError("--beam is for the proofs of a trained prover; give --prover RUN")
@@ -233,6 +237,7 @@ def _by_ppo(
     from batchwright.train.prover.gain import gain, joined
     from batchwright.train.prover.loop import load_prover, origin_of
 
+    differing = _differing(runs)
     before, after, scorers, said = [], [], [], []
     for number, run in enumerate(runs):
         origins = origin_of(run, "before_ppo"), origin_of(run, "ppo"), origin_of(run)
@@ -256,7 +261,6 @@ def _by_ppo(
             }
         )
     how: dict[str, Any] = {"prover": [str(run) for run in runs], "runs": said}
-    differing = _differing(runs)
     return scorers[0], joined(after), {**how, "gain": gain(before, after), "differing": differing}
 
 
@@ -269,6 +273,12 @@ def _differing(runs: list[Path]) -> list[str]:
     configs = [ProverConfig.of_run(run) for run in runs]
     names = [field.name for field in fields(ProverConfig)]
     free = {"seed", "run_dir", *ProverConfig.CHANGEABLE}
+    for (run, one), (other, two) in combinations(zip(runs, configs, strict=True), 2):
+        if all(getattr(one, n) == getattr(two, n) for n in ("seed", *(set(names) - free))):
+            raise ConfigError(
+                f"{run} and {other} have the same settings and the same seed, {one.seed}, so they "
+                f"are one run; give runs of other seeds to --prover"
+            )
     return [n for n in names if n not in free and len({getattr(c, n) for c in configs}) > 1]
 
 

@@ -154,8 +154,16 @@ def _supported(s: int, c: int, step: int, end: int, index: Adjacency, preds: int
         first = lower_bound(index.step, index.ptr[x], last, s)
         last = lower_bound(index.step, first, last, s + 1)
         place = lower_bound(index.end, first, last, c)
-        if place < last and index.end[place] == c:
+        if place == last or index.end[place] != c:
+            continue
+        if x != c or step != inverse(s, preds):
             hits += 1
+        elif end >= 0:
+            hits += end != c
+        else:
+            # The fact is a loop, and the edge back is the same one: it takes another.
+            last = lower_bound(index.step, index.ptr[x], index.ptr[x + 1], step + 1)
+            hits += last - lower_bound(index.step, index.ptr[x], last, step) > 1
     return hits * pairs // max(1, looks)
 
 
@@ -212,7 +220,8 @@ def _count_answers(
             for j in range(some):
                 at = first + j * edges // some
                 step = index.step[at]
-                if step == s and index.end[at] == c:
+                # The fact itself; of a loop it is the edge back as well.
+                if index.end[at] == c and (step == s or (x == c and step == turned)):
                     continue
                 f = feature[at]
                 if count[f] == 0:

@@ -39,6 +39,7 @@ __all__ = [
     "Practice",
     "ask_once",
     "kge_potential",
+    "reward_of",
 ]
 
 Ints = NDArray[np.int32]
@@ -140,7 +141,7 @@ class Practice:
             ask=config.ask,
             depth=depth,
             negatives=config.negatives,
-            reward=_reward(config.reward),
+            reward=reward_of(config.reward),
             end_action=config.end_action,
             potential=potential,
             gamma=config.gamma,
@@ -297,7 +298,7 @@ def kge_potential(kge: Kge, preds: int) -> Potential:
     return values
 
 
-def _reward(name: str) -> str | Callable[[Ended], ArrayLike]:
+def reward_of(name: str) -> str | Callable[[Ended], ArrayLike]:
     """A name of `REWARDS`, or the function that FILE.py:function names."""
     if name in REWARD_NAMES:
         return name

@@ -48,6 +48,7 @@ from batchwright.train.prover.learners import (
     Practice,
     ask_once,
     kge_potential,
+    reward_of,
 )
 from batchwright.train.prover.policy import neural_policy, rule_policy
 from batchwright.train.prover.program import Asked
@@ -188,6 +189,8 @@ def train_prover(
         began = ProverConfig.of_run(config.run_dir)
         autos = {n: getattr(began, n) for n in SIZES if getattr(config, n) == "auto"}
         config = replace(config, **autos)
+    # A function that cannot be loaded is told before there is a run.
+    reward_of(config.reward)
     with Run(config, resume=resume) as run:
         config = replace(config, run_dir=run.folder)
         graph = load_graph(Path(config.data)).without_test()
@@ -568,6 +571,13 @@ def _program(config: ProverConfig, graph: Graph, file: Path | None) -> tuple[Gra
     rules = mined.rules
     if most := config.recipe.constants:
         rules = rules.plus(mine_constants(graph.train, graph.vocab, most=most))
+    if not len(rules):
+        edges = "1 edge" if config.length == 1 else f"up to {config.length} edges"
+        longer = "" if config.length == 3 else f"--length {config.length + 1}, "
+        raise ConfigError(
+            f"no rule of {edges} with a confidence of at least {config.min_confidence:g} was "
+            f"mined from {graph.name}; give {longer}a lower --min-confidence, or --rules FILE"
+        )
     return graph, rules
 
 
