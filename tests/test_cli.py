@@ -506,6 +506,23 @@ def test_the_demo_leaves_pictures_and_plans_that_hold(demo, call) -> None:
         assert call(line, root).data["verified"]
 
 
+def test_the_demo_without_matplotlib_says_what_pictures_need(tmp_path, environ) -> None:
+    code = WITHOUT_TORCH.replace("torch=None", "torch=None, matplotlib=None")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Pictures need matplotlib: pip install 'batchwright[plot]'" in done.stdout
+    assert "--png" not in done.stdout
+    assert not list(tmp_path.rglob("*.png"))
+
+
 def test_every_command_the_demo_shows_can_be_typed(demo, call) -> None:
     root, (_, out, _) = demo
     lines = [line.removeprefix("$ batchwright ") for line in out.splitlines() if line[:1] == "$"]

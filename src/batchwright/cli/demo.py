@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ __all__ = ["demo"]
 
 _BUDGET = 8192
 _WIDTH = 8192
+NO_PICTURES = "Pictures need matplotlib: pip install 'batchwright[plot]'"
 
 
 def demo(
@@ -27,6 +29,11 @@ def demo(
 
     from batchwright.files import check_output, write_atomic
 
+    draws = find_spec("matplotlib") is not None
+
+    def png(name: str) -> str:
+        return f"--png {out}/{name}" if draws else ""
+
     data = out / "demo.jsonl"
     shipped = files("batchwright.shipped").joinpath("demo.jsonl").read_bytes()
     check_output(data, re.compile(re.escape(shipped[:200])), force=force)
@@ -39,7 +46,7 @@ def demo(
     )
     _run(
         "How long are the samples?",
-        f"data batching histogram -c {lengths} --bins 16 --width 40 --png {out}/lengths.png",
+        f"data batching histogram -c {lengths} --bins 16 --width 40 {png('lengths.png')}",
     )
     _run(
         "Which bucket edges waste least? The optimum, by dynamic programming.",
@@ -59,7 +66,7 @@ def demo(
     plan = out / "packed"
     _run(
         "The packed rows: one line per row, one shade per sample, dots are padding.",
-        f"data batchplan draw -p {plan} --rows 12 --png {out}/packing.png",
+        f"data batchplan draw -p {plan} --rows 12 {png('packing.png')}",
     )
     _run(
         "Is the plan intact, and does it follow from these lengths?",
@@ -72,8 +79,9 @@ def demo(
     _run("The first batches of rank 0.", f"data batchplan info -p {out}/shards/rank_0 -n 4")
     _run("Where is one sample, in every epoch?", f"data batchplan explain demo-0007 -p {plan}")
     _train(out, data)
+    pictures = f"Pictures: {out}/packing.png, {out}/lengths.png"
     say(
-        f"\nPictures: {out}/packing.png, {out}/lengths.png\n"
+        f"\n{pictures if draws else NO_PICTURES}\n"
         f"\nNext, with your own data:\n"
         f"  batchwright data lengths build -d train.jsonl -t gpt2 -o lengths.jsonl\n"
         f"  batchwright data batchplan build -l lengths.jsonl --layout packed --dry-run\n"
@@ -85,7 +93,6 @@ def demo(
 def _train(out: Path, data: Path) -> None:
     """Train a small random model for a few steps, on padded batches and on packed ones."""
     import shutil
-    from importlib.util import find_spec
 
     if not (find_spec("torch") and find_spec("transformers")):
         say("\nTraining needs torch: pip install 'batchwright[train]'")
