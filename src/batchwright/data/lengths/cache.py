@@ -321,7 +321,8 @@ class LengthCache:
             return
         self._entries = self._all()
         self._added, self._hashes, self._unwritten = {}, {}, []
-        write_entries(self.path, self._entries)
+        # None was added that was there.
+        write_entries(self.path, self._entries, unique=True)
         self._complete = True
         journal.remove()
 
