@@ -17,7 +17,7 @@ IN_README = (
     "pack 1M lengths",
     "useful tokens, log-normal lengths",
     "most loaded of 64 ranks, relative to the lower bound",
-    "fine-tuning throughput, long-tailed lengths, packed",
+    "fine-tuning, useful tokens per CPU second, long-tailed lengths",
     "CPU time per call, cache on",
     "throughput on 16 unknown servers (simulated), relative to the best fixed limit",
     "advantages with the wrong sign, 5 % of judge calls lost",
@@ -210,13 +210,13 @@ def training() -> list[list[str]]:
 
     def beside(found: dict[str, dict[str, Any]]) -> str:
         ours, trl = found["batchwright packed"][speed], found["TRL packed"][speed]
-        return f"{ours:.2f}x padded batches of 8 ({ours / trl:.2f}x TRL packed)"
+        return f"TRL packed 1/{ours / trl:.2f}, padded batches of 8 1/{ours:.2f}"
 
     return [
         [
-            "fine-tuning throughput, long-tailed lengths, packed",
-            f"`tiny` {beside(tail)}, SmolLM2 {beside(real)}",
-            "useful tokens per CPU second, same samples",
+            "fine-tuning, useful tokens per CPU second, long-tailed lengths",
+            "1, packed",
+            f"`tiny`: {beside(tail)}; SmolLM2: {beside(real)}",
             "`bench_sft.py`",
         ],
         [
@@ -232,9 +232,13 @@ def training() -> list[list[str]]:
 
 
 def fastest(found: dict[str, dict[str, Any]], column: str) -> float:
-    """Of OpenAI's client by its quicker transport."""
-    ways = ("AsyncOpenAI + sem(60)", "AsyncOpenAI, aiohttp + sem(60)")
-    return min(float(found[way][column]) for way in ways if way in found)
+    """Of OpenAI's client by its aiohttp transport, the quicker of the two."""
+    slower, quicker = (
+        float(found[way][column])
+        for way in ("AsyncOpenAI + sem(60)", "AsyncOpenAI, aiohttp + sem(60)")
+    )
+    assert quicker < slower
+    return quicker
 
 
 def calls() -> list[list[str]]:
@@ -269,7 +273,7 @@ def calls() -> list[list[str]]:
         [
             "CPU time per call, cache on",
             f"{cpu['batchwright + cache']['x aiohttp']:.2f}x raw aiohttp",
-            f"AsyncOpenAI 3 {fastest(cpu, 'x aiohttp'):.0f}x, "
+            f"AsyncOpenAI 3, its aiohttp transport {fastest(cpu, 'x aiohttp'):.0f}x, "
             f"litellm {cpu['litellm']['x aiohttp']:.0f}x, "
             f"inspect_ai {cpu['inspect_ai']['x aiohttp']:.0f}x",
             "`bench_calls.py`",
@@ -277,7 +281,7 @@ def calls() -> list[list[str]]:
         [
             "1,024 calls of 50 ms, 60 in flight",
             f"{wall['batchwright']['x ideal']:.2f}x the ideal wall time",
-            f"AsyncOpenAI 3 {fastest(wall, 'x ideal'):.1f}x, "
+            f"AsyncOpenAI 3, its aiohttp transport {fastest(wall, 'x ideal'):.1f}x, "
             f"AsyncOpenAI 2 {wall['AsyncOpenAI 2 + sem(60)']['x ideal']:.1f}x, "
             f"litellm {wall['litellm']['x ideal']:.1f}x, eight threads "
             f"{wall['ThreadPool(8) + OpenAI']['x ideal']:.1f}x",
@@ -286,7 +290,7 @@ def calls() -> list[list[str]]:
         [
             "1,024 calls of 50 ms on a fully loaded CPU",
             f"{busy['batchwright']['seconds']:.1f} s",
-            f"AsyncOpenAI 3 {fastest(busy, 'x batchwright'):.0f}x, "
+            f"AsyncOpenAI 3, its aiohttp transport {fastest(busy, 'x batchwright'):.0f}x, "
             f"AsyncOpenAI 2 {busy['AsyncOpenAI 2 + sem(60)']['x batchwright']:.0f}x the time",
             "`bench_calls.py`",
         ],
