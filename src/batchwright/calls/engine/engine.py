@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.05
 DEADLINE_SOON_S = 0.2
 """Deadlines as near as this have a timer; the others are looked at with every tick."""
-COMMIT_S = 0.004
-"""How long a response waits for others to be committed with; a model takes far longer."""
+COMMIT_S = 0.008
+"""How long a response waits for others to be committed with, if any are in flight; a model takes
+far longer."""
 COMMIT_ROWS = 128
 """So many responses are committed without waiting for more."""
 POLL_S = 0.1
@@ -493,7 +494,7 @@ class Engine:
         """Write responses in groups; each job is finished when its group survives `kill -9`."""
         assert self._cache is not None
         while self._uncommitted or self._released:
-            if len(self._uncommitted) < COMMIT_ROWS:
+            if len(self._uncommitted) < COMMIT_ROWS and self._dispatcher.in_flight:
                 await asyncio.sleep(COMMIT_S)
             group, self._uncommitted = self._uncommitted, []
             released, self._released = self._released, []
