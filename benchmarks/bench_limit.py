@@ -4,7 +4,9 @@ Servers and client are simulated in virtual time (`limit_world.py`), so the numb
 every machine. Four kinds of servers, knees 8, 60 and 200, and a knee that moves from 60 to 20 to
 120 after each third of the calls: 16 cases, each the mean over worlds of other latencies, spreads
 and seeds. The oracle is the best limit that knows the knee, in every phase. `cold` knows nothing;
-`warm` begins with what a cold run over other calls learned, for the moving knee that is 120.
+`warm` begins with what a cold run over other calls learned, for the moving knee that is 120. The
+`late oracle` knows the knee, but begins where ours does and goes up by doubling, once as many calls
+have ended as were in flight: what it falls short by is the price of beginning small.
 
 The constants of the limit were chosen on the worlds of `--tuning`, which have other knees,
 latencies, spreads and seeds than the ones judged here. The judging is not blind, though: the table
@@ -158,7 +160,13 @@ def compare(report: Report, cases: list[list[World]]) -> list[tuple[str, Score]]
         contender: [score(make, case, best) for case in cases]
         for contender, make in CONTENDERS.items()
     }
-    columns = ["", *CONTENDERS]
+    late = {
+        what: [
+            statistics.mean(late_share(world, best, what == "cold") for world in case)
+            for case in cases
+        ]
+        for what in ("cold", "warm")
+    }
     for title, pick in (
         ("cold: percent of the oracle's throughput", lambda s: round(s.cold, 1)),
         ("warm: percent of the oracle's throughput", lambda s: round(s.warm, 1)),
@@ -172,7 +180,11 @@ def compare(report: Report, cases: list[list[World]]) -> list[tuple[str, Score]]
             [name, *(pick(found[contender][i]) for contender in CONTENDERS)]
             for i, name in enumerate(names)
         ]
+        columns = ["", *CONTENDERS]
         if "percent" in title:
+            columns.append("late oracle")
+            for row, share in zip(rows, late[title[:4]], strict=True):
+                row.append(round(share, 1))
             rows.append(["least", *(min(row[i] for row in rows) for i in range(1, len(columns)))])
         report.table(title, columns, rows)
     return list(zip(names, found[OURS], strict=True))
@@ -242,20 +254,28 @@ def families(report: Report, seeds: Sequence[int]) -> list[tuple[str, Score]]:
     return found
 
 
+def late_share(world: World, best: dict[World, float], cold: bool) -> float:
+    """What a limit reaches that knows the knee and acts as late as anyone can, in percent of the
+    oracle; cold from where ours starts, warm from the knee."""
+    start = AutoLimit().limit if cold else world.knees[-1]
+    if not cold:
+        world = replace(world, seed=world.seed + 1000)
+    return 100 * oracle(world, best) / run(world, LateOracle(world, start)).seconds
+
+
 def bounds(
     given: Sequence[World], best: dict[World, float], cold: bool
 ) -> tuple[float, float | None]:
     """What limits reach that know the knee, percent of the oracle: one that acts as late as anyone
     can, and one that has to find out when the knee of a thrashing server moves."""
-    late, detecting = [], []
+    late = [late_share(world, best, cold) for world in given]
+    detecting = []
     for world in given:
-        start = AutoLimit().limit if cold else world.knees[-1]
-        if not cold:
-            world = replace(world, seed=world.seed + 1000)
-        seconds = oracle(world, best)
-        late.append(100 * seconds / run(world, LateOracle(world, start)).seconds)
         if world.kind == "thrash" and len(world.knees) > 1:
-            detecting.append(100 * seconds / detecting_seconds(world, start))
+            start = AutoLimit().limit if cold else world.knees[-1]
+            if not cold:
+                world = replace(world, seed=world.seed + 1000)
+            detecting.append(100 * oracle(world, best) / detecting_seconds(world, start))
     return statistics.mean(late), statistics.mean(detecting) if detecting else None
 
 
