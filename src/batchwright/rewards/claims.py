@@ -4,7 +4,7 @@
 import re
 from typing import NamedTuple
 
-__all__ = ["Around", "around", "denied_before", "marked", "taken_back"]
+__all__ = ["Around", "Revision", "around", "denied_before", "marked", "revision", "taken_back"]
 
 _DENY = (
     r"(?:not|never|nor|neither|hardly|scarcely|no[ ]longer|nowhere[ ]near|nicht|niemals|kein\w{0,2}"
@@ -51,7 +51,10 @@ _BEFORE = re.compile(
     (?: \b(?:{_DENY}(?!\s+(?:only|hard|difficult|surpris\w*)\b)|doubt|doubts|deny|denies|disagree
              |nobody|none|if|unless|whether|suppose|imagine|pretend|no[ ]way|no[ ]reason|refuse
              |mistakenly|wrongly|incorrectly|falsely|unlikely|myth|misconception|fallacy|mistake
-             |thought|tempt\w*|(?:might|may|could|would|people|many|some|others)[ ]{_OPINION})\b
+             |thought|tempt\w*|(?:might|may|could|would|people|many|some|others)[ ]{_OPINION}
+             |maybe|perhaps|possibly|vielleicht|peut-être|quizás?|tal[ ]vez|forse|talvez
+             |(?:previously|formerly|originally|initially|at[ ]first)[ ]I[ ]\w+
+             |I[ ](?:previously|formerly|originally|initially|first)[ ]\w+)\b
       | \b{_WRONG} (?=\s+(?:that|to)\b) )
     (?: \s+ (?!{_BREAK}\b) [^\W\d][\w'’]* ){{0,7}} [\s"'*_`$({{\[]* $
     | \b(?:wrong|incorrect|false|mistaken|erroneous|previous|earlier|initial|naive|tempting)\s*$"""
@@ -78,7 +81,7 @@ _TAKEN_BACK = re.compile(
     | \b(?:scratch|strike|ignore|disregard)[ ](?:that|this|the[ ]above)\b
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
     | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
-    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back)\b
+    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
@@ -91,6 +94,50 @@ _REFUTED = re.compile(
         (?:no (?=\s*[,.!…—]|\s+wait) | nope\b | (?:wrong|incorrect|false) (?=\s*[,.!…—]|\s*$)
          | not[ ](?:quite|really|right|correct)\b )
     | \s*[,—–-]\s* (?:no[ ]wait|wait,?[ ]no|which[ ]is[ ](?:wrong|incorrect|impossible))\b )"""
+)
+
+# Words that begin a correction, at the start of a clause or right behind a number.
+_CLAUSE = (
+    r"(?:[.,;:!?…()\[\]\n—–-]|(?<=[\d.…])[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
+    r"[\s\"'*_`(]{0,8}"
+)
+_WITHDRAWS = re.compile(
+    rf"""(?ix)
+    \b(?:w?oops+|sorry|apolog(?:y|ies|i[sz]e)|I[ ]meant?|scratch[ ]that|strike[ ]that|correction
+        |my[ ](?:bad|mistake|error)|on[ ]second[ ]thoughts?|I[ ](?:forgot|misread|miscounted
+        |miscalculated|overlooked|missed|mistyped)|typo|should[ ](?:have[ ]been|read)
+        |(?:it|that|this|which|answer|result|total)[ ](?:should|ought[ ]to)[ ](?:actually[ ]|really[ ])?
+         be(?![ ](?:noted|mentioned|clear|obvious|easy)\b)|or[ ]rather|make[ ](?:that|it)
+        |perdón|perdona|désolée?|pardon|entschuldigung|verzeihung|scusa|desculpe?|извините|простите)\b
+    | {_CLAUSE} (?:(?:edit(?:ed)?|updated?|corrected|revised|amended|fixed|errata|erratum)\b\s*
+        (?=[:：,—–-]|\s(?:to|it|answer)\b)|rather(?!\s+than)\b|korrektur|更正|抱歉|订正|訂正|정정)
+    | 应该是|應該是|应为|應為"""
+)
+_CHECKS = re.compile(
+    rf"""(?ix)
+    {_CLAUSE} (?: (?:actually|wait|hold[ ]on|hang[ ]on|hmm+|nope|one[ ]moment|but[ ]wait|in[ ]fact
+            |on[ ]reflection|to[ ]be[ ](?:precise|exact|correct)|moment|warte|halt|espera|attends
+            |aspetta|wacht|стоп|подожд\w+|eigentlich|en[ ]fait|en[ ]realidad|in[ ]realtà|na[ ]verdade
+            |doch)\b
+        | (?:no|nein|non|não|nee|nej|nie|ne|нет|ні|hayır|nem)\b
+            (?=\s*[,.!:;…—–-]|\s+(?:it|that|the|wait|but|actually|es|c['’]est|wait)\b)
+        | 等等|等一下|不对|不對|不，|不,|其实|實際上|いや|待って|違う|아니|잠깐)
+    | \blet(?:['’]s|[ ](?:me|us))[ ](?:just[ ]|quickly[ ]|now[ ])?(?:double|re-?\w|check|verify|think|see)
+    | \b(?:re-?check|re-?calculat|re-?consider|double[- ]check|re-?examin|re-?comput|re-?think)\w*
+    | \n\s{{0,9}}(?=[-$]{{0,2}}\d[\d.,]{{0,30}}\W{{0,9}}\Z)"""
+)
+_OPPOSES = re.compile(r"(?i)\b(?:but|however|instead|yet|in\s+fact|in\s+reality|really)\b")
+_FILLER = (
+    r"(?:actually|oops|sorry|wait|no|nope|hmm+|oh|ah|well|so|then|but|or|and|rather|instead|in|fact"
+    r"|edit|update|correction|corrected|revised|hold|hang|on|my|bad|mistake|typo|really|reality|however"
+    r"|i|mean|meant|to|say|make|it|that|this|the|a|correct|right|real|final|true|new|answer|result"
+    r"|total|value|number|s|is|was|are|be|been|being|have|has|had|should|would|must|equals|got|get"
+    r"|gives|not|quite|exactly|equal|second|thoughts?)"
+)
+_CLEAR = re.compile(
+    rf"(?i)(?:[^\w$+−.-]|[.-](?!\d)|{_FILLER}(?![^\W_]))*+"  # noqa: RUF001
+    r"([-−]?\$?[-−]?\d(?:[\d.,/]*\d)?\s?%?)"  # noqa: RUF001
+    r"(?=[*_`\"')\]$]*(?:[.!?;,)](?:\s|$)|\s*$|\n))"
 )
 
 
@@ -128,6 +175,38 @@ def taken_back(text: str) -> bool:
     return _REFUTED.match(text) is not None or _TAKEN_BACK.search(text) is not None
 
 
+class Revision(NamedTuple):
+    """What a text says instead of the claim that it stands behind."""
+
+    text: str
+    """What stands behind the word that begins the correction; if `clear`, its value only."""
+    clear: bool
+    """It says nothing but one other value."""
+    withdrawn: bool
+    """It is no mere check, which may confirm the claim."""
+
+
+def revision(text: str, *, denied: bool) -> Revision | None:
+    """The correction in a text that stands behind the number of a claim; `denied` is the claim.
+
+    >>> revision(". Oops, 20.", denied=False), revision(" eggs. She has 3 left.", denied=False)
+    (Revision(text='20', clear=True, withdrawn=True), None)
+    """
+    found = [_WITHDRAWS.search(text), _CHECKS.search(text)]
+    if denied:
+        found.append(_OPPOSES.search(text))
+    starts = [match.start() for match in found if match is not None]
+    if not starts or not re.search(r"\d", text[min(starts) :]):
+        return None
+    tail = text[min(starts) :]
+    clear = _CLEAR.match(tail[:400])
+    if clear is not None and not re.search(r"\d", tail[clear.end() :]):
+        negated = re.search(r"(?i)\bnot\b|n['’]t\b", clear[0]) or taken_back(tail[clear.end() :])
+        if not negated:
+            return Revision(clear[1], True, True)
+    return Revision(tail, False, found[0] is not None)
+
+
 class Around(NamedTuple):
     """What stands around a box or formula and belongs to its value."""
 
@@ -135,16 +214,35 @@ class Around(NamedTuple):
     behind: str = ""
     part: bool = False
     """It is an operand of something larger, which is not evaluated."""
+    cut: bool = False
+    """Digits go on behind it."""
 
 
 _SKIP = r"(?:[\s$~]|\\[,;:! )\]]|\*\*)*+"
-_SIGN = re.compile(r"(-|−|\\pm|±)(\s*)(?:\\?[$({\[]|\\left|\*\*)*$")
+_SIGN = re.compile(
+    r"(?i)(-|−|\\pm|±|\b(?:minus|negative)(?=[\s$({\[]))(\s*)(?:\\?[$({\[]|\\left|\*\*)*$"  # noqa: RUF001
+)
+_SIGN_WORDS_AFTER = re.compile(
+    r"(?i)(?:^|[=:.,;!?)$]|\b(?:is|are|was|be|equals|get|gets|gives|a|the|so|or|and|answer|therefore"
+    r"|thus|hence|then|to))[\s*$({\[]*$"
+)
+_WORKED_BEFORE = re.compile(
+    r"""(?ix)
+    (?: \b(?:square|cube|root|half|third|quarter|tenth|double|triple|multiple|multiples|reciprocal
+           |inverse|negative|opposite|negation|absolute[ ]value|logarithm|log|sine|cosine|tangent|power
+           |powers|percent|per[ ]cent|complement)[ ]of | %[ ]of
+      | \b(?:twice|thrice|double|triple|plus|times|divided[ ]by|multiplied[ ]by|added[ ]to|mod|modulo
+           |raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|meno|eksi|moin)
+      | 负|負|减|減|加上|乘以|除以|マイナス|마이너스 )
+    (?:\s+(?:the|exactly|about|number|value)\b){0,2} [\s$({\[*]* $ | (?<![\d\\\s])\s*%\s*$"""
+)
 _OPERATOR = re.compile(
     r"(?:[+×·]|(?<![<\w])/|[\^_]\{?"
     r"|\\(?:times|cdot|div|log|ln|sin|cos|tan|sqrt)\s*\{?"
     r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
 )
+_GOES_ON = re.compile(r"\s?(?:\$|\\\))?[.,]\d|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)")  # noqa: RUF001
 _PERCENT = re.compile(rf"{_SKIP}(?:\\text\s*\{{\s*)?(?:\\?%|％|per\s?cent\b|pct\b)")
 _FACTOR = re.compile(
     rf"{_SKIP}(\\sqrt\s*(?:\{{[^{{}}]*\}}|\d)|√\d+|\\pi(?![a-z])|π|[A-Za-z](?![A-Za-z'’]))"
@@ -155,7 +253,12 @@ _NAMES = (
     r"|dfrac|binom|int|sum)"
 )
 _OPERAND = re.compile(
-    rf"{_SKIP}(?:\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])|\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
+    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off)(?!\w)|to\s+the\s+(?:[-$]*\d|power|nth"
+    r"|(?:second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|minus|negative)\b)"
+    r"|(?:plus|minus|times|divided\s+by|multiplied\s+by|mod(?:ulo)?|choose|over"
+    r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d"
+    r"|(?:и|y|et|und|e|and)\s+(?:a|one|half|media|demi|halb|meio|mezzo|полов)\w*(?!\w)|[个個]?半"
+    rf"|\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])|\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
     r"|[-−]\s?[\d\\]|\\(?:times|cdot|div|pm|le|ge|leq|geq|lt|gt|neq?)(?![a-z])|[<>≤≥≠±]\s*[\dA-Za-z]"
     r"|(?:\(?(?:in\s+)?base\s+\w|\(?in\s+(?:binary|octal|hex)|remainder\b|R\s?\d)"
     r"|(?:or|to)\s+[-$]*\d)"
@@ -165,12 +268,15 @@ _OPERAND = re.compile(
 def around(before: str, behind: str, scales: frozenset[str]) -> Around:
     r"""The sign, percent sign, scale word or factor outside a box; `scales` are words as `million`.
 
-    >>> around("x = -", "", frozenset()), around("", " million", frozenset({"million"}))
-    (Around(before='-', behind='', part=False), Around(before='', behind=' million', part=False))
+    >>> tuple(around("x = -", "", frozenset())), around("", ".5", frozenset()).part
+    (('-', '', False, False), True)
     """
     line = before[-80:].rpartition("\n")[2]
     sign, part = _sign(line)
     part = part or (not sign and _OPERATOR.search(line) is not None)
+    part = part or _WORKED_BEFORE.search(line) is not None or _GOES_ON.match(behind) is not None
+    if re.match(r"\d", behind):
+        return Around(sign, "", part, cut=True)
     if _PERCENT.match(behind):
         return Around(sign, r"\%", part)
     word = _WORD.match(behind)
@@ -188,6 +294,9 @@ def _sign(line: str) -> tuple[str, bool]:
     if found is None:
         return "", False
     rest = line[: found.start()].rstrip()
+    if found[1].isalpha():
+        # Ten minus 5 is calculated further.
+        return ("-", False) if _SIGN_WORDS_AFTER.search(rest) else ("", True)
     if re.search(r"(?:^|[^\w\\])(?:[A-Za-z]|[\d.,]+)$|[)}]$", rest) and not rest.endswith(r"\("):
         return "", True
     if found[2] and found[1] in "-−" and not rest.endswith(("=", "≈", "$", "(", "[")):
