@@ -523,9 +523,14 @@ def _equal_named(one: Several, other: Several, tolerance: float | None) -> bool 
     roots = len({re.sub(r"[_\d]+$", "", name) for name in named.names}) == 1
     if not shapes <= {"list", "set", "()", "[]"}:
         return None if ordered else False
-    if ordered or (roots and shapes <= {"list", "set"}):
-        return ordered or _permuted(one.items, other.items, tolerance)
-    return None if _permuted(one.items, other.items, tolerance) else False
+    same = _permuted(one.items, other.items, tolerance)
+    if roots and shapes <= {"list", "set"}:
+        return same
+    letters = all(len(name) == 1 for name in named.names)
+    # Against (3, 4), y = 3 and x = 4 is doubtful.
+    if ordered and not (letters and list(named.names) != sorted(named.names)):
+        return True
+    return None if same else False
 
 
 def _pairs(one: Sequence[Value], other: Sequence[Value], tolerance: float | None) -> bool:

@@ -4,6 +4,8 @@
 import re
 from typing import NamedTuple
 
+from batchwright.rewards.notation import in_digits
+
 __all__ = ["Around", "Revision", "around", "denied_before", "marked", "revision", "taken_back"]
 
 _DENY = (
@@ -196,15 +198,18 @@ def revision(text: str, *, denied: bool) -> Revision | None:
     if denied:
         found.append(_OPPOSES.search(text))
     starts = [match.start() for match in found if match is not None]
-    if not starts or not re.search(r"\d", text[min(starts) :]):
+    if not starts:
         return None
     tail = text[min(starts) :]
+    spelled = not re.search(r"\d", tail)
+    if spelled:
+        tail = in_digits(tail[:400])
     clear = _CLEAR.match(tail[:400])
     if clear is not None and not re.search(r"\d", tail[clear.end() :]):
         negated = re.search(r"(?i)\bnot\b|n['’]t\b", clear[0]) or taken_back(tail[clear.end() :])
         if not negated:
             return Revision(clear[1], True, True)
-    return Revision(tail, False, found[0] is not None)
+    return None if spelled else Revision(tail, False, found[0] is not None)
 
 
 class Around(NamedTuple):
