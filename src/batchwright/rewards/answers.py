@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, Literal
 
-from batchwright.rewards.claims import around, denied_before, marked, revision, taken_back
+from batchwright.rewards.claims import Revision, around, denied_before, marked, revision, taken_back
 from batchwright.rewards.notation import SCALES, in_digits, plain, spaced
 from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
 
@@ -328,12 +328,29 @@ def _revised(where: Where, claim: str, behind: str, *, denied: bool, within: boo
         number = re.search(r"\d(?:[\d.,/]*\d)?", claim)
         rest = (claim[number.end() :] if number is not None else "") + behind
     later = revision(rest, denied=denied)
+    if later is None and where != "said":
+        later = _said_again(rest, where)
     if later is None:
         there = denied and re.search(r"\d", rest) is not None
         return Place(where, claim, "denied" if denied else "", rest if there else "")
     if later.clear:
         return Place(where, claim, "replaced", later.text)
     return Place(where, claim, "denied" if denied or later.withdrawn else "checked", later.text)
+
+
+def _said_again(text: str, where: Where) -> Revision | None:
+    """What a text says once more behind a box or behind ####: that must be the same."""
+    said = None
+    for said in _SAID.finditer(text):  # noqa: B007
+        pass
+    if said is None and where != "hashes":
+        marks = [m for m in _HASHES.finditer(text) if _is_number_word(text, m)]
+        said = marks[-1] if marks else None
+    claim = "" if said is None else _first_sentence(text[said.end() :])[0]
+    number = re.search(r"\d(?:[\d.,/]*\d)?", claim)
+    if number is None or not re.match(r"\W*\d", claim):
+        return None
+    return Revision(claim[: number.end()], clear=False, withdrawn=False)
 
 
 def _with_instead(

@@ -83,7 +83,7 @@ _TAKEN_BACK = re.compile(
     | \b(?:scratch|strike|ignore|disregard)[ ](?:that|this|the[ ]above)\b
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
     | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
-    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b
+    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b | \(not!?\)
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
@@ -100,14 +100,15 @@ _REFUTED = re.compile(
 
 # Words that begin a correction, at the start of a clause or right behind a number.
 _CLAUSE = (
-    r"(?:[.,;:!?…()\[\]\n—–-]|(?<=[\d.…])[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
+    r"(?:[.,;:!?…()\[\]\n—–-]|(?:^|(?<=[\d.…]))[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
     r"[\s\"'*_`(]{0,8}"
 )
 _WITHDRAWS = re.compile(
     rf"""(?ix)
     \b(?:w?oops+|sorry|apolog(?:y|ies|i[sz]e)|I[ ]meant?|scratch[ ]that|strike[ ]that|correction
         |my[ ](?:bad|mistake|error)|on[ ]second[ ]thoughts?|I[ ](?:forgot|misread|miscounted
-        |miscalculated|overlooked|missed|mistyped)|typo|should[ ](?:have[ ]been|read)
+        |miscalculated|overlooked|missed|mistyped)|typo|never[ ]?mind|kidding|disregard|retract\w*
+        |correct(?:ing)?[ ](?:my|that|this|it)(?:self)?|should[ ](?:have[ ]been|read)
         |(?:it|that|this|which|answer|result|total)[ ](?:should|ought[ ]to)[ ](?:actually[ ]|really[ ])?
          be(?![ ](?:noted|mentioned|clear|obvious|easy)\b)|or[ ]rather|make[ ](?:that|it)
         |perdón|perdona|désolée?|pardon|entschuldigung|verzeihung|scusa|desculpe?|извините|простите)\b
@@ -117,16 +118,27 @@ _WITHDRAWS = re.compile(
 )
 _CHECKS = re.compile(
     rf"""(?ix)
-    {_CLAUSE} (?: (?:actually|wait|hold[ ]on|hang[ ]on|hmm+|nope|one[ ]moment|but[ ]wait|in[ ]fact
-            |on[ ]reflection|to[ ]be[ ](?:precise|exact|correct)|moment|warte|halt|espera|attends
+    {_CLAUSE} (?: (?:actually|wait|hold[ ]on|hang[ ]on|hmm+|nope|nah|one[ ]moment|but[ ]wait|in[ ]fact
+            |maybe|perhaps|possibly|alternatively|on[ ]reflection|to[ ]be[ ](?:precise|exact|correct)|moment|warte|halt|espera|attends
             |aspetta|wacht|стоп|подожд\w+|eigentlich|en[ ]fait|en[ ]realidad|in[ ]realtà|na[ ]verdade
             |doch)\b
-        | (?:no|nein|non|não|nee|nej|nie|ne|нет|ні|hayır|nem)\b
+        | (?<!,[ ])no(?=\s+-?\$?\d) | (?<=[.!?][ ])or\b | (?:no|nein|non|não|nee|nej|nie|ne|нет|ні|hayır|nem)\b
             (?=\s*[,.!:;…—–-]|\s+(?:it|that|the|wait|but|actually|es|c['’]est|wait)\b)
         | 等等|等一下|不对|不對|不，|不,|其实|實際上|いや|待って|違う|아니|잠깐)
     | \blet(?:['’]s|[ ](?:me|us))[ ](?:just[ ]|quickly[ ]|now[ ])?(?:double|re-?\w|check|verify|think|see)
+    | \b(?:look(?:ing|ed)?|try|trying)[ ](?:(?:it|this|that)[ ])?(?:again|back|closer)\b
     | \b(?:re-?check|re-?calculat|re-?consider|double[- ]check|re-?examin|re-?comput|re-?think)\w*
     | \n\s{{0,9}}(?=[-$]{{0,2}}\d[\d.,]{{0,30}}\W{{0,9}}\Z)"""
+)
+_STATES = re.compile(
+    r"""(?ix)
+    (?: \b(?:(?:it|that|this|(?:the|my)[ ](?:\w+[ ])?(?:answer|value|result|total|number|sum|amount))
+          (?:['’]s|[ ](?:is|was|equals|(?:should|must|would|could|might|may)[ ](?:also[ ])?be))
+          (?:[ ]\w+ly)?
+        |so|or|now|see|get|got|instead|(?:could|might)[ ](?:also[ ])?be|is[ ]it|really|rather)[\s:,]
+      | [.!?…—–]\s | (?<=[^\W\d]),\s )
+    [\s*_`$(]{0,9} [-−]?\$?\d[\d.,]{0,30}+ %?
+    (?:[ ](?:really|actually|instead|then|now)\b)? [*_`"')\]$]{0,5} (?: (?<=[.!?…])(?=\s|$) | [.!?…]+(?=\s|$) | \s*$ | \n )"""  # noqa: RUF001
 )
 _OPPOSES = re.compile(r"(?i)\b(?:but|however|instead|yet|in\s+fact|in\s+reality|really)\b")
 _FILLER = (
@@ -185,7 +197,7 @@ class Revision(NamedTuple):
     clear: bool
     """It says nothing but one other value."""
     withdrawn: bool
-    """It is no mere check, which may confirm the claim."""
+    """It is no mere check or restatement, which may confirm the claim."""
 
 
 def revision(text: str, *, denied: bool) -> Revision | None:
@@ -198,8 +210,11 @@ def revision(text: str, *, denied: bool) -> Revision | None:
     if denied:
         found.append(_OPPOSES.search(text))
     starts = [match.start() for match in found if match is not None]
+    stated = _STATES.search(text)
     if not starts:
-        return None
+        return None if stated is None else Revision(text[stated.start() :], False, False)
+    if stated is not None:
+        starts.append(stated.start())
     tail = text[min(starts) :]
     spelled = not re.search(r"\d", tail)
     if spelled:

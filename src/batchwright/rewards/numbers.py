@@ -547,6 +547,8 @@ class _Parser:
                 raise _Unread
         goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
         goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued)
+        # 18 + tax.
+        goes_on = goes_on or (self.peek() == "+" and self._kind(1) == "word")
         if self._rebased():
             self._skip()
             raise _Unread
