@@ -62,7 +62,7 @@ _STOP = re.compile(
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]{0,99}(?:<\|constrain\|>[^<]{0,99})?<\|message\|>")
 _UNSAID = re.compile(
     r"<!--(?:(?!<!--).)*?-->|(?m:^[ \t]*%[^\n]*)|~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>"
-    r"|\\(?:[bx]?cancel|sout|st)\s?\{[^{}]{0,200}+(?:\{[^{}]{0,200}+\}[^{}]{0,200}+){0,3}+\}",
+    r"|\\cancelto\s?\{[^{}]{0,200}+\}\s?\{[^{}]{0,200}+\}|\\(?:[bx]?cancel|sout|st)\s?\{[^{}]{0,200}+(?:\{[^{}]{0,200}+\}[^{}]{0,200}+){0,3}+\}",
     re.DOTALL,
 )
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
@@ -120,6 +120,10 @@ _NAMED = frozenset((":", *_VERBS.split()))
 _WRONG_SAID = re.compile(r"(?i)\W*(?:\w+ly\s+)?(?:wrong|incorrect|false|unknown)\b")
 _HEDGED = re.compile(
     r"(?i)\bif\b.*\b(?:were|was|had)\b|\bbut\s+(?:it|that)\s+(?:is|was)\s*n[o']t\b"
+)
+# The end of a check whose unit is not read: = 29 cookies on the floor.
+_ENDS = re.compile(
+    r"=\s*+(-?\d(?:[\d.,]*\d)?+)(?!\s*(?:squared|cubed|factorial|choose|mod|to\s+the|[\^*/+%]))(?=\s)\D*$"
 )
 _SCALE_NAMES = frozenset(SCALES)
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
@@ -357,9 +361,13 @@ def _with_instead(
     claimed: tuple[Reading, ...] | None, place: Place
 ) -> tuple[tuple[Reading, ...] | None, Doubt]:
     """The readings of a claim and of what the text says instead: doubtful, if that is not clear."""
-    later = _last(plain(place.instead[-_LONGEST:]))
-    if place.doubt == "checked" and claimed and later and claimed[0].value == later[0].value:
-        return claimed, ""
+    tail = plain(place.instead[-_LONGEST:])
+    later = _last(tail)
+    if place.doubt == "checked" and claimed:
+        ends = None if later else _ENDS.search(tail)
+        checked = later or (readings(ends[1], latex=False) if ends is not None else None)
+        if checked and _equal(claimed[0].value, checked[0].value, None):
+            return claimed, ""
     doubtful = _doubtful([claimed, later])
     if place.doubt == "replaced" and later and claimed is not None:
         return (*later, *(_doubtful([claimed]) or ())), "replaced"

@@ -64,7 +64,7 @@ _BEFORE = re.compile(
 _COMPARED = re.compile(
     r"""(?ix)
     (?: \b(?:than|over|above|below|under|beyond|exceeding|exceeds|except|excluding|besides
-           |instead[ ]of|anything[ ]but|(?:different|apart|differs|far)[ ]from|unequal[ ]to
+           |instead[ ]of|(?:anything|everything|all)[ ]but|(?:different|apart|differs|far)[ ]from|unequal[ ]to
            |größer[ ]als|kleiner[ ]als|mehr[ ]als|weniger[ ]als|más[ ]de|menos[ ]de|plus[ ]de
            |moins[ ]de)
         (?:\s+(?:about|exactly|the|number|value|just|only)){0,2}
@@ -110,7 +110,7 @@ _WITHDRAWS = re.compile(
         |miscalculated|overlooked|missed|mistyped)|typo|never[ ]?mind|kidding|disregard|retract\w*
         |correct(?:ing)?[ ](?:my|that|this|it)(?:self)?|should[ ](?:have[ ]been|read)
         |(?:it|that|this|which|answer|result|total)[ ](?:should|ought[ ]to)[ ](?:actually[ ]|really[ ])?
-         be(?![ ](?:noted|mentioned|clear|obvious|easy)\b)|or[ ]rather|make[ ](?:that|it)
+         be(?![ ](?:noted|mentioned|clear|obvious|easy)\b)|or[ ]rather|make[ ](?:that|it)(?=[ ][-$]{{0,2}}\d[\d.,]{{0,30}}(?:\W|$)(?![*/+=]))
         |perdón|perdona|désolée?|pardon|entschuldigung|verzeihung|scusa|desculpe?|извините|простите)\b
     | {_CLAUSE} (?:(?:edit(?:ed)?|updated?|corrected|revised|amended|fixed|errata|erratum)\b\s*
         (?=[:：,—–-]|\s(?:to|it|answer)\b)|rather(?!\s+than)\b|korrektur|更正|抱歉|订正|訂正|정정)
@@ -135,7 +135,7 @@ _STATES = re.compile(
     (?: \b(?:(?:it|that|this|(?:the|my)[ ](?:\w+[ ])?(?:answer|value|result|total|number|sum|amount))
           (?:['’]s|[ ](?:is|was|equals|(?:should|must|would|could|might|may)[ ](?:also[ ])?be))
           (?:[ ]\w+ly)?
-        |so|or|now|see|get|got|instead|(?:could|might)[ ](?:also[ ])?be|is[ ]it|really|rather)[\s:,]
+        |so|or|now|(?:I|we)[ ](?:now[ ])?(?:see|get|got|find|found)|now[ ]I[ ]see|instead|(?:could|might)[ ](?:also[ ])?be|is[ ]it|really|rather)[\s:,]
       | [.!?…—–]\s | (?<=[^\W\d]),\s )
     [\s*_`$(]{0,9} [-−]?\$?\d[\d.,]{0,30}+ %?
     (?:[ ](?:really|actually|instead|then|now)\b)? [*_`"')\]$]{0,5} (?: (?<=[.!?…])(?=\s|$) | [.!?…]+(?=\s|$) | \s*$ | \n )"""  # noqa: RUF001
@@ -252,8 +252,8 @@ _WORKED_BEFORE = re.compile(
            |inverse|negative|opposite|negation|absolute[ ]value|logarithm|log|sine|cosine|tangent|power
            |powers|percent|per[ ]cent|complement)[ ]of | %[ ]of
       | \b(?:twice|thrice|double|triple|plus|times|divided[ ]by|multiplied[ ]by|added[ ]to|mod|modulo
-           |raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|meno|eksi|moin)
-      | 负|負|减|減|加上|乘以|除以|マイナス|마이너스 )
+           |raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|мінус|meno|eksi|âm|سالب|ऋण|negativ[oa]|négatif)
+      | 负|負|零下|减|減|加上|乘以|除以|マイナス|마이너스 )
     (?:\s+(?:the|exactly|about|number|value)\b){0,2} [\s$({\[*]* $ | (?<![\d\\\s])\s*%\s*$"""
 )
 _OPERATOR = re.compile(
@@ -262,7 +262,7 @@ _OPERATOR = re.compile(
     r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
 )
-_GOES_ON = re.compile(r"\s?(?:\$|\\\))?[.,]\d|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)")  # noqa: RUF001
+_GOES_ON = re.compile(r"\s?(?:\$|\\\))?(?:[.,]\d|[eE][-+]?\d|:\d\d|\s?[¼-¾⅐-⅞]|\s\d+/\d)|\s?–\s?\d|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)")  # noqa: RUF001
 _PERCENT = re.compile(rf"{_SKIP}(?:\\text\s*\{{\s*)?(?:\\?%|％|per\s?cent\b|pct\b)")
 _FACTOR = re.compile(
     rf"{_SKIP}(\\sqrt\s*(?:\{{[^{{}}]*\}}|\d)|√\d+|\\pi(?![a-z])|π|[A-Za-z](?![A-Za-z'’]))"
@@ -273,7 +273,7 @@ _NAMES = (
     r"|dfrac|binom|int|sum)"
 )
 _OPERAND = re.compile(
-    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off)(?!\w)|to\s+the\s+(?:[-$]*\d|power|nth"
+    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off|(?:degrees?\s+)?below\s+zero)(?!\w)|out\s+of\s+[$\\(]*\d|to\s+the\s+(?:[-$]*\d|power|nth"
     r"|(?:second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|minus|negative)\b)"
     r"|(?:plus|minus|times|divided\s+by|multiplied\s+by|mod(?:ulo)?|choose|over"
     r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d"
@@ -297,7 +297,9 @@ def around(before: str, behind: str, scales: frozenset[str]) -> Around:
     part = part or _WORKED_BEFORE.search(line) is not None or _GOES_ON.match(behind) is not None
     if re.match(r"\d", behind):
         return Around(sign, "", part, cut=True)
-    if _PERCENT.match(behind):
+    percent = _PERCENT.match(behind)
+    if percent is not None:
+        part = part or re.match(r"[\s}$]*(?:\w+\s+)?(?:of|off|on)\b\D{0,40}\d", behind[percent.end() :]) is not None
         return Around(sign, r"\%", part)
     word = _WORD.match(behind)
     if word is not None and word[1].lower() in scales:

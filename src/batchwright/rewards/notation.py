@@ -103,7 +103,13 @@ _REWRITES = [
         (r"(?<=\d)\s*–\s*(?=\d)", "–"),
         (r"(?<![\w\s])–(?=\d)|(?<=\s)–(?=\d)|^–(?=\d)", "-"),
         (r"(?<!\d)–|–(?!\d)|—", " "),
-        (r"(?i)\b(?:minus|negative)\s+(?=\d)", "-"),
+        (r"(?i)(?:\b(?:minus|negative)\s+|\(\s*(?:minus|negative|-)\s*\)\s*)(?=\d)", "-"),
+        (r"(?i)(?:负|負|零下|マイナス|마이너스|\bминус|\bмінус|\beksi|\bâm|سالب|ऋण|ติดลบ)\s{0,9}(?=\d)", " -"),
+        (
+            r"(?i)(^|[=:]|\b(?:es|son|est|é|è|são|sono|igual a))(\s{0,9})"
+            r"(?:menos|moins|meno|negativ[oae]?|négatif)\s{1,9}(?=\d)",
+            r"\1\2-",
+        ),
     )
 ]
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")

@@ -112,7 +112,7 @@ _CLAUSES = frozenset("but because since so which after not when if where then wh
 _NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())  # noqa: SIM905
 # Words that calculate, deny or doubt: a number beside one of them is not yet the answer.
 _CALCULATE = frozenset(
-    """plus times divided multiplied mod modulo choose squared cubed factorial remainder raised
+    """plus minus times divided multiplied mod modulo choose squared cubed factorial remainder raised
     root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
     gcd lcm floor ceil ceiling twice thrice double triple pi theta alpha beta power except maybe
     perhaps unknown cannot without wrong incorrect""".split()  # noqa: SIM905
@@ -330,11 +330,14 @@ _PAIRS = [
     *([word, "than"] for word in ("less", "more", "fewer")),
     ["is", "wrong"],
     ["gross", "of"],
+    ["below", "zero"],
+    *(["less", word] for word in "one two three four five six seven eight nine ten half".split()),
 ]
 _POWERS = frozenset(
     """power powers nth second third fourth fifth sixth seventh eighth ninth tenth minus
     negative -""".split()  # noqa: SIM905
 )
+_ON_TOP = frozenset("the a an price top cost bill total original regular list its their her his".split())  # noqa: SIM905
 _TOTALS = frozenset("sum product difference quotient average mean median gcd lcm ratio max".split())  # noqa: SIM905
 _ON = frozenset("of off on above below over under".split())  # noqa: SIM905
 _BASES = frozenset("binary ternary octal hex hexadecimal dezimal".split())  # noqa: SIM905
@@ -395,6 +398,9 @@ _DOUBTFUL_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 
 def _turned_before(line: Sequence[_Token], at: int) -> bool:
     """Whether what stands right before a number compares with it, or makes it a date or a name."""
+    if at and line[at].text == "{" and line[at].glued and line[at - 1].kind == "command":
+        # A bar over it, or what else is not evaluated.
+        return True
     if at and line[at].glued and line[at - 1].kind == "word":
         # f(5), a_{5}
         named = line[at].text == "(" or (line[at].text == "{" and line[at - 1].text[-1] == "_")
@@ -414,11 +420,26 @@ def _turned_before(line: Sequence[_Token], at: int) -> bool:
         share = words[-2] == "%" or SCALES.get(words[-2], 1) < 1
         if share or (line[at - 2].kind == "number" and words[-3:-2] == ["/"]):
             return True
+    if _shared(line, at):
+        return True
     while words and words[-1] in _SOFTENERS and " ".join(words[-2:]) not in _COMPARING_PAIRS:
         words.pop()
     if not words:
         return False
     return words[-1] in _COMPARING or " ".join(words[-2:]) in _COMPARING_PAIRS
+
+
+def _shared(line: Sequence[_Token], at: int) -> bool:
+    """Whether a share of the number here is meant: 20% off the price of 18."""
+    here = at - 1
+    while here >= 0 and line[here].kind == "word" and at - here < 8:
+        here -= 1
+    if here < 0 or line[here].text != "%":
+        return False
+    words = [token.text.lower() for token in line[here + 1 : at]]
+    while words and words[-1] in _ON_TOP:
+        words.pop()
+    return words[-1:] != [] and words[-1] in ("of", "off", "on", "above", "below")
 
 
 def _turned_behind(line: Sequence[_Token], at: int) -> bool:
@@ -436,16 +457,18 @@ def _turned_behind(line: Sequence[_Token], at: int) -> bool:
     if word in ("in", "st", "nd", "rd", "th", "of", "de") and rest and word != "in":
         rest = rest[1:] if rest[0].text.lower() in ("of", "de") else rest
         return bool(rest) and _month(rest[0])
-    if word == "in" and rest and rest[0].text.lower() == "base":
+    if word == "in" and rest and rest[0].text.lower() in ("base", "hundreds", *_LARGE):
         return True
     return _month(line[at])
 
 
 def _rebases(remark: Sequence[_Token]) -> bool:
     words = {token.text.lower() for token in remark}
-    return bool(words & {*_BASES, *_REMARKS})
+    factor = len(remark) > 1 and re.match(r"[x*/^]\d*$", remark[1].text) is not None
+    return factor or bool(words & {*_BASES, *_REMARKS})
 
 
+_LARGE = frozenset("thousands millions billions dozens".split())  # noqa: SIM905
 _REMARKS = frozenset(
     """base hundreds thousands millions billions dozens wrong incorrect negative sorry oops actually
     rather meant correction edit corrected wait typo""".split()  # noqa: SIM905
