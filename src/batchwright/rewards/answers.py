@@ -18,7 +18,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Any, Literal
 
-from batchwright.rewards.claims import Revision, around, denied_before, marked, revision, taken_back
+from batchwright.rewards.claims import around, denied_before, marked, taken_back
+from batchwright.rewards.corrections import Revision, revision
 from batchwright.rewards.notation import SCALES, in_digits, plain, spaced
 from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
 
@@ -55,21 +56,31 @@ class Answer:
 
 _STOP = re.compile(
     r"<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
-    r"|\n(?:Question|Q|Problem|User|Human)(?:[ ]\d{1,3})?:"
-    r"|(?i:\n[#*> \t]{0,9}(?:Instructions?|Human|User|Student|System|Input)\**:)"
+    r"|\n(?:Question|Q|Problem|User|Human)(?:[ ]?\d{1,3})?:"
+    r"|(?i:\n[#*> \t]{0,9}(?:Instructions?|Human|User)\**:)|(?i:\n##[# ]{0,9}(?:Input|System):)"
+)
+# The same for a text that gave its answer already.
+_NEXT = re.compile(
+    r"(?i)\n[#*> \t]{0,9}(?:next[ ])?(?:question|problem|exercise|query|instruction|input"
+    r"|user|human)(?![^\W\d_])[ \t]{0,3}\d{0,3}[*:. \t]{0,9}(?:\n|(?<=[:.*])|(?<=[:.*][ ]))"
+    r"|(?<=[.!?][ ])(?:user|human|next[ ]question)\s?:"
 )
 # Where a channel of the answer begins, behind one of the reasoning.
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]{0,99}(?:<\|constrain\|>[^<]{0,99})?<\|message\|>")
 _UNSAID = re.compile(
-    r"<!--(?:(?!<!--).)*?-->|(?m:^[ \t]*%[^\n]*)|~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>"
-    r"|\\cancelto\s?\{[^{}]{0,200}+\}\s?\{[^{}]{0,200}+\}|\\(?:[bx]?cancel|sout|st)\s?\{[^{}]{0,200}+(?:\{[^{}]{0,200}+\}[^{}]{0,200}+){0,3}+\}",
+    r"<!--(?:(?!<!--).)*?-->|(?m:^[ \t]*%[^\n]*)"
+    r"|~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>"
+    r"|\\cancelto\s?\{[^{}]{0,200}+\}\s?\{[^{}]{0,200}+\}"
+    r"|\\iffalse(?:(?!\\iffalse).)*?\\fi(?![a-z])"
+    r"|\\(?:[bx]?cancel|sout|st|[hv]?phantom)\s?"
+    r"\{[^{}]{0,200}+(?:\{[^{}]{0,200}+\}[^{}]{0,200}+){0,3}+\}",
     re.DOTALL,
 )
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BUT_NOT = re.compile(
-    r"(?i)[,;(—–-]\s*(?:and\s+|but\s+)?(?:not|never|rather than|instead of|pas|nicht|no|não|non|niet"
-    r"|не)\s+[$(*]*$|[，,]\s*而?不是\s*[$(*]*$"
+    r"(?i)[,;(—–-]\s*(?:and\s+|but\s+)?(?:not|never|rather than|instead of|pas|nicht|no|não|non"
+    r"|niet|не)\s+[$(*]*$|[，,]\s*而?不是\s*[$(*]*$"
 )
 _BETWEEN = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
 # Possessive quantifiers: nothing is tried twice, so that a megabyte of # or of spaces takes as long
@@ -123,7 +134,11 @@ _HEDGED = re.compile(
 )
 # The end of a check whose unit is not read: = 29 cookies on the floor.
 _ENDS = re.compile(
-    r"=\s*+(-?\d(?:[\d.,]*\d)?+)(?!\s*(?:squared|cubed|factorial|choose|mod|to\s+the|[\^*/+%]))(?=\s)\D*$"
+    r"=\s*+(-?\d(?:[\d.,]*\d)?+)(?!\s*(?:squared|cubed|factorial|choose|mod|to\s+the|[\^*/+%]))"
+    r"(?=\s)\D*$"
+)
+_ASKED = re.compile(
+    r"(?i)(?:^|[.!?\n]\s{0,9})(?:is|are|was|could|might|can|would)\b[^.!?\n\d]*\d[^!?\n]{0,80}\?\W*$"
 )
 _SCALE_NAMES = frozenset(SCALES)
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
@@ -178,7 +193,7 @@ def find_answer(text: str) -> Place:
         place = _outlined(text, formulas, "formula")
         if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", place.text):
             return place
-    return Place("last", text)
+    return Place("last", text, "denied" if _ASKED.search(text[-300:]) else "")
 
 
 def read_answer(text: str) -> Answer:
@@ -284,6 +299,11 @@ def _spoken(text: str) -> str:
             text = text[: stop.start()]
             break
         at = stop.end()
+    given = [mark.search(text) for mark in (_BOX, _SAID, _HASHES)]
+    ends = [match.end() for match in given if match is not None]
+    following = _NEXT.search(text, min(ends)) if ends else None
+    if following is not None:
+        text = text[: following.start()]
     tags = _TAG.findall(text)
     return str(tags[-1]) if tags else text
 

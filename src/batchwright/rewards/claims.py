@@ -1,12 +1,10 @@
 # ruff: noqa: RUF001
-"""What stands around a number and changes what is claimed: denials, corrections, factors."""
+"""What stands around a number and changes what is claimed: denials, signs, factors."""
 
 import re
 from typing import NamedTuple
 
-from batchwright.rewards.notation import in_digits
-
-__all__ = ["Around", "Revision", "around", "denied_before", "marked", "revision", "taken_back"]
+__all__ = ["Around", "around", "denied_before", "marked", "taken_back"]
 
 _DENY = (
     r"(?:not|never|nor|neither|hardly|scarcely|no[ ]longer|nowhere[ ]near|nicht|niemals|kein\w{0,2}"
@@ -64,7 +62,8 @@ _BEFORE = re.compile(
 _COMPARED = re.compile(
     r"""(?ix)
     (?: \b(?:than|over|above|below|under|beyond|exceeding|exceeds|except|excluding|besides
-           |instead[ ]of|(?:anything|everything|all)[ ]but|(?:different|apart|differs|far)[ ]from|unequal[ ]to
+           |instead[ ]of|(?:anything|everything|all)[ ]but|(?:different|apart|differs|far)[ ]from
+           |unequal[ ]to
            |größer[ ]als|kleiner[ ]als|mehr[ ]als|weniger[ ]als|más[ ]de|menos[ ]de|plus[ ]de
            |moins[ ]de)
         (?:\s+(?:about|exactly|the|number|value|just|only)){0,2}
@@ -83,7 +82,8 @@ _TAKEN_BACK = re.compile(
     | \b(?:scratch|strike|ignore|disregard)[ ](?:that|this|the[ ]above)\b
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
     | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
-    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b | \(not!?\)
+    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b
+    | \(not!?\)
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
@@ -96,62 +96,6 @@ _REFUTED = re.compile(
         (?:no (?=\s*[,.!…—]|\s+wait) | nope\b | (?:wrong|incorrect|false) (?=\s*[,.!…—]|\s*$)
          | not[ ](?:quite|really|right|correct)\b )
     | \s*[,—–-]\s* (?:no[ ]wait|wait,?[ ]no|which[ ]is[ ](?:wrong|incorrect|impossible))\b )"""
-)
-
-# Words that begin a correction, at the start of a clause or right behind a number.
-_CLAUSE = (
-    r"(?:[.,;:!?…()\[\]\n—–-]|(?:^|(?<=[\d.…]))[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
-    r"[\s\"'*_`(]{0,8}"
-)
-_WITHDRAWS = re.compile(
-    rf"""(?ix)
-    \b(?:w?oops+|sorry|apolog(?:y|ies|i[sz]e)|I[ ]meant?|scratch[ ]that|strike[ ]that|correction
-        |my[ ](?:bad|mistake|error)|on[ ]second[ ]thoughts?|I[ ](?:forgot|misread|miscounted
-        |miscalculated|overlooked|missed|mistyped)|typo|never[ ]?mind|kidding|disregard|retract\w*
-        |correct(?:ing)?[ ](?:my|that|this|it)(?:self)?|should[ ](?:have[ ]been|read)
-        |(?:it|that|this|which|answer|result|total)[ ](?:should|ought[ ]to)[ ](?:actually[ ]|really[ ])?
-         be(?![ ](?:noted|mentioned|clear|obvious|easy)\b)|or[ ]rather|make[ ](?:that|it)(?=[ ][-$]{{0,2}}\d[\d.,]{{0,30}}(?:\W|$)(?![*/+=]))
-        |perdón|perdona|désolée?|pardon|entschuldigung|verzeihung|scusa|desculpe?|извините|простите)\b
-    | {_CLAUSE} (?:(?:edit(?:ed)?|updated?|corrected|revised|amended|fixed|errata|erratum)\b\s*
-        (?=[:：,—–-]|\s(?:to|it|answer)\b)|rather(?!\s+than)\b|korrektur|更正|抱歉|订正|訂正|정정)
-    | 应该是|應該是|应为|應為"""
-)
-_CHECKS = re.compile(
-    rf"""(?ix)
-    {_CLAUSE} (?: (?:actually|wait|hold[ ]on|hang[ ]on|hmm+|nope|nah|one[ ]moment|but[ ]wait|in[ ]fact
-            |maybe|perhaps|possibly|alternatively|on[ ]reflection|to[ ]be[ ](?:precise|exact|correct)|moment|warte|halt|espera|attends
-            |aspetta|wacht|стоп|подожд\w+|eigentlich|en[ ]fait|en[ ]realidad|in[ ]realtà|na[ ]verdade
-            |doch)\b
-        | (?<!,[ ])no(?=\s+-?\$?\d) | (?<=[.!?][ ])or\b | (?:no|nein|non|não|nee|nej|nie|ne|нет|ні|hayır|nem)\b
-            (?=\s*[,.!:;…—–-]|\s+(?:it|that|the|wait|but|actually|es|c['’]est|wait)\b)
-        | 等等|等一下|不对|不對|不，|不,|其实|實際上|いや|待って|違う|아니|잠깐)
-    | \blet(?:['’]s|[ ](?:me|us))[ ](?:just[ ]|quickly[ ]|now[ ])?(?:double|re-?\w|check|verify|think|see)
-    | \b(?:look(?:ing|ed)?|try|trying)[ ](?:(?:it|this|that)[ ])?(?:again|back|closer)\b
-    | \b(?:re-?check|re-?calculat|re-?consider|double[- ]check|re-?examin|re-?comput|re-?think)\w*
-    | \n\s{{0,9}}(?=[-$]{{0,2}}\d[\d.,]{{0,30}}\W{{0,9}}\Z)"""
-)
-_STATES = re.compile(
-    r"""(?ix)
-    (?: \b(?:(?:it|that|this|(?:the|my)[ ](?:\w+[ ])?(?:answer|value|result|total|number|sum|amount))
-          (?:['’]s|[ ](?:is|was|equals|(?:should|must|would|could|might|may)[ ](?:also[ ])?be))
-          (?:[ ]\w+ly)?
-        |so|or|now|(?:I|we)[ ](?:now[ ])?(?:see|get|got|find|found)|now[ ]I[ ]see|instead|(?:could|might)[ ](?:also[ ])?be|is[ ]it|really|rather)[\s:,]
-      | [.!?…—–]\s | (?<=[^\W\d]),\s )
-    [\s*_`$(]{0,9} [-−]?\$?\d[\d.,]{0,30}+ %?
-    (?:[ ](?:really|actually|instead|then|now)\b)? [*_`"')\]$]{0,5} (?: (?<=[.!?…])(?=\s|$) | [.!?…]+(?=\s|$) | \s*$ | \n )"""  # noqa: RUF001
-)
-_OPPOSES = re.compile(r"(?i)\b(?:but|however|instead|yet|in\s+fact|in\s+reality|really)\b")
-_FILLER = (
-    r"(?:actually|oops|sorry|wait|no|nope|hmm+|oh|ah|well|so|then|but|or|and|rather|instead|in|fact"
-    r"|edit|update|correction|corrected|revised|hold|hang|on|my|bad|mistake|typo|really|reality|however"
-    r"|i|mean|meant|to|say|make|it|that|this|the|a|correct|right|real|final|true|new|answer|result"
-    r"|total|value|number|s|is|was|are|be|been|being|have|has|had|should|would|must|equals|got|get"
-    r"|gives|not|quite|exactly|equal|second|thoughts?)"
-)
-_CLEAR = re.compile(
-    rf"(?i)(?:[^\w$+−.-]|[.-](?!\d)|{_FILLER}(?![^\W_]))*+"  # noqa: RUF001
-    r"([-−]?\$?[-−]?\d(?:[\d.,/]*\d)?\s?%?)"  # noqa: RUF001
-    r"(?=[*_`\"')\]$]*(?:[.!?;,)](?:\s|$)|\s*$|\n))"
 )
 
 
@@ -189,44 +133,6 @@ def taken_back(text: str) -> bool:
     return _REFUTED.match(text) is not None or _TAKEN_BACK.search(text) is not None
 
 
-class Revision(NamedTuple):
-    """What a text says instead of the claim that it stands behind."""
-
-    text: str
-    """What stands behind the word that begins the correction; if `clear`, its value only."""
-    clear: bool
-    """It says nothing but one other value."""
-    withdrawn: bool
-    """It is no mere check or restatement, which may confirm the claim."""
-
-
-def revision(text: str, *, denied: bool) -> Revision | None:
-    """The correction in a text that stands behind the number of a claim; `denied` is the claim.
-
-    >>> revision(". Oops, 20.", denied=False), revision(" eggs. She has 3 left.", denied=False)
-    (Revision(text='20', clear=True, withdrawn=True), None)
-    """
-    found = [_WITHDRAWS.search(text), _CHECKS.search(text)]
-    if denied:
-        found.append(_OPPOSES.search(text))
-    starts = [match.start() for match in found if match is not None]
-    stated = _STATES.search(text)
-    if not starts:
-        return None if stated is None else Revision(text[stated.start() :], False, False)
-    if stated is not None:
-        starts.append(stated.start())
-    tail = text[min(starts) :]
-    spelled = not re.search(r"\d", tail)
-    if spelled:
-        tail = in_digits(tail[:400])
-    clear = _CLEAR.match(tail[:400])
-    if clear is not None and not re.search(r"\d", tail[clear.end() :]):
-        negated = re.search(r"(?i)\bnot\b|n['’]t\b", clear[0]) or taken_back(tail[clear.end() :])
-        if not negated:
-            return Revision(clear[1], True, True)
-    return None if spelled else Revision(tail, False, found[0] is not None)
-
-
 class Around(NamedTuple):
     """What stands around a box or formula and belongs to its value."""
 
@@ -240,7 +146,7 @@ class Around(NamedTuple):
 
 _SKIP = r"(?:[\s$~]|\\[,;:! )\]]|\*\*)*+"
 _SIGN = re.compile(
-    r"(?i)(-|−|\\pm|±|\b(?:minus|negative)(?=[\s$({\[]))(\s*)(?:\\?[$({\[]|\\left|\*\*)*$"  # noqa: RUF001
+    r"(?i)(-|−|\\pm|±|\b(?:minus|negative)(?=[\s$({\[]))(\s*)(?:\\?[$({\[]|\\left|\*\*)*$"
 )
 _SIGN_WORDS_AFTER = re.compile(
     r"(?i)(?:^|[=:.,;!?)$]|\b(?:is|are|was|be|equals|get|gets|gives|a|the|so|or|and|answer|therefore"
@@ -249,12 +155,14 @@ _SIGN_WORDS_AFTER = re.compile(
 _WORKED_BEFORE = re.compile(
     r"""(?ix)
     (?: \b(?:square|cube|root|half|third|quarter|tenth|double|triple|multiple|multiples|reciprocal
-           |inverse|negative|opposite|negation|absolute[ ]value|logarithm|log|sine|cosine|tangent|power
-           |powers|percent|per[ ]cent|complement)[ ]of | %[ ]of
-      | \b(?:twice|thrice|double|triple|plus|times|divided[ ]by|multiplied[ ]by|added[ ]to|mod|modulo
-           |raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|мінус|meno|eksi|âm|سالب|ऋण|negativ[oa]|négatif)
+           |inverse|negative|opposite|negation|absolute[ ]value|logarithm|log|sine|cosine|tangent
+           |power|powers|percent|per[ ]cent|complement)[ ]of | %[ ]of
+      | \b(?:twice|thrice|double|triple|plus|times|divided[ ]by
+           |multiplied[ ]by|added[ ]to|mod
+           |modulo|raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|мінус|meno
+           |eksi|âm|سالب|ऋण|negativ[oa]|négatif)
       | 负|負|零下|减|減|加上|乘以|除以|マイナス|마이너스 )
-    (?:\s+(?:the|exactly|about|number|value)\b){0,2} [\s$({\[*]* $ | (?<![\d\\\s])\s*%\s*$"""
+    (?:\s+(?:the|exactly|about|number|value)\b){0,2} [\s$({\[*]* $ | (?<!\\)%\s*$"""
 )
 _OPERATOR = re.compile(
     r"(?:[+×·]|(?<![<\w])/|[\^_]\{?"
@@ -262,7 +170,11 @@ _OPERATOR = re.compile(
     r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
 )
-_GOES_ON = re.compile(r"\s?(?:\$|\\\))?(?:[.,]\d|[eE][-+]?\d|:\d\d|\s?[¼-¾⅐-⅞]|\s\d+/\d)|\s?–\s?\d|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)")  # noqa: RUF001
+_SHARE = re.compile(r"[\s}$]*(?:\w+\s+)?(?:of|off|on)\b\D{0,40}\d")
+_GOES_ON = re.compile(
+    r"\s?(?:\$|\\\))?(?:[.,]\d|[eE][-+]?\d|:\d\d|\s?[¼-¾⅐-⅞]|\s\d+/\d)|\s?–\s?\d"
+    r"|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)"
+)
 _PERCENT = re.compile(rf"{_SKIP}(?:\\text\s*\{{\s*)?(?:\\?%|％|per\s?cent\b|pct\b)")
 _FACTOR = re.compile(
     rf"{_SKIP}(\\sqrt\s*(?:\{{[^{{}}]*\}}|\d)|√\d+|\\pi(?![a-z])|π|[A-Za-z](?![A-Za-z'’]))"
@@ -273,12 +185,14 @@ _NAMES = (
     r"|dfrac|binom|int|sum)"
 )
 _OPERAND = re.compile(
-    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off|(?:degrees?\s+)?below\s+zero)(?!\w)|out\s+of\s+[$\\(]*\d|to\s+the\s+(?:[-$]*\d|power|nth"
+    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off|(?:degrees?\s+)?below\s+zero)(?!\w)"
+    r"|out\s+of\s+[$\\(]*\d|to\s+the\s+(?:[-$]*\d|power|nth"
     r"|(?:second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|minus|negative)\b)"
     r"|(?:plus|minus|times|divided\s+by|multiplied\s+by|mod(?:ulo)?|choose|over"
     r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d"
     r"|(?:и|y|et|und|e|and)\s+(?:a|one|half|media|demi|halb|meio|mezzo|полов)\w*(?!\w)|[个個]?半"
-    rf"|\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])|\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
+    rf"|\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])"
+    r"|\^(?!\s*\{?\s*\\circ|\s*°)|_(?=[{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
     r"|[-−]\s?[\d\\]|\\(?:times|cdot|div|pm|le|ge|leq|geq|lt|gt|neq?)(?![a-z])|[<>≤≥≠±]\s*[\dA-Za-z]"
     r"|(?:\(?(?:in\s+)?base\s+\w|\(?in\s+(?:binary|octal|hex)|remainder\b|R\s?\d)"
     r"|(?:or|to)\s+[-$]*\d)"
@@ -299,7 +213,7 @@ def around(before: str, behind: str, scales: frozenset[str]) -> Around:
         return Around(sign, "", part, cut=True)
     percent = _PERCENT.match(behind)
     if percent is not None:
-        part = part or re.match(r"[\s}$]*(?:\w+\s+)?(?:of|off|on)\b\D{0,40}\d", behind[percent.end() :]) is not None
+        part = part or _SHARE.match(behind, percent.end()) is not None
         return Around(sign, r"\%", part)
     word = _WORD.match(behind)
     if word is not None and word[1].lower() in scales:

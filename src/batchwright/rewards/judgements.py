@@ -5,15 +5,16 @@ import json
 import re
 from typing import Any
 
-from batchwright.rewards.claims import revision
+from batchwright.rewards.corrections import revision
 
 __all__ = ["written_score"]
 
 _NAMES = frozenset(("score", "rating", "grade"))
 _NUMBER = r"(-?\d++(?:\.\d++)?+) (?:\s*(?:/|out\s+of)\s*(\d++(?:\.\d++)?+))?+"
 _LABEL = re.compile(
-    r"""(?ix) (?P<open> (?:\b(?:score|rating|grade)\b|评分|得分|评级|分数) ["']? (?:\s*\([^()\n]{0,60}\))?+ \s*
-          (?: \bis\b \s*:? | [:：=|→] | [-–—](?=\s) ) | <(?:score|rating)> )
+    r"""(?ix) (?: (?:\b(?:score|rating|grade)\b|评分|得分|评级|分数) ["']?
+          (?:\s*\([^()\n]{0,60}\))?+ \s* (?: \bis\b \s*:? | [:：=|→] | [-–—](?=\s) )
+        | <(?:score|rating)> )
     \s* ["'\[(<$]* (?=-?\d)
     | ^[\s*#>|-]{0,9}(?:final|overall|total)(?:\s+(?:verdict|result))?\s*[:：=|]\s*["'\[(<$]*
       (?=-?\d[\d.]{0,9}(?:\s*(?:/|out\s+of)\s*\d[\d.]{0,9})?\W{0,9}$)""",
@@ -49,15 +50,18 @@ _ANOTHER = re.compile(
     r"(?i)\b(?:max|maximum|min|minimum|highest|lowest|best|possible|previous|prior|passing|target)\b"
 )
 _DOUBTED = re.compile(
-    r"""(?ix)\b(?:not|no(?!\s*[,.:!;—-])|never|cannot|nor|without|almost|nearly|if|unless|whether|were|had
-        |could|might|instead[ ]of|rather[ ]than|avoid|refuse|would(?![ ](?:give|rate|say|assign|award)))\b
+    r"""(?ix)\b(?:not|no(?!\s*[,.:!;—-])|never|cannot|nor|without|almost|nearly|if|unless|whether
+        |were|had|could|might|instead[ ]of|rather[ ]than|avoid|refuse
+        |would(?![ ](?:give|rate|say|assign|award)))\b
     | n['’]t\b"""
 )
 _CONDITION = re.compile(
-    r"(?i)(?:^|[.!?:;,\n]\s*)(?:note:?\s*)?(?:had|were|should|if|unless)\s+(?:it|the|this|they|he|she|you)\b"
+    r"(?i)(?:^|[.!?:;,\n]\s*)(?:note:?\s*)?(?:had|were|should|if|unless)\s+"
+    r"(?:it|the|this|they|he|she|you)\b"
 )
 _QUESTIONED = re.compile(
-    r"[ \t]*[\])}\"'>]*[ \t]*(?:\?|\((?:the[ ])?(?:max|maximum|highest|perfect|possible|example)\b[^()\d]{0,30}\))",
+    r"[ \t]*[\])}\"'>]*[ \t]*"
+    r"(?:\?|\((?:the[ ])?(?:max|maximum|highest|perfect|possible|example)\b[^()\d]{0,30}\))",
     re.IGNORECASE,
 )
 _REVISED = re.compile(

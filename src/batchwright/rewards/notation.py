@@ -58,6 +58,12 @@ _REWRITES = [
         (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+quarter\b", " 1/4"),
         (r"(?i)(?<=\d)\s+and\s+(?:a|one)\s+third\b", " 1/3"),
         (r"(?i)(?<=\d)\s+and\s+(\d+)\s+quarters\b", r" \1/4"),
+        (r"(?i)(?<=\d)\s+and\s+three\s+quarters\b", " 3/4"),
+        (r"(?i)(?<=\d)\s+and\s+two\s+thirds\b", " 2/3"),
+        (
+            r"(?i)(?<=\d)\s+and\s+(?=(?:two|three|four|five|six|seven|eight|nine)\s+[a-z]{2,7}(?:th|rd)s\b)",
+            " ∎",
+        ),
         (r"(?<=\d)\s+point\s+(?=\d)", "."),
         (r"(?<=\d),\s*\\!\s*(?=\d{3})", ","),
         (
@@ -104,7 +110,10 @@ _REWRITES = [
         (r"(?<![\w\s])–(?=\d)|(?<=\s)–(?=\d)|^–(?=\d)", "-"),
         (r"(?<!\d)–|–(?!\d)|—", " "),
         (r"(?i)(?:\b(?:minus|negative)\s+|\(\s*(?:minus|negative|-)\s*\)\s*)(?=\d)", "-"),
-        (r"(?i)(?:负|負|零下|マイナス|마이너스|\bминус|\bмінус|\beksi|\bâm|سالب|ऋण|ติดลบ)\s{0,9}(?=\d)", " -"),
+        (
+            r"(?i)(?:负|負|零下|マイナス|마이너스|\bминус|\bмінус|\beksi|\bâm|سالب|ऋण|ติดลบ)\s{0,9}(?=\d)",
+            " -",
+        ),
         (
             r"(?i)(^|[=:]|\b(?:es|son|est|é|è|são|sono|igual a))(\s{0,9})"
             r"(?:menos|moins|meno|negativ[oae]?|négatif)\s{1,9}(?=\d)",
@@ -208,7 +217,9 @@ _ENGLISH_NAMES = {
 }
 _COMBINED_WORDS = [word for word in _SCALE_WORDS if not word.isalnum() and _SCALE_WORDS[word] > 10]
 _COMBINED = re.compile(
-    r"(?:^|(?<=[\d}$]))\s{0,9}(" + "|".join(sorted(_COMBINED_WORDS, key=len, reverse=True)) + ")(?![\u0e4c\u0e18])"
+    r"(?:^|(?<=[\d}$]))\s{0,9}("
+    + "|".join(sorted(_COMBINED_WORDS, key=len, reverse=True))
+    + ")(?![\u0e4c\u0e18])"
 )
 _ORDINALS = "third fourth fifth sixth seventh eighth ninth tenth"
 _BELOW = {word: number for number, word in enumerate(_ORDINALS.split(), start=3)}

@@ -112,8 +112,8 @@ _CLAUSES = frozenset("but because since so which after not when if where then wh
 _NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())  # noqa: SIM905
 # Words that calculate, deny or doubt: a number beside one of them is not yet the answer.
 _CALCULATE = frozenset(
-    """plus minus times divided multiplied mod modulo choose squared cubed factorial remainder raised
-    root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
+    """plus minus times divided multiplied mod modulo choose squared cubed factorial remainder
+    raised root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
     gcd lcm floor ceil ceiling twice thrice double triple pi theta alpha beta power except maybe
     perhaps unknown cannot without wrong incorrect""".split()  # noqa: SIM905
 )
@@ -326,18 +326,22 @@ def _strange(line: Sequence[_Token]) -> bool:
     return False
 
 
+_UNITS = "one two three four five six seven eight nine ten half".split()  # noqa: SIM905
 _PAIRS = [
     *([word, "than"] for word in ("less", "more", "fewer")),
     ["is", "wrong"],
     ["gross", "of"],
     ["below", "zero"],
-    *(["less", word] for word in "one two three four five six seven eight nine ten half".split()),
+    *(["less", word] for word in _UNITS),
 ]
 _POWERS = frozenset(
     """power powers nth second third fourth fifth sixth seventh eighth ninth tenth minus
     negative -""".split()  # noqa: SIM905
 )
-_ON_TOP = frozenset("the a an price top cost bill total original regular list its their her his".split())  # noqa: SIM905
+_ON_TOP = frozenset(
+    """the a an price top cost bill total original regular list its their her
+    his""".split()  # noqa: SIM905
+)
 _TOTALS = frozenset("sum product difference quotient average mean median gcd lcm ratio max".split())  # noqa: SIM905
 _ON = frozenset("of off on above below over under".split())  # noqa: SIM905
 _BASES = frozenset("binary ternary octal hex hexadecimal dezimal".split())  # noqa: SIM905
@@ -391,7 +395,22 @@ _HAN_COMPARES = (
     ),
     *("不是", "不等于", "未满", "并非", "除了"),
 )
-_HAN_BOUNDS = ("个半", "個半", "半", "以上", "以下", "以内", "未満", "未满", "多", "余", "이상", "이하", "미만", "초과")
+_HAN_BOUNDS = (
+    "个半",
+    "個半",
+    "半",
+    "以上",
+    "以下",
+    "以内",
+    "未満",
+    "未满",
+    "多",
+    "余",
+    "이상",
+    "이하",
+    "미만",
+    "초과",
+)
 _SOFTENERS = frozenset(f"{_HEDGES_TEXT} the number value just nearly almost".split())
 _DOUBTFUL_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 
@@ -563,11 +582,12 @@ class _Parser:
             raise _Unread
         behind = self.line[self.at : self.at + 4]
         words = [token.text.lower() for token in behind]
-        if words[:2] == ["to", "the"] and len(words) > 2:
+        if words[:2] == ["to", "the"] and (
+            words[2:3] and (behind[2].kind == "number" or words[2] in _POWERS)
+        ):
             # 10 to the 3rd.
-            if behind[2].kind == "number" or words[2] in _POWERS:
-                self._skip()
-                raise _Unread
+            self._skip()
+            raise _Unread
         goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
         goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued)
         # 18 + tax.
