@@ -83,7 +83,7 @@ _TAKEN_BACK = re.compile(
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
     | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
     | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b
-    | \(not!?\)
+    | \(not!?\) | (?<=[\s.(…])not!
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
@@ -141,7 +141,7 @@ class Around(NamedTuple):
     part: bool = False
     """It is an operand of something larger, which is not evaluated."""
     cut: bool = False
-    """Digits go on behind it."""
+    """Digits or a list go on behind it."""
 
 
 _SKIP = r"(?:[\s$~]|\\[,;:! )\]]|\*\*)*+"
@@ -170,6 +170,20 @@ _OPERATOR = re.compile(
     r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
 )
+# What a text or a brace only wraps: \text{negative }\boxed{5}.
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s?\{([^{}]{0,40})\}|\{([-−])\}")
+_LOOKS = (
+    r"(?:text\w*|math\w*|bm|boldsymbol|boxed|fbox|framebox|colorbox|color|underline|underbrace|overbrace"
+    r"|mbox|hbox|emph|displaystyle|ensuremath|large|Large|huge|tag|begin|end|centering|left|bold)"
+)
+_INSIDE = re.compile(
+    rf"\\(?!{_LOOKS}(?![a-zA-Z]))[a-zA-Z]+\s?(?:\[[^\[\]]{{0,20}}\]\s?)?\{{\s?$"
+    r"|\\(?:neg|lnot|not)\s?$|\d!$"
+)
+_LISTED_BEHIND = re.compile(
+    r"\s?(?:[,;]|\s(?:and|or))\s?[-−]?\\?\$?\d[\d.]{0,20}+\s?(?:[)\]};$]|\\[)\]}]|\.?\s{0,9}$|\.\s)"
+    r"|\d|\s(?:and|or)\s(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
+)
 _SHARE = re.compile(r"[\s}$]*(?:\w+\s+)?(?:of|off|on)\b\D{0,40}\d")
 _GOES_ON = re.compile(
     r"\s?(?:\$|\\\))?(?:[.,]\d|[eE][-+]?\d|:\d\d|\s?[¼-¾⅐-⅞]|\s\d+/\d)|\s?–\s?\d"
@@ -189,7 +203,8 @@ _OPERAND = re.compile(
     r"|out\s+of\s+[$\\(]*\d|to\s+the\s+(?:[-$]*\d|power|nth"
     r"|(?:second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|minus|negative)\b)"
     r"|(?:plus|minus|times|divided\s+by|multiplied\s+by|mod(?:ulo)?|choose|over"
-    r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d"
+    r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d|i\s?(?:\$|\\[\])]|$)"
+    r"|\\(?:[bp]?mod|choose|[lc]?dots)(?![a-z])|\^\s?\{?\s?\\circ\s?\}?\s?[-+]\s?\d"
     r"|(?:и|y|et|und|e|and)\s+(?:a|one|half|media|demi|halb|meio|mezzo|полов)\w*(?!\w)|[个個]?半"
     rf"|\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])"
     r"|\^(?!\s*\{?\s*\\circ|\s*°)|_(?=[{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
@@ -205,11 +220,13 @@ def around(before: str, behind: str, scales: frozenset[str]) -> Around:
     >>> tuple(around("x = -", "", frozenset())), around("", ".5", frozenset()).part
     (('-', '', False, False), True)
     """
-    line = before[-80:].rpartition("\n")[2]
+    line = _WRAPPED.sub(r"\1\2", before[-80:].rpartition("\n")[2])
+    behind = _WRAPPED.sub(r"\1\2", behind)
     sign, part = _sign(line)
     part = part or (not sign and _OPERATOR.search(line) is not None)
     part = part or _WORKED_BEFORE.search(line) is not None or _GOES_ON.match(behind) is not None
-    if re.match(r"\d", behind):
+    part = part or _INSIDE.search(line) is not None
+    if _LISTED_BEHIND.match(behind):
         return Around(sign, "", part, cut=True)
     percent = _PERCENT.match(behind)
     if percent is not None:

@@ -11,7 +11,7 @@ __all__ = ["Revision", "revision"]
 
 # Words that begin a correction, at the start of a clause or right behind a number.
 _CLAUSE = (
-    r"(?:[.,;:!?…()\[\]\n—–-]|(?:^|(?<=[\d.…]))[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
+    r"(?:[.,;:!?…()\[\]\n—–→>-]|(?:^|(?<=[\d.…]))[ ]|\b(?:or|and|but|so|oh|ah|well|then|no|hmm+)\b)"
     r"[\s\"'*_`(]{0,8}"
 )
 _WITHDRAWS = re.compile(
@@ -19,7 +19,8 @@ _WITHDRAWS = re.compile(
     \b(?:w?oops+|sorry|apolog(?:y|ies|i[sz]e)|I[ ]meant?
         |scratch[ ]that|strike[ ]that|correction
         |my[ ](?:bad|mistake|error)|on[ ]second[ ]thoughts?|I[ ](?:forgot|misread|miscounted
-        |miscalculated|overlooked|missed|mistyped)|typo|never[ ]?mind|kidding|disregard|retract\w*
+        |miscalculated|overlooked|missed|mistyped)|typo|off[ ]by
+        |never[ ]?mind|kidding|disregard|retract\w*
         |correct(?:ing)?[ ](?:my|that|this|it)(?:self)?
         |should[ ](?:have[ ](?:been|said|written)|read)
         |(?:it|that|this|which|answer|result|total)[ ](?:should|ought[ ]to)[ ]

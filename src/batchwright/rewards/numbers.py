@@ -115,7 +115,7 @@ _CALCULATE = frozenset(
     """plus minus times divided multiplied mod modulo choose squared cubed factorial remainder
     raised root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
     gcd lcm floor ceil ceiling twice thrice double triple pi theta alpha beta power except maybe
-    perhaps unknown cannot without wrong incorrect""".split()  # noqa: SIM905
+    perhaps vs versus unknown cannot without wrong incorrect""".split()  # noqa: SIM905
 )
 _SHARES = frozenset("half third quarter tenth".split())  # noqa: SIM905
 _HARMLESS = frozenset("()[]{}⦃⦄,;:=≈.-+*/^_±≤≠'\"#%!?–&~|<>@$\\•’‘′″…。、，：！？（）「」*")
