@@ -7,8 +7,9 @@ else it is the last number, or what the last `=` of its sentence
 says. Only the text behind `</think>` counts, before the next question that a model asks
 itself (`Q:`, `<|im_end|>`), and inside `<answer>` if there is one.
 
-What stands around it counts, too: a sign, scale or factor outside of a box belongs to it, and
-an answer that the text denies, compares with or takes back is doubtful.
+What stands around it counts, too: a sign, scale or factor outside of a box belongs to it, an
+answer that the text denies, compares with or takes back is doubtful, and a clear correction behind
+it replaces it.
 """
 
 import re
