@@ -3135,4 +3135,255 @@ FORMATS: list[tuple[str, str, list[str], list[str], list[str]]] = [
             r"3!\boxed{5}",
         ],
     ),
+    (
+        "chat leftovers",
+        "36",
+        [
+            r"$\boxed{36}$ is the answer.⏎⏎Let me know if you have any questions!",
+        ],
+        [],
+        [],
+    ),
+    (
+        "corrections",
+        "36",
+        [
+            r"\boxed{36}⏎⏎Final Answer: The final answer is 36. I hope it is correct.",
+            r"The final answer is: $\boxed{36}$. I hope it is correct.",
+            r"\boxed{36}⏎⏎Wait, let me double-check the calculation: 6 × 6 = 36. ✓",
+            r"\boxed{36}⏎⏎Actually, let me verify this is right. 6*6 = 36. Correct.",
+            r"Hmm, 35? Wait, no. 6*6=36. \boxed{36}",
+            "Actually the answer is 36.",
+            "So, the answer is 36, not 35.",
+            "Thus, the answer is 36. (If we had counted twice, it would be 72.)",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "3, 4",
+        [
+            "3 apples and 4 pears",
+            "The solutions are x = 3 and x = 4.",
+            "x_1=4, x_2=3",
+            "x₁ = 4, x₂ = 3",
+            "r = 3, s = 4",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "x=3, y=4",
+        [
+            "(x, y) = (3, 4)",
+            "(3, 4)",
+            r"\boxed{(3,4)}",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "1, 2, 3",
+        [
+            "a = 1, b = 2, c = 3",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        r"\{1,2\}",
+        [
+            r"\boxed{\{2, 1\}}",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "3 red, 4 blue",
+        [
+            "3 red, 4 blue",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "1,200",
+        [
+            "1,200",
+        ],
+        [],
+        [],
+    ),
+    (
+        "named values",
+        "12, 15",
+        [
+            "3*4=12, 3*5=15",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "x=3 and y=4",
+        [
+            r"\boxed{x=3,y=4}",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "x = 3",
+        [
+            "3",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "3",
+        [
+            "x = 3",
+            "three of them",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "8",
+        [
+            "2*2=4, 4*2=8",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "100",
+        [
+            "5*20=100",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "45",
+        [
+            "45 min",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "1000",
+        [
+            "1 kg = 1000 g",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "5",
+        [
+            "5 bis",
+            "5 mies",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "7",
+        [
+            "seven",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "12",
+        [
+            "twelve eggs",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "4",
+        [
+            "The answer is D) 4",
+            "The answer is (D) 4",
+            "Answer: (4)",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "6",
+        [
+            "6 (six)",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "1",
+        [
+            "one",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "30",
+        [
+            "30 °C",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "-30",
+        [
+            "minus 30 °C",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "0.5",
+        [
+            "one half",
+        ],
+        [],
+        [],
+    ),
+    (
+        "words around a number",
+        "2",
+        [
+            "The second option, 2",
+        ],
+        [],
+        [],
+    ),
 ]

@@ -566,7 +566,7 @@ def _equal_named(one: Several, other: Several, tolerance: float | None) -> bool 
     named = one if one.names else other
     shapes = {one.shape, other.shape}
     # The roots x_1 = 3, x_2 = 4 have no order.
-    roots = len({re.sub(r"[_\d]+$", "", name) for name in named.names}) == 1
+    roots = len({re.sub(r"[_\d₀-₉]+$", "", name) for name in named.names}) == 1
     if not shapes <= {"list", "set", "()", "[]"}:
         return None if ordered else False
     same = _permuted(one.items, other.items, tolerance)

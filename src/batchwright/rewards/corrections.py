@@ -51,7 +51,7 @@ _STATES = re.compile(
     r"""(?ix)
     (?: \b(?:(?:it|that|this|(?:the|my)[ ](?:\w+[ ])?(?:answer|value|result|total|number
             |sum|amount)|mine|the[ ](?:right|correct|real|true)[ ]one)
-          (?:['’]s|[ ](?:is|was|equals|(?:should|must|would|could|might|may)[ ](?:also[ ])?be))
+          (?:['’]s|[ ](?:is|was|equals|(?:should|must|could|might|may)[ ](?:also[ ])?be))
           (?:[ ]\w+ly)?
         |so|or|now|(?:I|we)[ ](?:now[ ])?(?:see|get|got|find|found)|instead
         |(?:could|might)[ ](?:also[ ])?be|is[ ]it|really|rather)[\s:,]
