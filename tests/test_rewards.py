@@ -261,6 +261,7 @@ def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
             "I would give it 9/10 if it had sources.",
         ),
         *("It does not deserve 9/10", "Score: 4/5", "Total: 17/30", "The score isn't 7."),
+        *("Score: 5 for style, but Score: 8 for content", "Score: 5. No sources. Score: 8"),
     ],
 )
 def test_a_score_that_is_none_or_out_of_range_names_the_text(text: str) -> None:

@@ -65,8 +65,8 @@ _QUESTIONED = re.compile(
     re.IGNORECASE,
 )
 _REVISED = re.compile(
-    r"(?i)\b(?:no|wait|actually|reconsider\w*|correction|corrected|revised|oops|sorry|rather|but|instead"
-    r"|on[ ]reflection|second[ ]thoughts?|updated?|edit)\b"
+    r"(?i)\b(?:no(?=\s*[,.:;!—-]|\s+wait)|wait|actually|reconsider\w*|correction|corrected|revised|oops"
+    r"|sorry|on[ ]reflection|second[ ]thoughts?|updated?|edit)\b"
 )
 _STRUCK = re.compile(r"~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>")
 _BOXED = re.compile(r"\$?\\boxed\s?\{\s*([^{}\s]{1,30})\s*\}\$?")
