@@ -205,6 +205,28 @@ HOSTILE = (
         r"-\boxed{5}",
         "it ",
     ),
+    *("18. No, ", "oops 2. ", "sorry, ", "let me check ", "but ", ", or rather ", "is 1? ", "\n\n"),
+    *(
+        "<!--",
+        r"\cancel{",
+        r"\iffalse ",
+        "\n%",
+        "[INST]",
+        "<|channel|>",
+        "### User: ",
+        "\n### User",
+    ),
+    *(
+        "十",
+        "一二分之",
+        "พัน",
+        "x=1, ",
+        "3+4=7, 7+1=8, ",
+        "5 or 5 ",
+        "20% off ",
+        "to the ",
+        "maybe ",
+    ),
     *("^2", "not 1 ", "1. ", "#### ", "one ", "twenty-", r"\text{", "***", "<<", "1 = ", "1 ("),
 )
 

@@ -184,6 +184,39 @@ def test_a_judge_that_fails_or_talks_nonsense_gives_no_number(
         ("Final Score: 7\nClarity score: 3", 0.7),
         ("Final Score: 7 / Clarity score: 3", 0.7),
         ("Clarity score: 3\n**Overall score:** 7/10\nStyle score: 4", 0.7),
+        # What else may be out of ten is not the score.
+        ("Score: 7\n\n(Max score: 10)", 0.7),
+        ("Max score: 10\nScore: 7", 0.7),
+        ("The maximum score is 10. Score: 7", 0.7),
+        ("Your score: 7. Highest possible score: 10.", 0.7),
+        ("Score: 7 (max. score: 10)", 0.7),
+        ("Score: 7. Passing score: 6.", 0.7),
+        ("Score: 7\nPrevious score: 8", 0.7),
+        ("Score: 7\n\nA perfect score: 10 would need sources.", 0.7),
+        ("Score: 7/10\nTarget score: 9/10", 0.7),
+        ("Score: 7\nConfidence score: 9", 0.7),
+        ("Human score: 9\nScore: 7", 0.7),
+        ("| Max score | 10 |\n| Score | 7 |", 0.7),
+        ("得分：7\n最高得分：10", 0.7),  # noqa: RUF001
+        ('{"max_score": 10, "Score": 7, "previous_score": 9}', 0.7),
+        ('```json\n{"score": 7}\n```\nThe max score: 10', 0.7),
+        ('{"evaluation": {"score": 7}}', 0.7),
+        ('{"score": 7}\nScore: 7', 0.7),
+        ('{"scores": {"clarity": 3, "depth": 4}, "score": 7}', 0.7),
+        ("{'score': 7}", 0.7),
+        # What judges write.
+        (r"\boxed{7}", 0.7),
+        (r"Score: $\boxed{7/10}$", 0.7),
+        ("Score: <7>", 0.7),
+        ("Score: ~~9~~ 7", 0.7),
+        ("Score：7分", 0.7),  # noqa: RUF001
+        ("Criterion 1: 3/10\nCriterion 2: 4/10\nFinal: 7/10", 0.7),
+        ("| criterion | score |\n|---|---|\n| total | 7 |", 0.7),
+        ("Score: 8\n\nWait, reconsidering: Score: 7", 0.7),
+        ("I almost gave Score: 9, but Score: 7", 0.7),
+        ("Instead of Score: 9 it gets Score: 7", 0.7),
+        ("Score: 7\n\nScore: 7.0", 0.7),
+        ('{"score": 0.7}', 0.07),
     ],
 )
 def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
@@ -207,6 +240,28 @@ def test_a_score_is_read_as_judges_write_it(text: str, value: float) -> None:
         # A part's score is not the score, nor a percentage one out of ten.
         *("Style score: 3\nScore: 7-8", "Score: 7%", "Score: 7,5", "2 out of 10 facts are right"),
         *("I rate it 3/10 for style and 7/10 for content", "Score: 1e1", "Score: 2024-01-01"),
+        # Another score, several, a denied one, or one that is taken back.
+        *("Maximum score: 10\nI can't judge it.", "Confidence score: 9", "Accuracy score: 4"),
+        *("Score: 10 (max)", "Score (max): 10", "Expected score: 9", "最高得分：10"),  # noqa: RUF001
+        *("Score: 5\nScore: 8", '[{"score": 3}, {"score": 9}]', '{"score": 3}\n{"score": 9}'),
+        *(
+            '{"score": [3]}',
+            '{"score": true}',
+            '{"score": 3, "score": 9}',
+            '{"score": 3}\nScore: 8',
+        ),
+        *('{"clarity": {"score": 3}, "depth": {"score": 9}}', '{"score": {"value": 7}}'),
+        *('{"score": 7, "rating": 3}', "\\boxed{7}\n\\boxed{9}", "7\n8"),
+        *("Do not give Score: 9.", "Can't give Score: 9", "Score: 9? No, 3.", "No score: 9"),
+        *("Score: 3\n\nNote: had it cited sources, Score: 9", "Is the score: 7?"),
+        *("Score: 9... no, 3.", "Score: 9. Actually, 3.", "Score: 9, or rather 3"),
+        *(
+            "Score: 9 (sorry, 3)",
+            "I wouldn't give it 9/10.",
+            "I would give it 9/10 if it had sources.",
+        ),
+        *("It does not deserve 9/10", "Score: 4/5", "Total: 17/30", "The score isn't 7."),
+        *("Score: 5 for style, but Score: 8 for content", "Score: 5. No sources. Score: 8"),
     ],
 )
 def test_a_score_that_is_none_or_out_of_range_names_the_text(text: str) -> None:

@@ -7,8 +7,9 @@ else it is the last number, or what the last `=` of its sentence
 says. Only the text behind `</think>` counts, before the next question that a model asks
 itself (`Q:`, `<|im_end|>`), and inside `<answer>` if there is one.
 
-What stands around it counts, too: a sign, scale or factor outside of a box belongs to it, and
-an answer that the text denies, compares with or takes back is doubtful.
+What stands around it counts, too: a sign, scale or factor outside of a box belongs to it, an
+answer that the text denies, compares with or takes back is doubtful, and a clear correction behind
+it replaces it.
 """
 
 import re
@@ -19,15 +20,17 @@ from itertools import product
 from typing import Any, Literal
 
 from batchwright.rewards.claims import around, denied_before, marked, taken_back
-from batchwright.rewards.notation import SCALES, in_digits, plain
+from batchwright.rewards.corrections import Revision, revision
+from batchwright.rewards.notation import SCALES, in_digits, plain, spaced
 from batchwright.rewards.numbers import Number, Reading, Several, Value, readings, values
 
 __all__ = ["Answer", "Place", "Verdict", "compare", "find_answer", "read_answer", "read_truth"]
 
 Where = Literal["boxed", "hashes", "said", "formula", "whole", "last", "none"]
 Verdict = Literal["right", "wrong", "ambiguous"]
-Doubt = Literal["", "denied", "part"]
-"""The text around an answer takes it back, or makes it a part of something larger."""
+Doubt = Literal["", "denied", "part", "replaced", "checked"]
+"""The text around an answer takes it back, makes it a part of something larger, gives another
+value instead, or goes on with a check that ends in a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Place:
     where: Where
     text: str
     doubt: Doubt = ""
+    instead: str = ""
+    """What the text says instead, or at the end of a check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +55,34 @@ class Answer:
     doubt: Doubt = ""
 
 
-_STOP = re.compile(r"<\|[^|<>]*\|>|</s>|\n(?:Question|Q|Problem|User|Human):")
+_STOP = re.compile(
+    r"<\|[^|<>]*\|>|<｜[^｜<>]*｜>|</s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>"
+    r"|\n(?:Question|Q|Problem|User|Human)(?:[ ]?\d{1,3})?:"
+    r"|(?i:\n[#*> \t]{0,9}(?:Instructions?|Human|User)\**:)|(?i:\n##[# ]{0,9}(?:Input|System):)"
+)
+# The same for a text that gave its answer already.
+_NEXT = re.compile(
+    r"(?i)\n[#*> \t]{0,9}(?:next[ ])?(?:question|problem|exercise|query|instruction|input"
+    r"|user|human)(?![^\W\d_])[ \t]{0,3}\d{0,3}[*:. \t]{0,9}(?:\n|(?<=[:.*])|(?<=[:.*][ ]))"
+    r"|(?<=[.!?][ ])(?:user|human|next[ ]question)\s?:"
+)
+# Where a channel of the answer begins, behind one of the reasoning.
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)[^<]{0,99}(?:<\|constrain\|>[^<]{0,99})?<\|message\|>")
+_UNSAID = re.compile(
+    r"<!--(?:(?!<!--).)*?-->|(?m:^[ \t]*%[^\n]*)"
+    r"|~~[^~\n]{1,200}~~|<(del|s|strike)>[^<>\n]{0,200}</\1>"
+    r"|\\cancelto\s?\{[^{}]{0,200}+\}\s?\{[^{}]{0,200}+\}"
+    r"|\\iffalse(?:(?!\\iffalse).)*?\\fi(?![a-z])"
+    r"|\\(?:[bx]?cancel|sout|st|[hv]?phantom)\s?"
+    r"\{[^{}]{0,200}+(?:\{[^{}]{0,200}+\}[^{}]{0,200}+){0,3}+\}",
+    re.DOTALL,
+)
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL | re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_BUT_NOT = re.compile(
+    r"(?i)[,;(—–-]\s*(?:and\s+|but\s+)?(?:not|never|rather than|instead of|pas|nicht|no|não|non"
+    r"|niet|не)\s+[$(*]*$|[，,]\s*而?不是\s*[$(*]*$"
+)
 _BETWEEN = re.compile(r"(?:[\s$\\()\[\],;]|and|or|\\text\s*\{\s*(?:and|or)?\s*\}|\\q?quad)*")
 # Possessive quantifiers: nothing is tried twice, so that a megabyte of # or of spaces takes as long
 # to read as one of words.
@@ -103,6 +133,14 @@ _WRONG_SAID = re.compile(r"(?i)\W*(?:\w+ly\s+)?(?:wrong|incorrect|false|unknown)
 _HEDGED = re.compile(
     r"(?i)\bif\b.*\b(?:were|was|had)\b|\bbut\s+(?:it|that)\s+(?:is|was)\s*n[o']t\b"
 )
+# The end of a check whose unit is not read: = 29 cookies on the floor.
+_ENDS = re.compile(
+    r"=\s*+(-?\d(?:[\d.,]*\d)?+)(?!\s*(?:squared|cubed|factorial|choose|mod|to\s+the|[\^*/+%]))"
+    r"(?=\s)\D*$"
+)
+_ASKED = re.compile(
+    r"(?i)(?:^|[.!?\n]\s{0,9})(?:is|are|was|could|might|can|would)\b[^.!?\n\d]*\d[^!?\n]{0,80}\?\W*$"
+)
 _SCALE_NAMES = frozenset(SCALES)
 _ZERO = re.compile(r"(?i)\b(?:none|nothing|nobody)\b")
 _NO_NUMBER = (Several("other"), Several("irrational"))
@@ -121,19 +159,21 @@ def find_answer(text: str) -> Place:
     r"""The place of the answer, as the module tells.
 
     >>> find_answer(r"so \boxed{\frac{1}{2}} of 8")
-    Place(where='boxed', text='\\frac{1}{2}', doubt='')
+    Place(where='boxed', text='\\frac{1}{2}', doubt='', instead='')
     >>> find_answer("#### 12 apples in 3 days")
-    Place(where='hashes', text='12 apples in 3 days', doubt='')
+    Place(where='hashes', text='12 apples in 3 days', doubt='', instead='')
     """
     text = _spoken(text)
     boxes = _boxes(text)
+    while len(boxes) > 1 and _BUT_NOT.search(text[max(0, boxes[-1][0] - 40) : boxes[-1][0]]):
+        boxes.pop()
     if boxes:
         return _outlined(text, boxes, "boxed")
     marks = [m for m in _HASHES.finditer(text) if _is_number_word(text, m)]
     if marks:
         line = text[marks[-1].end() :].partition("\n")[0]
-        back = taken_back(text[marks[-1].end() + len(line) :])
-        return Place("hashes", line, "denied" if back else "")
+        behind = text[marks[-1].end() + len(line) :]
+        return _revised("hashes", line, behind, denied=taken_back(behind))
     said = None
     for said in _SAID.finditer(text):  # noqa: B007
         pass
@@ -145,7 +185,7 @@ def find_answer(text: str) -> Place:
             or taken_back(behind)
             or _HEDGED.search(claim) is not None
         )
-        return Place("said", claim, "denied" if denied else "")
+        return _revised("said", claim, behind, denied=denied)
     formulas = [
         (match.start(), match.end(), next(group for group in match.groups() if group is not None))
         for match in _FORMULA.finditer(text)
@@ -154,7 +194,7 @@ def find_answer(text: str) -> Place:
         place = _outlined(text, formulas, "formula")
         if not re.search(r"(?<![\\{a-z])\b[a-z]{2,}\s+[a-z]{2,}", place.text):
             return place
-    return Place("last", text)
+    return Place("last", text, "denied" if _ASKED.search(text[-300:]) else "")
 
 
 def read_answer(text: str) -> Answer:
@@ -188,6 +228,9 @@ def read_answer(text: str) -> Answer:
         found = (Reading(Several("irrational")),)
     if not found and found is not None and _ZERO.search(shown):
         found = (Reading(Number(Fraction(0)), "meaning"),)
+    if place.instead:
+        found, doubt = _with_instead(found, place)
+        return Answer(where, written, found, doubt)
     if place.doubt == "part":
         found = None
     elif not latex and re.match(r"-\s+\d[\d.,]*\s*$", shown):
@@ -240,9 +283,28 @@ def compare(answer: Answer, truth: Answer, tolerance: float | None = None) -> Ve
 def _spoken(text: str) -> str:
     """What is said to the reader: behind the reasoning, before another question, in the tag."""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
-    stop = _STOP.search(text)
-    if stop is not None and text[: stop.start()].strip():
-        text = text[: stop.start()]
+    channels = list(_CHANNEL.finditer(text))
+    if channels:
+        final = [match for match in channels if match[1].lower() == "final"]
+        text = text[final[0].end() :] if final else ""
+    elif text.startswith("analysis") and "assistantfinal" in text:
+        # The same where the marks were left out.
+        text = text.partition("assistantfinal")[2]
+    if text.lstrip().startswith("<s>") and not text.partition("</s>")[2].strip():
+        # The marks of begin and end, not struck-out text.
+        text = text.replace("<s>", " ", 1)
+    text = _UNSAID.sub(" ", text)
+    at = 0
+    for stop in _STOP.finditer(text):
+        if re.search(r"[^\W_]", re.sub(r"^\s*(?:assistant|model)\b", "", text[at : stop.start()])):
+            text = text[: stop.start()]
+            break
+        at = stop.end()
+    given = [mark.search(text) for mark in (_BOX, _SAID, _HASHES)]
+    ends = [match.end() for match in given if match is not None]
+    following = _NEXT.search(text, min(ends)) if ends else None
+    if following is not None:
+        text = text[: following.start()]
     tags = _TAG.findall(text)
     return str(tags[-1]) if tags else text
 
@@ -268,13 +330,69 @@ def _outlined(text: str, parts: Sequence[tuple[int, int, str]], where: Where) ->
     """The last of the boxes or formulas, with the sign, scale or factor outside of it."""
     start, inside = _joined(text, parts)
     before, behind = text[max(0, start - 200) : start], text[parts[-1][1] :]
-    outside = around(before, behind[:200], _SCALE_NAMES)
+    outside = around(before, spaced(behind[:200]), _SCALE_NAMES)
     if outside.part:
         return Place(where, inside, "part")
     if outside.before and re.search(r"\S\s*[-+]", inside):
         inside = f"({inside})"
+    inside = outside.before + inside + outside.behind
+    if outside.cut:
+        return Place(where, inside, "denied")
     denied = denied_before(before) or taken_back(behind)
-    return Place(where, outside.before + inside + outside.behind, "denied" if denied else "")
+    place = _revised(where, inside, behind, denied=denied, within=False)
+    if denied and not place.instead and where == "boxed" and len(parts) > 1:
+        # Perhaps an earlier one was meant.
+        return Place(where, inside, "denied", parts[-2][2])
+    return place
+
+
+def _revised(where: Where, claim: str, behind: str, *, denied: bool, within: bool = True) -> Place:
+    """The place of a claim, with what the text behind its number (or behind it) makes of it."""
+    rest = behind
+    if within:
+        number = re.search(r"\d(?:[\d.,/]*\d)?", claim)
+        rest = (claim[number.end() :] if number is not None else "") + behind
+    later = revision(rest, denied=denied)
+    if later is None and where != "said":
+        later = _said_again(rest, where)
+    if later is None:
+        there = denied and re.search(r"\d", rest) is not None
+        return Place(where, claim, "denied" if denied else "", rest if there else "")
+    if later.clear:
+        return Place(where, claim, "replaced", later.text)
+    return Place(where, claim, "denied" if denied or later.withdrawn else "checked", later.text)
+
+
+def _said_again(text: str, where: Where) -> Revision | None:
+    """What a text says once more behind a box or behind ####: that must be the same."""
+    said = None
+    for said in _SAID.finditer(text):  # noqa: B007
+        pass
+    if said is None and where != "hashes":
+        marks = [m for m in _HASHES.finditer(text) if _is_number_word(text, m)]
+        said = marks[-1] if marks else None
+    claim = "" if said is None else _first_sentence(text[said.end() :])[0]
+    number = re.search(r"\d(?:[\d.,/]*\d)?", claim)
+    if number is None or not re.match(r"\W*\d", claim):
+        return None
+    return Revision(claim[: number.end()], clear=False, withdrawn=False)
+
+
+def _with_instead(
+    claimed: tuple[Reading, ...] | None, place: Place
+) -> tuple[tuple[Reading, ...] | None, Doubt]:
+    """The readings of a claim and of what the text says instead: doubtful, if that is not clear."""
+    tail = plain(place.instead[-_LONGEST:])
+    later = _last(tail)
+    if place.doubt == "checked" and claimed:
+        ends = None if later else _ENDS.search(tail)
+        checked = later or (readings(ends[1], latex=False) if ends is not None else None)
+        if checked and _equal(claimed[0].value, checked[0].value, None):
+            return claimed, ""
+    doubtful = _doubtful([claimed, later])
+    if place.doubt == "replaced" and later and claimed is not None:
+        return (*later, *(_doubtful([claimed]) or ())), "replaced"
+    return doubtful, "denied"
 
 
 def _joined(text: str, parts: Sequence[tuple[int, int, str]]) -> tuple[int, str]:
@@ -419,6 +537,8 @@ def _equal(one: Value, other: Value, tolerance: float | None) -> bool | None:
         return False
     if {"other", "irrational"} & {one.shape, other.shape} or len(one.items) != len(other.items):
         return False
+    if one.names or other.names:
+        return _equal_named(one, other, tolerance)
     ordered = _pairs(one.items, other.items, tolerance)
     shapes = {one.shape, other.shape}
     if shapes <= {"list", "set"}:
@@ -432,6 +552,31 @@ def _equal(one: Value, other: Value, tolerance: float | None) -> bool | None:
     if shapes & {"set", "list", "range"}:
         return None if ordered else False
     return False
+
+
+def _equal_named(one: Several, other: Several, tolerance: float | None) -> bool | None:
+    """Lists of which one has names at least: x = 3, y = 2 is not x = 2, y = 3."""
+    ordered = _pairs(one.items, other.items, tolerance)
+    if one.names and other.names:
+        if {*one.names} == {*other.names}:
+            known = dict(zip(other.names, other.items, strict=True))
+            items = [known[name] for name in one.names]
+            return _pairs(one.items, items, tolerance)
+        return None if ordered or _permuted(one.items, other.items, tolerance) else False
+    named = one if one.names else other
+    shapes = {one.shape, other.shape}
+    # The roots x_1 = 3, x_2 = 4 have no order.
+    roots = len({re.sub(r"[_\d₀-₉]+$", "", name) for name in named.names}) == 1
+    if not shapes <= {"list", "set", "()", "[]"}:
+        return None if ordered else False
+    same = _permuted(one.items, other.items, tolerance)
+    if roots and shapes <= {"list", "set"}:
+        return same
+    letters = all(len(name) == 1 for name in named.names)
+    # Against (3, 4), y = 3 and x = 4 is doubtful.
+    if ordered and not (letters and list(named.names) != sorted(named.names)):
+        return True
+    return None if same else False
 
 
 def _pairs(one: Sequence[Value], other: Sequence[Value], tolerance: float | None) -> bool:

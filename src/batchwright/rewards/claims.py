@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001
-"""What stands around a number and changes what is claimed: denials, corrections, factors."""
+"""What stands around a number and changes what is claimed: denials, signs, factors."""
 
 import re
 from typing import NamedTuple
@@ -51,7 +51,10 @@ _BEFORE = re.compile(
     (?: \b(?:{_DENY}(?!\s+(?:only|hard|difficult|surpris\w*)\b)|doubt|doubts|deny|denies|disagree
              |nobody|none|if|unless|whether|suppose|imagine|pretend|no[ ]way|no[ ]reason|refuse
              |mistakenly|wrongly|incorrectly|falsely|unlikely|myth|misconception|fallacy|mistake
-             |thought|tempt\w*|(?:might|may|could|would|people|many|some|others)[ ]{_OPINION})\b
+             |thought|tempt\w*|(?:might|may|could|would|people|many|some|others)[ ]{_OPINION}
+             |maybe|perhaps|possibly|vielleicht|peut-être|quizás?|tal[ ]vez|forse|talvez
+             |(?:previously|formerly|originally|initially|at[ ]first)[ ]I[ ]\w+
+             |I[ ](?:previously|formerly|originally|initially|first)[ ]\w+)\b
       | \b{_WRONG} (?=\s+(?:that|to)\b) )
     (?: \s+ (?!{_BREAK}\b) [^\W\d][\w'’]* ){{0,7}} [\s"'*_`$({{\[]* $
     | \b(?:wrong|incorrect|false|mistaken|erroneous|previous|earlier|initial|naive|tempting)\s*$"""
@@ -59,7 +62,8 @@ _BEFORE = re.compile(
 _COMPARED = re.compile(
     r"""(?ix)
     (?: \b(?:than|over|above|below|under|beyond|exceeding|exceeds|except|excluding|besides
-           |instead[ ]of|anything[ ]but|(?:different|apart|differs|far)[ ]from|unequal[ ]to
+           |instead[ ]of|(?:anything|everything|all)[ ]but|(?:different|apart|differs|far)[ ]from
+           |unequal[ ]to
            |größer[ ]als|kleiner[ ]als|mehr[ ]als|weniger[ ]als|más[ ]de|menos[ ]de|plus[ ]de
            |moins[ ]de)
         (?:\s+(?:about|exactly|the|number|value|just|only)){0,2}
@@ -78,7 +82,8 @@ _TAKEN_BACK = re.compile(
     | \b(?:scratch|strike|ignore|disregard)[ ](?:that|this|the[ ]above)\b
     | \bI[ ](?:made|see)[ ](?:a|an|my)[ ](?:\w+[ ])?(?:mistake|error)\b
     | \b(?:no,?[ ]wait|wait,?[ ]no|I[ ]meant?|correction:?)\b
-    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back)\b
+    | \b(?:my[ ]mistake|my[ ]bad|I[ ]was[ ]wrong|I[ ]take[ ](?:that|it)[ ]back|w?oops+)\b
+    | \(not!?\) | (?<=[\s.(…])not!
     | \bbut[ ](?:it|that|this|[a-z])[ ](?:is|was|does|can)(?:[ ]not|n['’]t)\s*(?:[.,;!]|$)
     | (?:这|那|這)?(?:是错的|不对|不對|是錯的|不正确|不正確)
     | \b(?:c['’]est|das[ ]ist|eso[ ]es|isso[ ]é)[ ](?:faux|falsch|incorrecto|errado|erróneo)\b"""
@@ -135,15 +140,54 @@ class Around(NamedTuple):
     behind: str = ""
     part: bool = False
     """It is an operand of something larger, which is not evaluated."""
+    cut: bool = False
+    """Digits or a list go on behind it."""
 
 
 _SKIP = r"(?:[\s$~]|\\[,;:! )\]]|\*\*)*+"
-_SIGN = re.compile(r"(-|−|\\pm|±)(\s*)(?:\\?[$({\[]|\\left|\*\*)*$")
+_SIGN = re.compile(
+    r"(?i)(-|−|\\pm|±|\b(?:minus|negative)(?=[\s$({\[]))(\s*)(?:\\?[$({\[]|\\left|\*\*)*$"
+)
+_SIGN_WORDS_AFTER = re.compile(
+    r"(?i)(?:^|[=:.,;!?)$]|\b(?:is|are|was|be|equals|get|gets|gives|a|the|so|or|and|answer|therefore"
+    r"|thus|hence|then|to))[\s*$({\[]*$"
+)
+_WORKED_BEFORE = re.compile(
+    r"""(?ix)
+    (?: \b(?:square|cube|root|half|third|quarter|tenth|double|triple|multiple|multiples|reciprocal
+           |inverse|negative|opposite|negation|absolute[ ]value|logarithm|log|sine|cosine|tangent
+           |power|powers|percent|per[ ]cent|complement)[ ]of | %[ ]of
+      | \b(?:twice|thrice|double|triple|plus|times|divided[ ]by
+           |multiplied[ ]by|added[ ]to|mod
+           |modulo|raised[ ]to|to[ ]the(?:[ ]power(?:[ ]of)?)?|choose|menos|moins|минус|мінус|meno
+           |eksi|âm|سالب|ऋण|negativ[oa]|négatif)
+      | 负|負|零下|减|減|加上|乘以|除以|マイナス|마이너스 )
+    (?:\s+(?:the|exactly|about|number|value)\b){0,2} [\s$({\[*]* $ | (?<!\\)%\s*$"""
+)
 _OPERATOR = re.compile(
     r"(?:[+×·]|(?<![<\w])/|[\^_]\{?"
     r"|\\(?:times|cdot|div|log|ln|sin|cos|tan|sqrt)\s*\{?"
     r"|\\frac\s*(?:\{[^{}]*\}\s*)?\{|(?<![A-Za-z\\])[A-Za-z]\(|\\l(?:vert|floor|ceil)|[⌊⌈])\s*$|\|$"
     r"|(?<![\w.,])\d+$|\\(?:frac|sqrt)[^\\\s]*\}$"
+)
+# What a text or a brace only wraps: \text{negative }\boxed{5}.
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mbox)\s?\{([^{}]{0,40})\}|\{([-−])\}")
+_LOOKS = (
+    r"(?:text\w*|math\w*|bm|boldsymbol|boxed|fbox|framebox|colorbox|color|underline|underbrace|overbrace"
+    r"|mbox|hbox|emph|displaystyle|ensuremath|large|Large|huge|tag|begin|end|centering|left|bold)"
+)
+_INSIDE = re.compile(
+    rf"\\(?!{_LOOKS}(?![a-zA-Z]))[a-zA-Z]+\s?(?:\[[^\[\]]{{0,20}}\]\s?)?\{{\s?$"
+    r"|\\(?:neg|lnot|not)\s?$|\d!$"
+)
+_LISTED_BEHIND = re.compile(
+    r"\s?(?:[,;]|\s(?:and|or))\s?[-−]?\\?\$?\d[\d.]{0,20}+\s?(?:[)\]};$]|\\[)\]}]|\.?\s{0,9}$|\.\s)"
+    r"|\d|\s(?:and|or)\s(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\b"
+)
+_SHARE = re.compile(r"[\s}$]*(?:\w+\s+)?(?:of|off|on)\b\D{0,40}\d")
+_GOES_ON = re.compile(
+    r"\s?(?:\$|\\\))?(?:[.,]\d|[eE][-+]?\d|:\d\d|\s?[¼-¾⅐-⅞]|\s\d+/\d)|\s?–\s?\d"
+    r"|[’'‘]\d{3}|\{,\}\d|\\[,!;: ]\d{3}(?!\d)"
 )
 _PERCENT = re.compile(rf"{_SKIP}(?:\\text\s*\{{\s*)?(?:\\?%|％|per\s?cent\b|pct\b)")
 _FACTOR = re.compile(
@@ -155,7 +199,15 @@ _NAMES = (
     r"|dfrac|binom|int|sum)"
 )
 _OPERAND = re.compile(
-    rf"{_SKIP}(?:\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])|\^(?!\s*\{{?\s*\\circ|\s*°)|_(?=[{{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
+    rf"{_SKIP}(?:(?:factorial|squared|cubed|times\s+as|off|(?:degrees?\s+)?below\s+zero)(?!\w)"
+    r"|out\s+of\s+[$\\(]*\d|to\s+the\s+(?:[-$]*\d|power|nth"
+    r"|(?:second|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|minus|negative)\b)"
+    r"|(?:plus|minus|times|divided\s+by|multiplied\s+by|mod(?:ulo)?|choose|over"
+    r"|(?:less|more|fewer|greater)\s+than)\s+[-$\\(]*\d|i\s?(?:\$|\\[\])]|$)"
+    r"|\\(?:[bp]?mod|choose|[lc]?dots)(?![a-z])|\^\s?\{?\s?\\circ\s?\}?\s?[-+]\s?\d"
+    r"|(?:и|y|et|und|e|and)\s+(?:a|one|half|media|demi|halb|meio|mezzo|полов)\w*(?!\w)|[个個]?半"
+    rf"|\\{_NAMES}(?![a-z])|(?:\\right)?\s*[)\]|]\s*\^|[xyz](?![\w'’])"
+    r"|\^(?!\s*\{?\s*\\circ|\s*°)|_(?=[{\d])|[₀-₉²³]|[/×·]\s*[\d\\(]|\+\s*[\d\\(a-z]"
     r"|[-−]\s?[\d\\]|\\(?:times|cdot|div|pm|le|ge|leq|geq|lt|gt|neq?)(?![a-z])|[<>≤≥≠±]\s*[\dA-Za-z]"
     r"|(?:\(?(?:in\s+)?base\s+\w|\(?in\s+(?:binary|octal|hex)|remainder\b|R\s?\d)"
     r"|(?:or|to)\s+[-$]*\d)"
@@ -165,13 +217,20 @@ _OPERAND = re.compile(
 def around(before: str, behind: str, scales: frozenset[str]) -> Around:
     r"""The sign, percent sign, scale word or factor outside a box; `scales` are words as `million`.
 
-    >>> around("x = -", "", frozenset()), around("", " million", frozenset({"million"}))
-    (Around(before='-', behind='', part=False), Around(before='', behind=' million', part=False))
+    >>> tuple(around("x = -", "", frozenset())), around("", ".5", frozenset()).part
+    (('-', '', False, False), True)
     """
-    line = before[-80:].rpartition("\n")[2]
+    line = _WRAPPED.sub(r"\1\2", before[-80:].rpartition("\n")[2])
+    behind = _WRAPPED.sub(r"\1\2", behind)
     sign, part = _sign(line)
     part = part or (not sign and _OPERATOR.search(line) is not None)
-    if _PERCENT.match(behind):
+    part = part or _WORKED_BEFORE.search(line) is not None or _GOES_ON.match(behind) is not None
+    part = part or _INSIDE.search(line) is not None
+    if _LISTED_BEHIND.match(behind):
+        return Around(sign, "", part, cut=True)
+    percent = _PERCENT.match(behind)
+    if percent is not None:
+        part = part or _SHARE.match(behind, percent.end()) is not None
         return Around(sign, r"\%", part)
     word = _WORD.match(behind)
     if word is not None and word[1].lower() in scales:
@@ -188,6 +247,9 @@ def _sign(line: str) -> tuple[str, bool]:
     if found is None:
         return "", False
     rest = line[: found.start()].rstrip()
+    if found[1].isalpha():
+        # Ten minus 5 is calculated further.
+        return ("-", False) if _SIGN_WORDS_AFTER.search(rest) else ("", True)
     if re.search(r"(?:^|[^\w\\])(?:[A-Za-z]|[\d.,]+)$|[)}]$", rest) and not rest.endswith(r"\("):
         return "", True
     if found[2] and found[1] in "-−" and not rest.endswith(("=", "≈", "$", "(", "[")):

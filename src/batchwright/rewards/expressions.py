@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 import selectors
 import subprocess
 import sys
@@ -24,6 +25,8 @@ from batchwright.rewards.rules import Rule, verdict_part
 
 __all__ = ["Math"]
 
+_WORD = re.compile(r"(?<![\\a-zA-Z])[^\W\d_]{2,}|[\u3040-\u9fff\uac00-\ud7af]")
+_BASE = re.compile(r"\d\s?(?:_|<sub>|[₀-₉])")
 _MEMORY = 2 << 30
 """Bytes that one comparison may take; a tower of powers would take all there are."""
 
@@ -55,6 +58,11 @@ class Math(Rule):
         if answer.doubt and (truth is None or answer.readings is None):
             # What stands around an expression is not evaluated.
             return verdict_part("ambiguous", answer, self.ambiguous)
+        if truth is not None and answer.readings is None:
+            prose = answer.where not in ("boxed", "formula") and _WORD.search(answer.text)
+            if prose or _BASE.search(answer.text):
+                # math-verify would take the number out of "more than 5" and out of 5_8.
+                return verdict_part("ambiguous", answer, self.ambiguous)
         if truth is not None and answer.readings is not None:
             single = not any(isinstance(known.value, Several) for known in truth.readings or ())
             read = any(known.value != Several("other") for known in answer.readings)

@@ -1,9 +1,7 @@
 """Rewards that call a model: LLM judges, a monitor of the reasoning, embedding similarity."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
 from statistics import fmean, median
@@ -15,6 +13,7 @@ from pydantic import Field, model_validator
 from batchwright.calls.outcome import Done, Kind, Outcome
 from batchwright.calls.request import Request, chat, embed
 from batchwright.errors import BadRow, ConfigError
+from batchwright.rewards.judgements import written_score
 from batchwright.rewards.reward import Fact, Part, Response
 from batchwright.rewards.rules import Rule, TimedPattern, compile_pattern
 
@@ -27,27 +26,6 @@ _COMBINE: dict[str, Callable[[list[float]], float]] = {
     "max": max,
 }
 _FIELD = re.compile(r"\{(\{\w+\})\}|\{(\w+)\}")
-_NUMBER = r"(-?\d++(?:\.\d++)?+) (?:\s*(?:/|out\s+of)\s*(\d++(?:\.\d++)?+))?+"
-_LABEL = re.compile(
-    r"""(?ix) (?: (?:\b(?:score|rating|grade)\b|评分|得分) "? (?:\s*\([^)]*\))? \s*
-          (?: \bis\b \s*:? | [:：=|→] | [-–—](?=\s) ) | <(?:score|rating)> )
-    \s* ["\[(]* (?=-?\d)"""  # noqa: RUF001
-)
-_SCORE = re.compile(
-    rf"(?ix) {_NUMBER} (?!\s*[-–]\s*\d|\s+(?:to|or)\s+\d|[\w/]|\s*\\?%|,\d)"  # noqa: RUF001
-)
-_UNREAD_FINAL = re.compile(
-    r"(?i)\b(?:final|overall|total)\s+(?:score|rating|grade)\s*[:=]\s*+(?![\"\[(]*+-?\d)"
-)
-_NO_SCORE = re.compile(r"(?i)\b(?:not|no|never|n't)\s+(?:an?\s+|the\s+|my\s+)?(?:final\s+)?$")
-_FRACTION = re.compile(r"(?i)\d\s*(?:/|out\s+of)\s*\d")
-_RATED = re.compile(
-    r"(?i)\b(?:rat(?:e|ed|ing)|giv(?:e|en|ing)|gave|assign|award|deserves?|earns|verdict)\b"
-    r"[^.\n]{0,60}?(?<![\d.])(\d+(?:\.\d+)?)\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?)(?![\w/]|\.\d)"
-)
-_BARE_SCORE = re.compile(
-    r"\[*(-?\d+(?:\.\d+)?)\]*(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?\.?", re.IGNORECASE
-)
 _VERDICT = re.compile(r"\b(true|false|yes|no(?!\s+\w))\b", re.IGNORECASE)
 _DENIED = re.compile(
     r"\b(?:not|n't|never|rather than|instead of)\s+(?:be\s+)?(true|false)\b", re.IGNORECASE
@@ -145,7 +123,7 @@ class Judge(Rule):
             return _failed(outcome, self.max_tokens)
         shown = _short(outcome.text)
         if self._compiled is None:
-            written, scale = _written_score(outcome.text)
+            written, scale = written_score(outcome.text)
         else:
             try:
                 found = self._compiled.findall(outcome.text)
@@ -284,46 +262,6 @@ def _failed(outcome: Outcome, max_tokens: int) -> Part:
         Kind.TRUNCATED,
         f"the reply was cut off at max_tokens = {max_tokens}, raise it: {_short(outcome.text)}",
     )
-
-
-def _is_final(text: str, label: re.Match[str]) -> bool:
-    return re.search(r"(?i)\b(?:final|overall|total)\s+$", text[: label.start()]) is not None
-
-
-def _written_score(text: str) -> tuple[str | None, float | None]:
-    """The final score of a reply, else its last labelled one, or its only number; and the scale.
-
-    >>> _written_score("**Score:** 7"), _written_score("7/10"), _written_score('{"score": 7}')
-    (('7', None), ('7', 10.0), ('7', None))
-    """
-    text = text.rpartition("</think>")[2]
-    if "<think>" in text:
-        # The reasoning was never closed: nothing was judged yet.
-        return None, None
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        if isinstance(found, dict):
-            named = {key.lower(): value for key, value in found.items()}
-            if "score" in named or "rating" in named:
-                text = f"Score: {named.get('score', named.get('rating'))}"
-    bare = re.sub(r"[*_`]+", "", text).strip()
-    labels = list(_LABEL.finditer(bare))
-    if labels:
-        # The last label counts: if no score can be read after it, an earlier one is of a part.
-        if _NO_SCORE.search(bare[: labels[-1].start()]) or _UNREAD_FINAL.search(bare):
-            return None, None
-        finals = [_SCORE.match(bare, label.end()) for label in labels if _is_final(bare, label)]
-        if len({found[1] for found in finals if found is not None}) > 1:
-            return None, None
-        match = finals[-1] if finals else _SCORE.match(bare, labels[-1].end())
-    else:
-        last = bare.splitlines()[-1].strip() if bare else ""
-        match = _BARE_SCORE.fullmatch(last)
-        if match is None and len(_FRACTION.findall(bare)) == 1:
-            match = _RATED.search(bare)
-    if match is None:
-        return None, None
-    return match[1], float(match[2]) if match[2] else None
 
 
 def _written_verdict(text: str) -> bool | None:

@@ -36,6 +36,8 @@ class Several:
     shape: str
     """`list`, `set`, `range`, `ratio`, the brackets (`()`, `[)`, ...), `irrational` or `other`."""
     items: "tuple[Value, ...]" = ()
+    names: tuple[str, ...] = ()
+    """What each item is called, as in `x = 3, y = 2` or `3 apples, 2 pears`; empty: not all are."""
 
 
 Value = Number | Several
@@ -110,10 +112,10 @@ _CLAUSES = frozenset("but because since so which after not when if where then wh
 _NO_UNIT = _CLAUSES | frozenset("and or to for is are was".split())  # noqa: SIM905
 # Words that calculate, deny or doubt: a number beside one of them is not yet the answer.
 _CALCULATE = frozenset(
-    """plus times divided multiplied mod modulo choose squared cubed factorial remainder raised
-    root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
+    """plus minus times divided multiplied mod modulo choose squared cubed factorial remainder
+    raised root sqrt cbrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log lg exp
     gcd lcm floor ceil ceiling twice thrice double triple pi theta alpha beta power except maybe
-    perhaps unknown cannot without wrong incorrect""".split()  # noqa: SIM905
+    perhaps vs versus unknown cannot without wrong incorrect""".split()  # noqa: SIM905
 )
 _SHARES = frozenset("half third quarter tenth".split())  # noqa: SIM905
 _HARMLESS = frozenset("()[]{}⦃⦄,;:=≈.-+*/^_±≤≠'\"#%!?–&~|<>@$\\•’‘′″…。、，：！？（）「」*")
@@ -324,10 +326,24 @@ def _strange(line: Sequence[_Token]) -> bool:
     return False
 
 
+_UNITS = "one two three four five six seven eight nine ten half".split()  # noqa: SIM905
 _PAIRS = [
     *([word, "than"] for word in ("less", "more", "fewer")),
     ["is", "wrong"],
+    ["gross", "of"],
+    ["below", "zero"],
+    *(["less", word] for word in _UNITS),
 ]
+_POWERS = frozenset(
+    """power powers nth second third fourth fifth sixth seventh eighth ninth tenth minus
+    negative -""".split()  # noqa: SIM905
+)
+_ON_TOP = frozenset(
+    """the a an price top cost bill total original regular list its their her
+    his""".split()  # noqa: SIM905
+)
+_TOTALS = frozenset("sum product difference quotient average mean median gcd lcm ratio max".split())  # noqa: SIM905
+_ON = frozenset("of off on above below over under".split())  # noqa: SIM905
 _BASES = frozenset("binary ternary octal hex hexadecimal dezimal".split())  # noqa: SIM905
 _MONTHS = frozenset(
     """january february march april may june july august september october november december
@@ -342,12 +358,14 @@ _MONTHS = frozenset(
 _COMPARING = frozenset(
     """than over above below under beneath beyond past exceeding exceeds exceed except excluding
     besides unlike versus vs binary octal hex hexadecimal больше меньше более менее кроме über
-    unter""".split()  # noqa: SIM905
+    unter elfu laki mia dazeni""".split()  # noqa: SIM905
 )
 _COMPARING_PAIRS = frozenset(
     f"{first} {second}"
     for firsts, seconds in (
         ("anything everything all", "but"),
+        ("square squares cube cubes reciprocal inverse negative opposite negation", "of"),
+        ("multiple multiples power powers logarithm complement", "of"),
         ("different differs differ apart aside far away distinct", "from"),
         ("instead excess north south short shy upwards", "of"),
         ("unequal inferior superior", "to"),
@@ -377,13 +395,31 @@ _HAN_COMPARES = (
     ),
     *("不是", "不等于", "未满", "并非", "除了"),
 )
-_HAN_BOUNDS = ("以上", "以下", "以内", "未満", "未满", "多", "余", "이상", "이하", "미만", "초과")
+_HAN_BOUNDS = (
+    "个半",
+    "個半",
+    "半",
+    "以上",
+    "以下",
+    "以内",
+    "未満",
+    "未满",
+    "多",
+    "余",
+    "이상",
+    "이하",
+    "미만",
+    "초과",
+)
 _SOFTENERS = frozenset(f"{_HEDGES_TEXT} the number value just nearly almost".split())
 _DOUBTFUL_SCALES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9}
 
 
 def _turned_before(line: Sequence[_Token], at: int) -> bool:
     """Whether what stands right before a number compares with it, or makes it a date or a name."""
+    if at and line[at].text == "{" and line[at].glued and line[at - 1].kind == "command":
+        # A bar over it, or what else is not evaluated.
+        return True
     if at and line[at].glued and line[at - 1].kind == "word":
         # f(5), a_{5}
         named = line[at].text == "(" or (line[at].text == "{" and line[at - 1].text[-1] == "_")
@@ -403,11 +439,26 @@ def _turned_before(line: Sequence[_Token], at: int) -> bool:
         share = words[-2] == "%" or SCALES.get(words[-2], 1) < 1
         if share or (line[at - 2].kind == "number" and words[-3:-2] == ["/"]):
             return True
+    if _shared(line, at):
+        return True
     while words and words[-1] in _SOFTENERS and " ".join(words[-2:]) not in _COMPARING_PAIRS:
         words.pop()
     if not words:
         return False
     return words[-1] in _COMPARING or " ".join(words[-2:]) in _COMPARING_PAIRS
+
+
+def _shared(line: Sequence[_Token], at: int) -> bool:
+    """Whether a share of the number here is meant: 20% off the price of 18."""
+    here = at - 1
+    while here >= 0 and line[here].kind == "word" and at - here < 8:
+        here -= 1
+    if here < 0 or line[here].text != "%":
+        return False
+    words = [token.text.lower() for token in line[here + 1 : at]]
+    while words and words[-1] in _ON_TOP:
+        words.pop()
+    return words[-1:] != [] and words[-1] in ("of", "off", "on", "above", "below")
 
 
 def _turned_behind(line: Sequence[_Token], at: int) -> bool:
@@ -425,17 +476,22 @@ def _turned_behind(line: Sequence[_Token], at: int) -> bool:
     if word in ("in", "st", "nd", "rd", "th", "of", "de") and rest and word != "in":
         rest = rest[1:] if rest[0].text.lower() in ("of", "de") else rest
         return bool(rest) and _month(rest[0])
-    if word == "in" and rest and rest[0].text.lower() == "base":
+    if word == "in" and rest and rest[0].text.lower() in ("base", "hundreds", *_LARGE):
         return True
     return _month(line[at])
 
 
 def _rebases(remark: Sequence[_Token]) -> bool:
     words = {token.text.lower() for token in remark}
-    return bool(words & {*_BASES, *_REMARKS})
+    factor = len(remark) > 1 and re.match(r"[x*/^]\d*$", remark[1].text) is not None
+    return factor or bool(words & {*_BASES, *_REMARKS})
 
 
-_REMARKS = frozenset("base thousands millions billions wrong incorrect negative".split())  # noqa: SIM905
+_LARGE = frozenset("thousands millions billions dozens".split())  # noqa: SIM905
+_REMARKS = frozenset(
+    """base hundreds thousands millions billions dozens wrong incorrect negative sorry oops actually
+    rather meant correction edit corrected wait typo""".split()  # noqa: SIM905
+)
 
 
 def _month(token: _Token) -> bool:
@@ -456,6 +512,7 @@ class _Item(NamedTuple):
     value: Value
     unit: str = ""
     others: tuple[Value, ...] = ()
+    name: str = ""
 
 
 class _Parser:
@@ -481,7 +538,7 @@ class _Parser:
         items = []
         for piece in pieces:
             parser = _Parser(_unlabelled(piece), self.latex)
-            items.append(parser.item())
+            items.append(parser.item()._replace(name=_label(piece)))
             while parser.at < len(parser.line):
                 if not (items[-1].unit in _COMPOUND and _starts(parser.line, parser.at)):
                     raise parser.stuck()
@@ -489,6 +546,10 @@ class _Parser:
         if not items:
             constant = [token.text for token in line] in (["e"], [r"\pi"])
             raise _Irrational if constant and self.latex else _Other
+        if len(items) == len(pieces) > 1 and _chained(pieces, items):
+            # 16 - 7 = 9, 9 * 2 = 18 are steps.
+            steps = _combined(items, [])
+            return [Reading(items[-1].value), *(Reading(r.value, "meaning") for r in steps)]
         return _combined(items, [token.text.lower() for token in line])
 
     def partial(self) -> list[Reading]:
@@ -517,9 +578,20 @@ class _Parser:
                 self.at = mark
                 break
             items.append(following)
+        if len(items) > 1 and _totals(self.line, first):
+            raise _Unread
         behind = self.line[self.at : self.at + 4]
+        words = [token.text.lower() for token in behind]
+        if words[:2] == ["to", "the"] and (
+            words[2:3] and (behind[2].kind == "number" or words[2] in _POWERS)
+        ):
+            # 10 to the 3rd.
+            self._skip()
+            raise _Unread
         goes_on = self.peek() in ("+", "-") and self._kind(1) == "command"
         goes_on = goes_on or (self.peek() == "+" and self.line[self.at].glued)
+        # 18 + tax.
+        goes_on = goes_on or (self.peek() == "+" and self._kind(1) == "word")
         if self._rebased():
             self._skip()
             raise _Unread
@@ -724,6 +796,11 @@ class _Parser:
         if share and self.peek(ahead) == "of" and self._kind(ahead + 1) == "number":
             # 5% of 200 is calculated further.
             raise _Unread
+        if ahead and self.peek(ahead).lower() in _ON:
+            following = self.line[self.at + ahead : self.at + ahead + 5]
+            if self.peek(ahead).lower() != "of" and _has_number(following):
+                # 20% off the 18 dollars.
+                raise _Unread
         if self._take("%"):
             if self._kind() == "number":
                 raise _Unread
@@ -974,6 +1051,63 @@ def _unlabelled(line: list[_Token]) -> list[_Token]:
     return pieces[-1] if pieces else line
 
 
+def _label(piece: Sequence[_Token]) -> str:
+    """What an item is called: `x` of x = 3 and of 3 = x, `ann` of Ann: 3."""
+    marks = frozenset(("=", "≈", "is", ":"))
+    for side in _split(piece, marks):
+        written = "".join(token.text for token in side if token.text not in ("{", "}", "$"))
+        if side is not piece and re.fullmatch(r"[^\W\d]\w*", written):
+            return written.lower() if len(written) > 1 else written
+        if side and not _has_number(side) and side[-1].kind == "word":
+            return side[-1].text.lower()
+        if len(side) == len(piece):
+            break
+    return ""
+
+
+def _totals(line: Sequence[_Token], at: int) -> bool:
+    """Whether a total of the list that starts here is meant: the sum of 3 and 4."""
+    words = [token.text.lower() for token in line[max(0, at - 4) : at]]
+    while words and words[-1] in _SOFTENERS:
+        words.pop()
+    return words[-1:] == ["of"] and words[-2:-1] != [] and words[-2] in _TOTALS
+
+
+def _chained(pieces: Sequence[Sequence[_Token]], items: Sequence[_Item]) -> bool:
+    """Whether all are equations between numbers, and each calculates with the value before it."""
+    known = None
+    for piece, item in zip(pieces, items, strict=True):
+        left = _split(piece, frozenset("="))[0]
+        if len(left) == len(piece) or not _has_number(left):
+            return False
+        if known is not None and not any(
+            token.kind == "number" and _same_numeral(token.text, known) for token in left
+        ):
+            return False
+        known = item.value
+    return True
+
+
+def _same_numeral(written: str, value: Value) -> bool:
+    with suppress(_Unread):
+        return isinstance(value, Number) and _decoded(written).value == value.value
+    return False
+
+
+def _agreeing(items: Sequence[_Item], words: Sequence[str]) -> Number | None:
+    """The value of `5/2 or 2.5`, the exact one if the other is rounded."""
+    numbers = [item.value for item in items if isinstance(item.value, Number)]
+    if "or" not in words or {"and", ",", ";", "&"} & {*words} or len(numbers) < len(items):
+        return None
+    first = min(numbers, key=lambda number: number.place or 0)
+    for other in numbers:
+        if other.percent != first.percent:
+            return None
+        if abs(other.value - first.value) > (other.place or 0) / 2:
+            return None
+    return first
+
+
 def _has_unknown(line: Sequence[_Token]) -> bool:
     """Whether a side of an equation calculates with a variable: 2x + z, but not f(2) or x_1."""
     depth, letter, number = 0, False, False
@@ -1044,9 +1178,17 @@ def _combined(items: Sequence[_Item], words: Sequence[str]) -> list[Reading]:
         parts = Several("other", tuple(numbers))
         return [Reading(parts), *(Reading(Number(total / size), "meaning") for size in sizes)]
     together = tuple(item.value for item in items)
+    same = _agreeing(items, words)
+    if same is not None:
+        return [Reading(same), Reading(Several("list", together), "meaning")]
     if "between" in words and len(together) == 2:
         return [Reading(Several("range", together))]
     flat: list[Value] = []
     for value in together:
         flat += value.items if isinstance(value, Several) and value.shape == "list" else (value,)
-    return [Reading(Several("list", tuple(flat)))]
+    names = tuple(item.name for item in items)
+    if not any(names):
+        names = tuple(item.unit for item in items)
+    if len({*names}) < len(flat) or not all(names) or len(flat) > len(together):
+        names = ()
+    return [Reading(Several("list", tuple(flat), names))]
