@@ -64,6 +64,8 @@ def learned(env: Any, given: Given) -> Callable[[], Result]:
         entropy_coef=0.0,
         # Of half the mean squared error, which the peers weigh whole by 0.5.
         value_coef=1.0,
+        # As the peers do; by default ours clips each network's gradient by itself.
+        clip_together=True,
         seed=given.seed,
     )
     learner = PPO(env, policy_for(env, seed=given.seed), config)

@@ -72,7 +72,7 @@ class PPOConfig:
     """Linear schedule of `entropy_coef` to this value over the run; None: constant."""
     max_grad_norm: float = 0.5
     """Gradient clipping norm."""
-    clip_together: bool = True
+    clip_together: bool = False
     """Clip the gradients of actor and critic as one, as Stable-Baselines3 and TorchRL do; False:
     each by itself, so that large errors of an untrained critic do not scale the actor's down."""
     target_kl: float | None = None

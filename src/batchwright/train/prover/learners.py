@@ -159,7 +159,6 @@ class Practice:
                 gamma=config.gamma,
                 clip=config.clip,
                 entropy_coef=recipe.entropy_coef,
-                clip_together=False,
                 seed=rng.key(config.seed, "prover/ppo", depth) >> 1,
             ),
         )

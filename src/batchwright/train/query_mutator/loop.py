@@ -240,7 +240,6 @@ def _ppo(config: QueryMutatorConfig) -> PPOConfig:
         value_coef=config.value_loss_coef,
         entropy_coef=config.entropy_coef,
         max_grad_norm=config.max_grad_norm,
-        clip_together=False,
         seed=config.seed,
     )
 
