@@ -118,6 +118,27 @@ def test_the_loss_and_its_slopes_are_those_of_a_softmax_over_everything() -> Non
         assert torch.allclose(found, wanted, atol=1e-12)
 
 
+def test_the_loss_in_bfloat16_differs_from_the_exact_one_by_rounding_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(300, 6, generator=generator, requires_grad=True)
+    aims = torch.randn(50, 6, generator=generator, requires_grad=True)
+    bias = torch.randn(50, generator=generator)
+    target = torch.randint(50, (700,), generator=generator)
+    row = torch.randint(300, (700,), generator=generator).sort().values
+    found = {}
+    before = torch.get_float32_matmul_precision()
+    for name in ("highest", "medium"):
+        torch.set_float32_matmul_precision(name)
+        loss = softmax_loss(query, aims, bias, row, target)
+        torch.set_float32_matmul_precision(before)
+        assert loss.dtype == torch.float32
+        found[name] = [loss.detach(), *torch.autograd.grad(loss, [query, aims])]
+
+    for exact, rounded in zip(found["highest"], found["medium"], strict=True):
+        assert rounded.dtype == exact.dtype
+        assert float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
 @pytest.mark.parametrize("negatives", [0, 6])
 def test_answers_to_one_query_are_learned_at_once_as_they_are_one_by_one(
     folder: Path, negatives: int

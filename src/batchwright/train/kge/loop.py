@@ -132,11 +132,11 @@ class KgeTrainer:
         given, step, answer = torch.from_numpy(self.questions[rows]).T
         candidates, bias, given, answer = self._candidates(given, answer, number)
         # The rows in use are leaves of their own, so that gradients have only those rows.
-        entities = kge.entities if candidates is None else kge.entities[candidates]
+        entities = kge.entities if candidates is None else kge.entities.index_select(0, candidates)
         entities, steps = entities.detach().requires_grad_(), kge.steps.detach().requires_grad_()
         # One gather for both ends: the gradient of each is a table of all candidates.
-        head, tail = entities[torch.cat([given, answer])].chunk(2)
-        relation = steps[step]
+        head, tail = entities.index_select(0, torch.cat([given, answer])).chunk(2)
+        relation = steps.index_select(0, step)
         asked = torch.from_numpy(first)
         row = torch.from_numpy(np.repeat(np.arange(len(queries)), sizes))
         loss = softmax_loss(
@@ -144,8 +144,10 @@ class KgeTrainer:
         )
         whole = loss
         if config.relation_weight:
-            guess = kge.relation_query(head, tail) @ steps.T
-            whole = whole + config.relation_weight * torch.nn.functional.cross_entropy(guess, step)
+            each = torch.arange(len(step))
+            between, level = kge.relation_query(head, tail), torch.zeros(len(steps))
+            guess = softmax_loss(between, steps, level, each, step)
+            whole = whole + config.relation_weight * guess
         if config.penalty:
             whole = whole + config.penalty * kge.penalty(head, relation, tail)
         value = float(loss.detach())
@@ -343,9 +345,10 @@ def _adagrad(
         sums.addcmul_(grad, grad)
         table.addcdiv_(grad, sums.sqrt().add_(1e-10), value=-lr)
         return
-    part = sums[rows].addcmul_(grad, grad)
-    sums[rows] = part
-    table[rows] = table[rows].addcdiv_(grad, part.sqrt_().add_(1e-10), value=-lr)
+    part = sums.index_select(0, rows).addcmul_(grad, grad)
+    sums.index_copy_(0, rows, part)
+    changed = table.index_select(0, rows).addcdiv_(grad, part.sqrt_().add_(1e-10), value=-lr)
+    table.index_copy_(0, rows, changed)
 
 
 @contextmanager
