@@ -40,6 +40,7 @@ from typing import Any
 
 from common import Report, arguments
 from kg_runs import (
+    CODE,
     DATA,
     GRAPHS,
     PHASE_GRAPHS,
@@ -222,7 +223,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_kg"), help="kept work")
     args: argparse.Namespace = parser.parse_args()
     report = Report("kg", args)
-    report.stamp["code"] = code()
+    report.stamp["code"] = {way: code(way) for way in CODE}
     chosen = [name for name in args.only.split(",") if name] or list(GRAPHS)
     if args.smoke:
         smoke(report, args.runs)
