@@ -37,21 +37,23 @@ from batchwright.train.prover.loop import load_prover, train_prover
 
 __all__ = [
     *("CODE", "DATA", "GRAPHS", "PHASES", "PHASE_GRAPHS", "RL_GRAPHS", "TARGETS", "Settings"),
-    *("code", "kept_or_run", "phases", "rl_seed"),
+    *("code", "kept_or_run", "phases", "embedding", "rl_seed"),
 ]
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg"
 RANKED = ("rng.py", "permutation.py", "logic/*.py", "logic/mine/*.py", "logic/rank/*.py")
 CODE = {
+    "kge": ("rng.py", "permutation.py", "logic/*.py", "logic/rank/ranking.py", "train/kge/*.py"),
     "graph": (*RANKED, "train/kge/*.py"),
     "answers": (*RANKED, "train/prover/*.py"),
     "rules": (*RANKED, "train/prover/*.py", "logic/prove/*.py", "envs/prover/**/*.py", "rl/*.py"),
 }
-"""The sources that figures come from: of rules, embedding and both, and of the prover's policies.
-They are those of which something is called in a run, save what reads and writes files, and what
-any of them imports as a part of a kernel."""
+"""The sources that figures come from: of the embedding's training, of rules, embedding and both,
+and of the prover's policies. They are those of which something is called in a run, save what reads
+and writes files, and what any of them imports as a part of a kernel."""
 NOT_CALLED = {
+    "kge": ("logic/audit.py", "logic/rules.py"),
     "graph": ("logic/audit.py", "logic/rank/accept.py"),
     "answers": (
         *("logic/audit.py", "logic/kge.py", "logic/rank/accept.py", "logic/rank/hybrid.py"),
@@ -103,15 +105,17 @@ GRAPHS = {
     "wn18rr": Settings(
         length=3, min_confidence=0.001, most=1000, learn=2,
         kge={
-            "rank": 128, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
-            "batch_size": 500, "epochs": 6, "eval_every": 1, "save_every": 1,
+            "rank": 256, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
+            "batch_size": 500, "answers": 16, "average": 2.0, "epochs": 14,
+            "matmul_precision": "medium", "eval_every": 2, "save_every": 2,
         },
     ),
     "fb15k237": Settings(
         length=3, most=500, learn=0, within_s=3600.0,
         kge={
             "rank": 256, "penalty": 0.05, "relation_weight": 4.0, "negatives": 2000,
-            "batch_size": 250, "answers": 16, "epochs": 20, "eval_every": 2, "save_every": 2,
+            "batch_size": 250, "answers": 16, "lr": 0.2, "average": 1.0, "epochs": 24,
+            "matmul_precision": "medium", "eval_every": 2, "save_every": 2,
         },
     ),
 }  # fmt: skip
@@ -166,7 +170,12 @@ PHASES: dict[str, dict[str, Any]] = {
 """The training of the policy `rules` with phases left out."""
 
 PROVED = ("Clock", "measured", "rl_seed", "parts")
-RUN = {"graph": ("Clock", "measured", "run_seed"), "answers": PROVED, "rules": PROVED}
+RUN = {
+    "kge": (),
+    "graph": ("Clock", "measured", "embedding", "run_seed"),
+    "answers": PROVED,
+    "rules": PROVED,
+}
 """What makes the figures in this module."""
 
 
@@ -231,6 +240,26 @@ def measured(graph: Graph, scorer: Scorer, spent: dict[str, float]) -> dict[str,
     return {**found, "spent": spent, "ranking": clock.read()}
 
 
+def embedding(
+    folder: Path, runs: Path, name: str, settings: Settings, seed: int
+) -> tuple[KgeScorer, dict[str, float]]:
+    """The embedding of one seed and the seconds of its epochs, trained or left by an earlier call.
+
+    Tables that other code or other settings trained are neither resumed nor ranked.
+    """
+    mark = digest("kg/embedding", code("kge"), json.dumps(settings.kge, sort_keys=True))
+    run = runs / f"{name}-{seed}-{mark[:12]}"
+    config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
+    if not (run / "model").is_dir():
+        train_kge(config, resume=(run / "config.toml").exists())
+    epochs = [event.fields for event in read_events(run / "events.jsonl") if event.kind == "epoch"]
+    spent = {
+        "wall_s": sum(epoch["seconds"] for epoch in epochs),
+        "cpu_s": sum(epoch["cpu_s"] for epoch in epochs),
+    }
+    return KgeScorer(load_kge(run / "model")[0]), spent
+
+
 def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int) -> dict[str, Any]:
     """Rules, embedding and both, on one graph with one seed."""
     whole = load_graph(folder / name)
@@ -251,17 +280,7 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     )  # fmt: skip
     for_rules = clock.read()
 
-    # Tables that other code trained are neither resumed nor ranked.
-    run = runs / f"{name}-{seed}-{code('graph')[:12]}"
-    config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
-    if not (run / "model").is_dir():
-        train_kge(config, resume=(run / "config.toml").exists())
-    kge = KgeScorer(load_kge(run / "model")[0])
-    epochs = [event.fields for event in read_events(run / "events.jsonl") if event.kind == "epoch"]
-    for_kge = {
-        "wall_s": sum(epoch["seconds"] for epoch in epochs),
-        "cpu_s": sum(epoch["cpu_s"] for epoch in epochs),
-    }
+    kge, for_kge = embedding(folder, runs, name, settings, seed)
     clock = Clock()
     choice = choose_beta(kge, rules, graph.valid, graph.known)
     choosing = clock.read()
