@@ -282,14 +282,20 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
 
     kge, for_kge = embedding(folder, runs, name, settings, seed)
     clock = Clock()
-    choice = choose_beta(kge, rules, graph.valid, graph.known)
+    choice = choose_beta(kge, rules, graph.valid, graph.known, facts=graph.facts)
     choosing = clock.read()
     together = {k: for_rules[k] + for_kge[k] + choosing[k] for k in for_kge}
-    hybrid = Hybrid(kge, rules, choice.table, choice.floor)
-    return {
+    hybrid = Hybrid(kge, rules, choice.table, choice.floor, choice.linked, graph.facts)
+    found = {
         "rules": measured(whole, rules, for_rules),
         "kge": measured(whole, kge, for_kge),
         "hybrid": measured(whole, hybrid, together),
+    }
+    if choice.linked:
+        plain = Hybrid(kge, rules, choice.table, choice.floor)
+        found["hybrid, links not used"] = measured(whole, plain, together)
+    return {
+        **found,
         "mined": {
             "rules": len(mined.rules),
             "constants": len(constants),
@@ -300,6 +306,7 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
         "beta": choice.beta,
         "beta_by_predicate": choice.own,
         "floor": choice.floor,
+        "linked": choice.linked,
         "valid_mrr": choice.mrr,
     }
 

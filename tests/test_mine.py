@@ -778,6 +778,51 @@ def test_a_floor_is_taken_where_the_logarithm_of_the_evidence_ranks_better() -> 
 
 
 @settings(max_examples=25)
+@given(graphs(), st.sampled_from((0.0, 1.0)))
+def test_linked_entities_lose_as_much_as_is_said(
+    graph: tuple[set[Fact], int, int], beta: float
+) -> None:
+    facts, n, preds = graph
+    draw = np.random.default_rng(len(facts))
+    kge, proofs = (Fixed(draw.standard_normal((n, n)).astype(np.float32)) for _ in range(2))
+    known = Facts.of(np.array(sorted(facts), np.int32), vocab_of(n, preds))
+    given, predicates = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+
+    for side in ("tail", "head"):
+        plain = Hybrid(kge, proofs, beta).scores(given, predicates, side)
+        less = Hybrid(kge, proofs, beta, None, 4.0, known).scores(given, predicates, side)
+        for e in range(n):
+            for other in range(n):
+                linked = any({h, t} == {e, other} for h, _, t in facts)
+                assert plain[e, other] - less[e, other] == pytest.approx(4 * linked, abs=1e-4)
+    with pytest.raises(ConfigError, match="needs the facts"):
+        Hybrid(kge, proofs, beta, None, 4.0)
+
+
+def test_links_count_where_valid_says_so() -> None:
+    draw = np.random.default_rng(0)
+    n = 80
+    pairs = draw.permutation(n * n)
+    train, valid = (
+        np.stack([part // n, np.zeros_like(part), part % n], 1).astype(np.int32)
+        for part in (pairs[:1200], pairs[1200:1400])
+    )
+    joined = {frozenset((h, t)) for h, _, t in train.tolist()}
+    apart = np.array([x for x in valid.tolist() if frozenset((x[0], x[2])) not in joined], np.int32)
+    inverse = train[:200, ::-1].copy()
+    noise = [Fixed(draw.random((n, n)).astype(np.float32)) for _ in range(2)]
+    facts = Facts.of(train, vocab_of(n, 1))
+
+    def linked(asked: NDArray[np.int32], facts: Facts | None) -> float:
+        known = Facts.of(asked, vocab_of(n, 1))
+        return choose_beta(*noise, asked, known, facts=facts).linked
+
+    assert linked(apart, facts) > 0
+    assert linked(inverse, facts) == 0
+    assert linked(apart, None) == 0
+
+
+@settings(max_examples=25)
 @given(st.integers(0, 10_000))
 def test_the_weight_of_proofs_is_as_good_as_the_best_but_for_chance(seed: int) -> None:
     draw = np.random.default_rng(seed)

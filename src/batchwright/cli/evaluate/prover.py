@@ -189,10 +189,11 @@ def _scorer(
         return Hybrid(embedding, proofs, beta), {**how, "beta": beta}
     if not len(graph.valid):
         raise ConfigError("there is no valid.txt to choose the weight of proofs on; give --beta")
-    choice = choose_beta(embedding, proofs, graph.valid, graph.known)
+    choice = choose_beta(embedding, proofs, graph.valid, graph.known, facts=graph.facts)
     how |= {"beta": choice.beta, "beta_by_relation": choice.own, "floor": choice.floor}
-    how["valid_mrr"] = choice.mrr
-    return Hybrid(embedding, proofs, choice.table, choice.floor), how
+    how |= {"linked": choice.linked or None, "valid_mrr": choice.mrr}
+    hybrid = Hybrid(embedding, proofs, choice.table, choice.floor, choice.linked, graph.facts)
+    return hybrid, how
 
 
 def _check_provers(mode: Mode, runs: list[Path] | None) -> None:
@@ -363,6 +364,7 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         ("accepted", "atoms accepted from the embedding"),
         ("beta", "weight of the proofs"),
         ("floor", "weighed as logarithms, above a floor of"),
+        ("linked", "taken from entities that train joins to the given one"),
         ("average_precision", "average precision (AUC-PR)"),
         ("average_precision_softmax", "average precision, softmax over the candidates"),
     ):
