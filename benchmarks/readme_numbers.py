@@ -385,8 +385,13 @@ def agents() -> list[list[str]]:
     graphs = ("umls", "family", "kinship", "wn18rr", "fb15k237")
     ranked = {name: rows("kg", f"{name}, ") for name in graphs}
     seeds = sorted({rows_title("kg", f"{name}, ").split(", ")[1] for name in graphs}, reverse=True)
-    # A property of FB15k-237 and of nothing else; see 2026-11-19-kg-hybrids.md in design/.
-    plain = ranked["fb15k237"]["hybrid, links not used"]["MRR"]
+    # Where a peculiarity of the benchmark helps, the same without it is what compares with others.
+    unlinked = "hybrid, links not used"
+    hybrid = {
+        name: found[unlinked if unlinked in found else "hybrid"]["MRR"]
+        for name, found in ranked.items()
+    }
+    linked = {name: found["hybrid"]["MRR"] for name, found in ranked.items() if unlinked in found}
     step = rows("query_mutation", "a step of 64 environments")
     ours = step["batchwright"]
     alone_step = rows("query_mutation", "one step of 64 environments")
@@ -418,8 +423,11 @@ def agents() -> list[list[str]]:
         ],
         [
             "link prediction, filtered MRR, rules + embedding",
-            ", ".join(f"{name} {found['hybrid']['MRR']:.3f}" for name, found in ranked.items())
-            + f" ({plain:.3f} where links of train do not count against answers)",
+            ", ".join(
+                f"{name} {value:.3f}"
+                + (f" ({linked[name]:.3f} by its missing links)" if name in linked else "")
+                for name, value in hybrid.items()
+            ),
             f"{' or '.join(seeds)}; epochs and weights selected on valid",
             "`bench_kg.py`",
         ],
