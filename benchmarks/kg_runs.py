@@ -103,11 +103,11 @@ GRAPHS = {
     "countries_s2": Settings(length=3, kge=COUNTRIES, area_goal=1.0),
     "countries_s3": Settings(length=3, kge=COUNTRIES, area_goal=0.95),
     "wn18rr": Settings(
-        length=3, min_confidence=0.001, most=1000, learn=2,
+        length=3, min_confidence=0.001, most=1000, learn=5,
         kge={
-            "rank": 256, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
-            "batch_size": 500, "answers": 16, "average": 2.0, "epochs": 14,
-            "matmul_precision": "medium", "eval_every": 2, "save_every": 2,
+            "rank": 500, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
+            "batch_size": 500, "answers": 16, "average": 2.0, "epochs": 9,
+            "matmul_precision": "medium", "eval_every": 3, "save_every": 3,
         },
     ),
     "fb15k237": Settings(
