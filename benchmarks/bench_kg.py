@@ -5,7 +5,11 @@ rank at the middle of its ties (see batchwright.logic.rank.ranking). What is com
 
     rules     chains and rules with constants mined from train, joined as does best on valid
     kge       ComplEx trained on train, the epoch that does best on valid
-    hybrid    both, weighted as does best on valid
+    hybrid    both, weighted as does best on valid: proofs as they are or as logarithms above a
+              floor, and entities that train joins to the given one with less of a score where valid
+              has (nearly) no such answers. FB15k-237 was made without them: its valid and test
+              triples join no two entities that train joins. Where that is used, the same without
+              it has a row of its own, which the target is for
     rl        the prover's policy `answers`, which begins with every rule alike, trained by PPO
               alone on train with each question's own fact hidden, kept by its MRR on valid; it is
               ranked by all proofs that its rules find. No embedding, no supervised pass
@@ -40,6 +44,7 @@ from typing import Any
 
 from common import Report, arguments
 from kg_runs import (
+    CODE,
     DATA,
     GRAPHS,
     PHASE_GRAPHS,
@@ -55,7 +60,8 @@ COLUMNS = (
     *("", "MRR", "spread", "expected", "H@1", "H@3", "H@10", "tail MRR", "100 drawn"),
     *("tie gap", "cpu s", "wall s"),
 )
-WAYS = ("rules", "kge", "hybrid", "rl", "untrained")
+UNLINKED = "hybrid, links not used"
+WAYS = ("rules", "kge", "hybrid", UNLINKED, "rl", "untrained")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
@@ -86,7 +92,7 @@ def row(title: str, way: str, seeds: list[dict[str, Any]]) -> list[Any]:
 def report_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
     """The tables and targets of one graph."""
     settings = GRAPHS[name]
-    ways = [way for way in WAYS if way in seeds[0]]
+    ways = [way for way in WAYS if all(way in seed for seed in seeds)]
     report.table(
         f"{name}, {len(seeds)} seeds, {seeds[0]['mined']['rules']:,} mined rules, "
         f"{seeds[0]['hybrid']['both']['queries']:,} questions",
@@ -94,9 +100,11 @@ def report_on(report: Report, name: str, seeds: list[dict[str, Any]]) -> None:
         [row(way, way, seeds) for way in ways],
     )
     for way, least in TARGETS.get(name, {}).items():
-        if way in ways:
-            reached = mean(seed[way]["both"]["mrr"] for seed in seeds)
-            report.target(f"{name}: MRR of {way}", reached, least=least)
+        # What no peculiarity of the benchmark has helped.
+        judged = UNLINKED if way == "hybrid" and UNLINKED in ways else way
+        if judged in ways:
+            reached = mean(seed[judged]["both"]["mrr"] for seed in seeds)
+            report.target(f"{name}: MRR of {judged}", reached, least=least)
     if name in TARGETS:
         spent = max(seed["hybrid"]["spent"]["cpu_s"] for seed in seeds)
         report.target(f"{name}: cpu seconds of the slowest seed", spent, most=settings.within_s)
@@ -222,7 +230,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_kg"), help="kept work")
     args: argparse.Namespace = parser.parse_args()
     report = Report("kg", args)
-    report.stamp["code"] = code()
+    report.stamp["code"] = {way: code(way) for way in CODE}
     chosen = [name for name in args.only.split(",") if name] or list(GRAPHS)
     if args.smoke:
         smoke(report, args.runs)

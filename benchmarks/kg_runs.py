@@ -25,8 +25,9 @@ from batchwright.logic.kge import KgeScorer, load_kge
 from batchwright.logic.loaders import Graph, load_graph
 from batchwright.logic.mine.constants import mine_constants
 from batchwright.logic.mine.mining import mine
+from batchwright.logic.rank.hybrid import Hybrid, choose_beta
 from batchwright.logic.rank.ranking import Scorer, average_precision, rank, summary
-from batchwright.logic.rank.scorers import Hybrid, choose_beta, choose_rules
+from batchwright.logic.rank.scorers import choose_rules
 from batchwright.logic.rules import parse_rules
 from batchwright.train.kge.config import KgeConfig
 from batchwright.train.kge.loop import train_kge
@@ -35,14 +36,37 @@ from batchwright.train.prover.config import ProverConfig
 from batchwright.train.prover.loop import load_prover, train_prover
 
 __all__ = [
-    *("DATA", "GRAPHS", "PHASES", "PHASE_GRAPHS", "RL_GRAPHS", "TARGETS", "Settings"),
-    *("code", "kept_or_run", "phases", "rl_seed"),
+    *("CODE", "DATA", "GRAPHS", "PHASES", "PHASE_GRAPHS", "RL_GRAPHS", "TARGETS", "Settings"),
+    *("code", "kept_or_run", "phases", "embedding", "rl_seed"),
 ]
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 DATA = Path(os.environ.get("BATCHWRIGHT_DATA", SHARED)) / "kg"
-SOURCES = ("logic", "train/kge", "train/prover", "envs/prover", "rl")
-"""The parts of the package that figures come from."""
+RANKED = ("rng.py", "permutation.py", "logic/*.py", "logic/mine/*.py", "logic/rank/*.py")
+CODE = {
+    "kge": ("rng.py", "permutation.py", "logic/*.py", "logic/rank/ranking.py", "train/kge/*.py"),
+    "graph": (*RANKED, "train/kge/*.py"),
+    "answers": (*RANKED, "train/prover/*.py"),
+    "rules": (*RANKED, "train/prover/*.py", "logic/prove/*.py", "envs/prover/**/*.py", "rl/*.py"),
+}
+"""The sources that figures come from: of the embedding's training, of rules, embedding and both,
+and of the prover's policies. They are those of which something is called in a run, save what reads
+and writes files, and what any of them imports as a part of a kernel."""
+NOT_CALLED = {
+    "kge": ("logic/audit.py", "logic/rules.py"),
+    "graph": ("logic/audit.py", "logic/rank/accept.py"),
+    "answers": (
+        *("logic/audit.py", "logic/kge.py", "logic/rank/accept.py", "logic/rank/hybrid.py"),
+        *(f"train/prover/{name}.py" for name in ("episodes", "gain", "policy", "program")),
+        "train/prover/search.py",
+    ),
+    "rules": (
+        *("logic/audit.py", "logic/kge.py", "logic/rank/accept.py", "logic/rank/hybrid.py"),
+        *(f"train/prover/{name}.py" for name in ("answers", "gain", "search")),
+        *("logic/prove/answers.py", "envs/prover/batched.py"),
+    ),
+}
+"""Of these sources, those of which nothing is called that could change a figure."""
 REGIONS = ("africa", "americas", "asia", "europe", "oceania")
 
 
@@ -79,17 +103,19 @@ GRAPHS = {
     "countries_s2": Settings(length=3, kge=COUNTRIES, area_goal=1.0),
     "countries_s3": Settings(length=3, kge=COUNTRIES, area_goal=0.95),
     "wn18rr": Settings(
-        length=3, min_confidence=0.001, most=1000, learn=2,
+        length=3, min_confidence=0.001, most=1000, learn=5,
         kge={
-            "rank": 128, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
-            "batch_size": 500, "epochs": 6, "eval_every": 1, "save_every": 1,
+            "rank": 500, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
+            "batch_size": 500, "answers": 16, "average": 2.0, "epochs": 9,
+            "matmul_precision": "medium", "eval_every": 3, "save_every": 3,
         },
     ),
     "fb15k237": Settings(
         length=3, most=500, learn=0, within_s=3600.0,
         kge={
             "rank": 256, "penalty": 0.05, "relation_weight": 4.0, "negatives": 2000,
-            "batch_size": 250, "answers": 16, "epochs": 20, "eval_every": 2, "save_every": 2,
+            "batch_size": 250, "answers": 16, "lr": 0.2, "average": 1.0, "epochs": 24,
+            "matmul_precision": "medium", "eval_every": 2, "save_every": 2,
         },
     ),
 }  # fmt: skip
@@ -143,30 +169,45 @@ PHASES: dict[str, dict[str, Any]] = {
 }
 """The training of the policy `rules` with phases left out."""
 
+PROVED = ("Clock", "measured", "rl_seed", "parts")
+RUN = {
+    "kge": (),
+    "graph": ("Clock", "measured", "embedding", "run_seed"),
+    "answers": PROVED,
+    "rules": PROVED,
+}
+"""What makes the figures in this module."""
+
 
 @functools.cache
-def code() -> str:
-    """A digest of the sources that figures come from, without their comments."""
+def code(way: str) -> str:
+    """A digest of the sources in `CODE[way]`, without their comments, and of what is run of this
+    module. Settings are no part of it, since every file that is left names its own.
+    """
     package = Path(batchwright.__file__).parent
-    files = [
-        Path(__file__),
-        *(p for part in SOURCES for p in sorted((package / part).rglob("*.py"))),
+    left_out = {package / name for name in NOT_CALLED[way]}
+    files = sorted({p for part in CODE[way] for p in package.glob(part)} - left_out)
+    own = [
+        node
+        for node in ast.parse(Path(__file__).read_text()).body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in RUN[way]
     ]
-    return digest("kg/code", [ast.dump(ast.parse(file.read_text())) for file in files])
+    trees = [*own, *(ast.parse(file.read_text()) for file in files)]
+    return digest("kg/code", way, list(REGIONS), [ast.dump(tree) for tree in trees])
 
 
-def kept(path: Path, mark: str) -> dict[str, Any] | None:
+def kept(path: Path, mark: str, way: str) -> dict[str, Any] | None:
     """What an earlier call left, if its settings and code were these."""
     if path.exists():
         found: dict[str, Any] = json.loads(path.read_bytes())
-        if (found.get("settings"), found.get("code")) == (mark, code()):
+        if (found.get("settings"), found.get("code")) == (mark, code(way)):
             return found
     return None
 
 
-def leave(path: Path, mark: str, found: dict[str, Any]) -> dict[str, Any]:
+def leave(path: Path, mark: str, way: str, found: dict[str, Any]) -> dict[str, Any]:
     """Keep what was found for later calls."""
-    found = {"settings": mark, "code": code(), **found}
+    found = {"settings": mark, "code": code(way), **found}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1))
     return found
@@ -199,6 +240,26 @@ def measured(graph: Graph, scorer: Scorer, spent: dict[str, float]) -> dict[str,
     return {**found, "spent": spent, "ranking": clock.read()}
 
 
+def embedding(
+    folder: Path, runs: Path, name: str, settings: Settings, seed: int
+) -> tuple[KgeScorer, dict[str, float]]:
+    """The embedding of one seed and the seconds of its epochs, trained or left by an earlier call.
+
+    Tables that other code or other settings trained are neither resumed nor ranked.
+    """
+    mark = digest("kg/embedding", code("kge"), json.dumps(settings.kge, sort_keys=True))
+    run = runs / f"{name}-{seed}-{mark[:12]}"
+    config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
+    if not (run / "model").is_dir():
+        train_kge(config, resume=(run / "config.toml").exists())
+    epochs = [event.fields for event in read_events(run / "events.jsonl") if event.kind == "epoch"]
+    spent = {
+        "wall_s": sum(epoch["seconds"] for epoch in epochs),
+        "cpu_s": sum(epoch["cpu_s"] for epoch in epochs),
+    }
+    return KgeScorer(load_kge(run / "model")[0]), spent
+
+
 def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int) -> dict[str, Any]:
     """Rules, embedding and both, on one graph with one seed."""
     whole = load_graph(folder / name)
@@ -219,26 +280,22 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
     )  # fmt: skip
     for_rules = clock.read()
 
-    # Tables that other code trained are neither resumed nor ranked.
-    run = runs / f"{name}-{seed}-{code()[:12]}"
-    config = KgeConfig(data=str(folder / name), run_dir=run, seed=seed, **settings.kge)
-    if not (run / "model").is_dir():
-        train_kge(config, resume=(run / "config.toml").exists())
-    kge = KgeScorer(load_kge(run / "model")[0])
-    epochs = [event.fields for event in read_events(run / "events.jsonl") if event.kind == "epoch"]
-    for_kge = {
-        "wall_s": sum(epoch["seconds"] for epoch in epochs),
-        "cpu_s": sum(epoch["cpu_s"] for epoch in epochs),
-    }
+    kge, for_kge = embedding(folder, runs, name, settings, seed)
     clock = Clock()
-    choice = choose_beta(kge, rules, graph.valid, graph.known)
+    choice = choose_beta(kge, rules, graph.valid, graph.known, facts=graph.facts)
     choosing = clock.read()
     together = {k: for_rules[k] + for_kge[k] + choosing[k] for k in for_kge}
-    hybrid = Hybrid(kge, rules, choice.table)
-    return {
+    hybrid = Hybrid(kge, rules, choice.table, choice.floor, choice.linked, graph.facts)
+    found = {
         "rules": measured(whole, rules, for_rules),
         "kge": measured(whole, kge, for_kge),
         "hybrid": measured(whole, hybrid, together),
+    }
+    if choice.linked:
+        plain = Hybrid(kge, rules, choice.table, choice.floor)
+        found["hybrid, links not used"] = measured(whole, plain, together)
+    return {
+        **found,
         "mined": {
             "rules": len(mined.rules),
             "constants": len(constants),
@@ -248,6 +305,8 @@ def run_seed(folder: Path, runs: Path, name: str, settings: Settings, seed: int)
         "rules_tried_on_valid": tried,
         "beta": choice.beta,
         "beta_by_predicate": choice.own,
+        "floor": choice.floor,
+        "linked": choice.linked,
         "valid_mrr": choice.mrr,
     }
 
@@ -258,10 +317,10 @@ def kept_or_run(runs: Path, name: str, seed: int, only_kept: bool = False) -> di
     path = runs / f"{name}-{seed}.json"
     form = "kg/constants" if settings.area_goal is None else "kg/constants, areas on valid"
     mark = digest(form, json.dumps(asdict(settings), sort_keys=True))
-    found = kept(path, mark)
+    found = kept(path, mark, "graph")
     if found is not None or only_kept:
         return found
-    return leave(path, mark, run_seed(DATA, runs, name, settings, seed))
+    return leave(path, mark, "graph", run_seed(DATA, runs, name, settings, seed))
 
 
 def phases(runs: Path, name: str, seed: int, only_kept: bool = False) -> dict[str, float] | None:
@@ -293,7 +352,8 @@ def rl_seed(
     settings = settings or RL_GRAPHS[name][0]
     path = runs / f"rl-{label}{name}-{seed}.json"
     mark = digest("kg_rl", json.dumps(asdict(settings), sort_keys=True, default=str))
-    before = kept(path, mark)
+    way = "answers" if settings.policy == "answers" else "rules"
+    before = kept(path, mark, way)
     if before is not None or only_kept:
         return before
     run = runs / f"rl-{label}{name}-{seed}"
@@ -313,7 +373,7 @@ def rl_seed(
         weighed = Weighed(seen, parse_rules(run / "rules.txt", seen.vocab))
         untrained = AnswerScorer(weighed, AnswerPolicy(weighed.start(config.start)))
         found["untrained"] = measured(graph, untrained, {"wall_s": 0.0, "cpu_s": 0.0})
-    return leave(path, mark, found)
+    return leave(path, mark, way, found)
 
 
 def parts(run: Path) -> dict[str, float]:

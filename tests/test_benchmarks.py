@@ -92,3 +92,25 @@ def test_every_script_can_be_imported() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_digest_of_link_prediction_covers_sources_that_exist() -> None:
+    code = """
+from pathlib import Path
+import batchwright, kg_runs
+package = Path(batchwright.__file__).parent
+for way, parts in kg_runs.CODE.items():
+    found = [{str(p.relative_to(package)) for p in package.glob(part)} for part in parts]
+    assert all(found), way
+    gone = set(kg_runs.NOT_CALLED[way]) - set().union(*found)
+    assert not gone, gone
+assert len({kg_runs.code(way) for way in kg_runs.CODE}) == len(kg_runs.CODE)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from batchwright.logic.loaders import load_graph
 from batchwright.logic.rank.ranking import rank
 from batchwright.rl import PPO, PPOConfig, policy_for
 from batchwright.train.kge.config import KgeConfig
-from batchwright.train.kge.loop import KgeTrainer, fit_kge, train_kge
+from batchwright.train.kge.loop import AVERAGED, KgeTrainer, fit_kge, train_kge
 from batchwright.train.run import Run
 from batchwright.train.sft.state import load_state
 
@@ -118,6 +118,27 @@ def test_the_loss_and_its_slopes_are_those_of_a_softmax_over_everything() -> Non
         assert torch.allclose(found, wanted, atol=1e-12)
 
 
+def test_the_loss_in_bfloat16_differs_from_the_exact_one_by_rounding_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(300, 6, generator=generator, requires_grad=True)
+    aims = torch.randn(50, 6, generator=generator, requires_grad=True)
+    bias = torch.randn(50, generator=generator)
+    target = torch.randint(50, (700,), generator=generator)
+    row = torch.randint(300, (700,), generator=generator).sort().values
+    found = {}
+    before = torch.get_float32_matmul_precision()
+    for name in ("highest", "medium"):
+        torch.set_float32_matmul_precision(name)
+        loss = softmax_loss(query, aims, bias, row, target)
+        torch.set_float32_matmul_precision(before)
+        assert loss.dtype == torch.float32
+        found[name] = [loss.detach(), *torch.autograd.grad(loss, [query, aims])]
+
+    for exact, rounded in zip(found["highest"], found["medium"], strict=True):
+        assert rounded.dtype == exact.dtype
+        assert float((rounded - exact).norm() / exact.norm()) < 0.02
+
+
 @pytest.mark.parametrize("negatives", [0, 6])
 def test_answers_to_one_query_are_learned_at_once_as_they_are_one_by_one(
     folder: Path, negatives: int
@@ -194,6 +215,26 @@ def test_a_lower_matmul_precision_ends_with_the_step_and_learns_as_well(folder: 
     assert mrrs[1] > mrrs[0] - 0.1
 
 
+def test_what_is_kept_is_the_average_of_the_tables(folder: Path) -> None:
+    graph = load_graph(folder)
+    of = graph.train, graph.vocab.num_entities, graph.vocab.num_predicates
+    plain = KgeTrainer.of(config(folder, average=0.0), *of)
+    # So long that within these steps it is a plain mean, and so short that it is the last one.
+    long, short = (KgeTrainer.of(config(folder, average=each), *of) for each in (1e6, 1e-6))
+    seen = []
+    for number in range(24):
+        queries = plain.order(number)[:16]
+        for trainer in (plain, long, short):
+            trainer.step(queries, number)
+        if number % AVERAGED == 0:
+            seen.append(plain.kge.entities.clone())
+
+    assert plain.kept.entities is plain.kge.entities
+    assert torch.equal(long.kge.entities, plain.kge.entities)
+    assert torch.allclose(long.kept.entities, torch.stack(seen).mean(0), atol=1e-6)
+    assert torch.allclose(short.kept.entities, seen[-1], atol=1e-6)
+
+
 def test_complex_knows_what_it_was_not_shown(folder: Path) -> None:
     graph = load_graph(folder)
 
@@ -213,7 +254,9 @@ def tables(run: Path) -> dict[str, bytes]:
 def test_a_run_that_is_stopped_and_resumed_comes_to_the_same_bits(
     folder: Path, negatives: int, stops: list[int]
 ) -> None:
-    whole = config(folder, "whole", negatives=negatives, eval_every=1)
+    # With sampled entities also averaged.
+    average = 0.5 if negatives else 0.0
+    whole = config(folder, "whole", negatives=negatives, average=average, eval_every=1)
     train_kge(whole)
     parts = replace(whole, run_dir=folder.parent / "parts")
 

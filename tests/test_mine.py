@@ -18,8 +18,9 @@ from batchwright.logic.mine.kernels import NO_LIMIT, walk
 from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
 from batchwright.logic.mine.paths import adjacency, count_bodies, find_paths
 from batchwright.logic.mine.score import learn_rules
+from batchwright.logic.rank.hybrid import Hybrid, choose_beta
 from batchwright.logic.rank.ranking import rank
-from batchwright.logic.rank.scorers import Hybrid, RuleScorer, choose_beta, choose_rules
+from batchwright.logic.rank.scorers import RuleScorer, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
 
@@ -745,6 +746,90 @@ def test_rules_with_constants_of_many_answers_are_counted_part_by_part_and_each_
 
 
 @settings(max_examples=25)
+@given(st.integers(0, 10_000), st.sampled_from((0.001, 0.1)), st.sampled_from((0.25, 8.0)))
+def test_with_a_floor_evidence_weighs_by_its_ratio(seed: int, floor: float, scale: float) -> None:
+    draw = np.random.default_rng(seed)
+    kge = Fixed(draw.standard_normal((6, 6)).astype(np.float32))
+    proofs = Fixed(draw.standard_normal((6, 6)).astype(np.float32))
+    asked = np.arange(6, dtype=np.int32), np.zeros(6, np.int32), "tail"
+
+    found = Hybrid(kge, proofs, 2.0, floor).scores(*asked)
+
+    evidence = np.maximum(proofs.table, 0).astype(np.float64)
+    assert np.allclose(found, kge.table + 2 * np.log(evidence + floor), atol=1e-4)
+    scaled = Hybrid(kge, Fixed(scale * proofs.table), 2.0, scale * floor).scores(*asked)
+    assert np.allclose(scaled - found, 2 * math.log(scale), atol=1e-4)
+    plain = Hybrid(kge, proofs, 0.0, floor).scores(*asked)
+    assert plain.tobytes() == kge.table.tobytes()
+
+
+def test_a_floor_is_taken_where_the_logarithm_of_the_evidence_ranks_better() -> None:
+    draw = np.random.default_rng(0)
+    n = 300
+    valid = np.array([[e, 0, draw.integers(n)] for e in range(n)], np.int32)
+    known = Facts.of(valid, vocab_of(n, 1))
+    kge = draw.standard_normal((n, n)).astype(np.float32)
+    # All of a query's evidence is large or small; what is right has three times that of the rest.
+    size = np.exp(2 * draw.standard_normal((n, 1)) - 3)
+    proofs = size * np.exp(draw.standard_normal((n, n)) / 2)
+    proofs[valid[:, 0], valid[:, 2]] *= 3
+    kge[valid[:, 0], valid[:, 2]] += 1
+
+    choice = choose_beta(Fixed(kge), Fixed(proofs.astype(np.float32)), valid, known)
+    logs = Fixed(np.log(proofs).astype(np.float32))
+
+    assert choice.floor is not None
+    assert choose_beta(Fixed(kge), logs, valid, known).floor is None
+    with pytest.raises(ConfigError, match="floor must be above 0"):
+        Hybrid(Fixed(kge), logs, 1.0, 0.0)
+
+
+@settings(max_examples=25)
+@given(graphs(), st.sampled_from((0.0, 1.0)))
+def test_linked_entities_lose_as_much_as_is_said(
+    graph: tuple[set[Fact], int, int], beta: float
+) -> None:
+    facts, n, preds = graph
+    draw = np.random.default_rng(len(facts))
+    kge, proofs = (Fixed(draw.standard_normal((n, n)).astype(np.float32)) for _ in range(2))
+    known = Facts.of(np.array(sorted(facts), np.int32), vocab_of(n, preds))
+    given, predicates = np.arange(n, dtype=np.int32), np.zeros(n, np.int32)
+
+    for side in ("tail", "head"):
+        plain = Hybrid(kge, proofs, beta).scores(given, predicates, side)
+        less = Hybrid(kge, proofs, beta, None, 4.0, known).scores(given, predicates, side)
+        for e in range(n):
+            for other in range(n):
+                linked = any({h, t} == {e, other} for h, _, t in facts)
+                assert plain[e, other] - less[e, other] == pytest.approx(4 * linked, abs=1e-4)
+    with pytest.raises(ConfigError, match="needs the facts"):
+        Hybrid(kge, proofs, beta, None, 4.0)
+
+
+def test_links_count_where_valid_says_so() -> None:
+    draw = np.random.default_rng(0)
+    n = 80
+    pairs = draw.permutation(n * n)
+    train, valid = (
+        np.stack([part // n, np.zeros_like(part), part % n], 1).astype(np.int32)
+        for part in (pairs[:1200], pairs[1200:1400])
+    )
+    joined = {frozenset((h, t)) for h, _, t in train.tolist()}
+    apart = np.array([x for x in valid.tolist() if frozenset((x[0], x[2])) not in joined], np.int32)
+    inverse = train[:200, ::-1].copy()
+    noise = [Fixed(draw.random((n, n)).astype(np.float32)) for _ in range(2)]
+    facts = Facts.of(train, vocab_of(n, 1))
+
+    def linked(asked: NDArray[np.int32], facts: Facts | None) -> float:
+        known = Facts.of(asked, vocab_of(n, 1))
+        return choose_beta(*noise, asked, known, facts=facts).linked
+
+    assert linked(apart, facts) > 0
+    assert linked(inverse, facts) == 0
+    assert linked(apart, None) == 0
+
+
+@settings(max_examples=25)
 @given(st.integers(0, 10_000))
 def test_the_weight_of_proofs_is_as_good_as_the_best_but_for_chance(seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -758,7 +843,7 @@ def test_the_weight_of_proofs_is_as_good_as_the_best_but_for_chance(seed: int) -
 
     choice = choose_beta(Fixed(kge), Fixed(proofs), valid, known, betas)
     gains = {
-        beta: 1 / rank(Hybrid(Fixed(kge), Fixed(proofs), beta), valid, known).middle
+        beta: 1 / rank(Hybrid(Fixed(kge), Fixed(proofs), beta, choice.floor), valid, known).middle
         for beta in betas
     }
 

@@ -26,8 +26,8 @@ from batchwright.logic.kge import Kge, KgeScorer, KgeShape, save_kge, vocab_dige
 from batchwright.logic.loaders import Graph, load_graph, shipped_graph
 from batchwright.logic.mine.mining import mine
 from batchwright.logic.prove.proofs import prove_all
+from batchwright.logic.rank.hybrid import Hybrid
 from batchwright.logic.rank.ranking import rank
-from batchwright.logic.rank.scorers import Hybrid
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
 from batchwright.report.summary import summarise

@@ -215,11 +215,15 @@ class _Softmax(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64)
         answers = torch.bincount(row, minlength=len(query))
         ends = [0, *answers.cumsum(0).tolist()]
+        product = _product_type()
+        if product is not None:
+            # Once, and not in each of the three products.
+            query, aims = query.to(product), aims.to(product)
         for first in range(0, len(query), ROWS):
             rows, times = query[first : first + ROWS], answers[first : first + ROWS, None]
             own = slice(ends[first], ends[first + len(rows)])
             at, wanted = row[own] - first, target[own]
-            scores = torch.addmm(bias, rows, aims.T)
+            scores = torch.addmm(bias, rows, aims.T) if product is None else rows @ aims.T + bias
             scores -= scores.amax(1, keepdim=True)
             right = scores[at, wanted]
             scores.exp_()
@@ -227,10 +231,15 @@ class _Softmax(torch.autograd.Function):
             loss += (times * total.log()).sum() - right.sum()
             scores *= times / (total * n)
             scores.index_put_((at, wanted), torch.full_like(right, -1 / n), accumulate=True)
-            torch.mm(scores, aims, out=to_query[first : first + ROWS])
-            to_aims.addmm_(scores.T, rows)
+            if product is None:
+                torch.mm(scores, aims, out=to_query[first : first + ROWS])
+                to_aims.addmm_(scores.T, rows)
+            else:
+                scores = scores.to(product)
+                to_query[first : first + ROWS] = scores @ aims
+                to_aims += scores.T @ rows
         ctx.save_for_backward(to_query, to_aims)
-        return (loss / n).to(query.dtype)
+        return (loss / n).to(to_query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -298,6 +307,12 @@ def _times(a: Tensor, b: Tensor) -> Tensor:
     """The product of complex numbers that stand as (real parts, imaginary parts)."""
     (ar, ai), (br, bi) = a.chunk(2, -1), b.chunk(2, -1)
     return torch.cat([ar * br - ai * bi, ar * bi + ai * br], -1)
+
+
+def _product_type() -> torch.dtype | None:
+    """The type in which factors stand if not in their own."""
+    medium = torch.get_float32_matmul_precision() == "medium"
+    return torch.bfloat16 if medium and torch.cpu._is_avx512_bf16_supported() else None
 
 
 def _far(query: Tensor) -> Tensor:

@@ -186,16 +186,18 @@ def _scorer(
     embedding = load_scorer(kge, graph)
     if mode == "kge":
         return embedding, {}
-    from batchwright.logic.rank.scorers import Hybrid, choose_beta
+    from batchwright.logic.rank.hybrid import Hybrid, choose_beta
 
     proofs, how = make_proofs()
     if beta is not None:
         return Hybrid(embedding, proofs, beta), {**how, "beta": beta}
     if not len(graph.valid):
         raise ConfigError("there is no valid.txt to choose the weight of proofs on; give --beta")
-    choice = choose_beta(embedding, proofs, graph.valid, graph.known)
-    how |= {"beta": choice.beta, "beta_by_relation": choice.own, "valid_mrr": choice.mrr}
-    return Hybrid(embedding, proofs, choice.table), how
+    choice = choose_beta(embedding, proofs, graph.valid, graph.known, facts=graph.facts)
+    how |= {"beta": choice.beta, "beta_by_relation": choice.own, "floor": choice.floor}
+    how |= {"linked": choice.linked or None, "valid_mrr": choice.mrr}
+    hybrid = Hybrid(embedding, proofs, choice.table, choice.floor, choice.linked, graph.facts)
+    return hybrid, how
 
 
 def _check_provers(mode: Mode, runs: list[Path] | None) -> None:
@@ -371,11 +373,12 @@ def _table(found: dict[str, Any], sampled: int) -> str:
         ("joined", "rule aggregation"),
         ("accepted", "atoms accepted from the embedding"),
         ("beta", "weight of the proofs"),
+        ("floor", "weighed as logarithms, above a floor of"),
+        ("linked", "taken from entities that train joins to the given one"),
         ("average_precision", "average precision (AUC-PR)"),
         ("average_precision_softmax", "average precision, softmax over the candidates"),
     ):
-        if key in found:
-            value = found[key]
+        if (value := found.get(key)) is not None:
             text += f"\n{words}: {f'{value:.4g}' if isinstance(value, float) else value}"
     if found["mode"] != "rl" and "trained_by" in found:
         from batchwright.train.prover.config import phases_said

@@ -1,14 +1,13 @@
-"""Scorers for open queries: rules, and the sum of an embedding and rules.
+"""What rules say of open queries, and how rules are best joined.
 
 Everything that ranks entities has one method, `scores(given, predicates, side)`; see
-`batchwright.logic.rank.ranking.Scorer`. So one evaluation serves embeddings, rules, their sum and
-a trained prover.
+`batchwright.logic.rank.ranking.Scorer`. So one evaluation serves embeddings, rules, their sum
+(`batchwright.logic.rank.hybrid`) and a trained prover.
 """
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,28 +18,16 @@ from batchwright.logic.mine.constants import NO_CONSTANTS, constants_of
 from batchwright.logic.mine.mining import Steps, chains_of
 from batchwright.logic.mine.paths import adjacency
 from batchwright.logic.mine.score import Program, learn_rules, raise_evidence, score_rules
-from batchwright.logic.rank.ranking import BLOCK_CELLS, Ranks, Scorer, Side, blocks, evenly_spread
+from batchwright.logic.rank.ranking import BLOCK_CELLS, Side, blocks, evenly_spread
 from batchwright.logic.rules import Rules
 from batchwright.permutation import permutation
 from batchwright.rng import key
 
-__all__ = [
-    "AGGREGATIONS",
-    "BETAS",
-    "Choice",
-    "Hybrid",
-    "RuleScorer",
-    "choose_beta",
-    "choose_rules",
-    "rank_each",
-]
+__all__ = ["AGGREGATIONS", "RuleScorer", "choose_rules"]
 
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
-
-BETAS = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Weights of the proofs that are tried on the valid part."""
 
 AGGREGATIONS = (
     *((power, 0.0) for power in (1.0, 1.5, 2.0, 3.0, 4.0, 8.0, math.inf)),
@@ -69,9 +56,6 @@ LEARNED = 60_000
 
 CERTAIN = 1 - 1e-4
 """Weights are clipped here, or one certain rule would outweigh all others."""
-
-FEWEST = 50
-"""Queries that a predicate needs for a weight of its own."""
 
 
 class RuleScorer:
@@ -220,68 +204,6 @@ class RuleScorer:
         return other
 
 
-class Hybrid:
-    """The embedding's scores plus `beta` times those of the proofs.
-
-    `beta` is one number, or one for each predicate and side, [P, 2] with the tail first. Where it
-    is 0 the scores are the embedding's own, bit for bit.
-    """
-
-    def __init__(self, kge: Scorer, proofs: Scorer, beta: float | Doubles) -> None:
-        self.kge = kge
-        self.proofs = proofs
-        self.beta = np.asarray(beta, np.float64)
-        self.num_entities: int = getattr(kge, "num_entities", np.iinfo(np.int32).max)
-        self.num_predicates: int = getattr(kge, "num_predicates", np.iinfo(np.int32).max)
-
-    def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
-        scores = self.kge.scores(given, predicates, side)
-        column = 0 if side == "tail" else 1
-        beta = self.beta if self.beta.ndim == 0 else self.beta[predicates, column]
-        weight = np.broadcast_to(beta, len(given)).astype(np.float32)
-        used = np.flatnonzero(weight)
-        if used.size:
-            proofs = self.proofs.scores(given[used], predicates[used], side)
-            scores[used] += weight[used, None] * proofs
-        return scores
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Choice:
-    """The weight of the proofs that did well on the valid part."""
-
-    beta: float
-    """One for all predicates."""
-    table: Doubles
-    """[P, 2]: one for each predicate and side; all the same where their own did not do better."""
-    own: bool
-    """Whether a weight for each predicate did better on the held-out half of the queries."""
-    mrr: float
-    """On valid with `table`: what the choice was made by, so an optimistic estimate."""
-
-
-def rank_each(
-    triples: Ints,
-    known: Facts,
-    scorers: Sequence[Scorer],
-    make: Callable[[list[Floats]], Sequence[Floats]],
-) -> list[Ranks]:
-    """Ranks for every combination that `make` forms of the scorers' scores, in one pass."""
-    counts: list[list[tuple[NDArray[np.int64], ...]]] = []
-    preds, tails = [], []
-    for block in blocks(triples, known):
-        scores = [block.scores(scorer) for scorer in scorers]
-        counts.append([block.count(joined)[:2] for joined in make(scores)])
-        preds.append(block.predicates)
-        tails.append(np.full(len(block.given), block.side == "tail"))
-    predicates, is_tail = np.concatenate(preds), np.concatenate(tails)
-    found = []
-    for i in range(len(counts[0])):
-        greater, ties = (np.concatenate([block[i][c] for block in counts]) for c in range(2))
-        found.append(Ranks(predicates, is_tail, greater, ties))
-    return found
-
-
 def choose_rules(
     facts: Facts,
     rules: Rules,
@@ -339,66 +261,3 @@ def choose_rules(
 
 def _said(way: tuple[float, float, float]) -> str:
     return f"power {way[0]:g}, share {way[1]:g}, constants {way[2]:g}"
-
-
-def choose_beta(
-    kge: Scorer, proofs: Scorer, valid: Ints, known: Facts, betas: Sequence[float] = BETAS
-) -> Choice:
-    """The weights of the proofs that rank well on `valid`, which must not be among their facts.
-
-    Many weights differ by less than chance does, so the middle one of those that are within a
-    standard error of the best is taken. Predicates get their own weights only if such weights,
-    chosen on one half of the queries, did better than a common one on the held-out half, by more
-    than a standard error.
-    """
-
-    def joined(scores: list[Floats]) -> list[Floats]:
-        plain, proved = scores
-        return [plain + np.float32(b) * proved if b else plain for b in betas]
-
-    found = rank_each(valid, known, [kge, proofs], joined)
-    gain = np.stack([1 / ranks.middle for ranks in found])
-    slot = found[0].predicates.astype(np.int64) * 2 + ~found[0].is_tail
-    slots = 2 * known.num_predicates
-    halves = np.arange(gain.shape[1]) % 2 == 0
-    more = np.zeros(gain.shape[1])
-    for half in (halves, ~halves):
-        if half.any() and not half.all():
-            chosen = _own(gain[:, half], slot[half], slots, FEWEST // 2)[slot[~half]]
-            held_out = gain[:, ~half]
-            single = held_out[_settled(gain[:, half])]
-            more[~half] = held_out[chosen, np.arange(len(chosen))] - single
-    best = _settled(gain)
-    own = bool(more.mean() > _standard_error(more))
-    index = _own(gain, slot, slots, FEWEST) if own else np.full(slots, best)
-    table = np.asarray(betas, np.float64)[index].reshape(-1, 2)
-    mrr = float(gain[index[slot], np.arange(gain.shape[1])].mean())
-    return Choice(betas[best], table, own, mrr)
-
-
-def _own(gain: Doubles, slot: NDArray[np.int64], slots: int, fewest: int) -> NDArray[np.int64]:
-    """A row of `gain` for each slot: that of all together, unless the slot's own are better."""
-    index = np.full(slots, _settled(gain))
-    for which in np.unique(slot):
-        asked = slot == which
-        if np.count_nonzero(asked) >= fewest and index[which] not in _alike(gain[:, asked]):
-            index[which] = _settled(gain[:, asked])
-    return index
-
-
-def _settled(gain: Doubles) -> int:
-    """The middle one of the rows that are as good as the best; of rows that are equal the first."""
-    alike = _alike(gain)
-    middle = gain[alike[(len(alike) - 1) // 2]]
-    return int((gain == middle).all(axis=1).argmax())
-
-
-def _alike(gain: Doubles) -> NDArray[np.int64]:
-    """The rows whose mean is within a standard error of the best one's, query by query."""
-    less = gain[gain.mean(axis=1).argmax()] - gain
-    return np.flatnonzero(less.mean(axis=1) <= _standard_error(less))
-
-
-def _standard_error(values: Doubles) -> Doubles:
-    error: Doubles = values.std(axis=-1) / math.sqrt(max(1, values.shape[-1]))
-    return error

@@ -35,6 +35,9 @@ class KgeConfig(RunConfig):
     answers, scored once: less work where queries have many answers."""
     lr: float = 0.1
     """Adagrad learning rate."""
+    average: float = 0.0
+    """Epochs over which the tables that are measured and kept are averaged, recent steps weighing
+    most; 0: the tables as the last step left them. It allows a higher --lr."""
     penalty: float = 0.05
     """N3 regularisation weight; raise it for small graphs, lower it where the model underfits."""
     relation_weight: float = 0.0
@@ -70,7 +73,7 @@ class KgeConfig(RunConfig):
         self.at_least(1, "rank", "epochs", "batch_size", "answers", "threads")
         self.at_least(0, "eval_every", "eval_triples", "patience", "save_every", "stop_after")
         self.at_least(0, "save_minutes")
-        self.at_least(0, "penalty", "relation_weight")
+        self.at_least(0, "penalty", "relation_weight", "average")
         self.at_least(-1, "negatives")
         if not 0 < self.lr < 100:
             raise ConfigError(f"--lr must be above 0 and below 100, got {self.lr}")

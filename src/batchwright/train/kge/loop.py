@@ -37,6 +37,9 @@ Tensor = torch.Tensor
 Tables = dict[str, Tensor]
 Progress = Callable[[int, int], None]
 
+AVERAGED = 10
+"""Every how many steps the tables are added to their average."""
+
 
 @dataclass(frozen=True, slots=True)
 class KgeResult:
@@ -82,7 +85,7 @@ class _At:
 
 @dataclass(slots=True)
 class KgeTrainer:
-    """The tables, Adagrad's sums of squared gradients, and one step of training."""
+    """The tables, their average, Adagrad's sums of squared gradients, and one step of training."""
 
     config: KgeConfig
     kge: Kge
@@ -91,8 +94,11 @@ class KgeTrainer:
     ptr: NDArray[np.int64]
     """Query q is asked by the rows `ptr[q]` to `ptr[q + 1]`, which differ in their answers."""
     sums: Tables = field(init=False)
+    averages: Tables = field(init=False)
+    """Empty if the config asks for none."""
 
     def __post_init__(self) -> None:
+        self.averages = _copied(self.kge) if self.config.average else {}
         self.sums = {name: torch.zeros_like(table) for name, table in _tables(self.kge).items()}
 
     @classmethod
@@ -114,6 +120,12 @@ class KgeTrainer:
     def steps_per_epoch(self) -> int:
         return -(-(len(self.ptr) - 1) // self.config.batch_size)
 
+    @property
+    def kept(self) -> Kge:
+        """What is measured and kept: the average of the tables, if the config asks for one."""
+        found = self.averages or _tables(self.kge)
+        return Kge(self.kge.shape, found["entities"], found["steps"])
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         return permutation(
             len(self.ptr) - 1, np.uint64(rng.key(self.config.seed, "kge/order", epoch))
@@ -122,7 +134,14 @@ class KgeTrainer:
     def step(self, queries: NDArray[np.int64], number: int) -> float:
         """Train on these queries and return the loss; `number` counts steps of the whole run."""
         with _precision(self.config.matmul_precision):
-            return self._step(queries, number)
+            loss = self._step(queries, number)
+        if self.averages and number % AVERAGED == 0:
+            # A plain mean at first, so that the beginning does not last.
+            share = AVERAGED / (self.config.average * self.steps_per_epoch)
+            share = min(1.0, max(share, 1 / (1 + number // AVERAGED)))
+            for name, table in _tables(self.kge).items():
+                self.averages[name].lerp_(table, share)
+        return loss
 
     def _step(self, queries: NDArray[np.int64], number: int) -> float:
         kge, config = self.kge, self.config
@@ -132,11 +151,11 @@ class KgeTrainer:
         given, step, answer = torch.from_numpy(self.questions[rows]).T
         candidates, bias, given, answer = self._candidates(given, answer, number)
         # The rows in use are leaves of their own, so that gradients have only those rows.
-        entities = kge.entities if candidates is None else kge.entities[candidates]
+        entities = kge.entities if candidates is None else kge.entities.index_select(0, candidates)
         entities, steps = entities.detach().requires_grad_(), kge.steps.detach().requires_grad_()
         # One gather for both ends: the gradient of each is a table of all candidates.
-        head, tail = entities[torch.cat([given, answer])].chunk(2)
-        relation = steps[step]
+        head, tail = entities.index_select(0, torch.cat([given, answer])).chunk(2)
+        relation = steps.index_select(0, step)
         asked = torch.from_numpy(first)
         row = torch.from_numpy(np.repeat(np.arange(len(queries)), sizes))
         loss = softmax_loss(
@@ -144,8 +163,10 @@ class KgeTrainer:
         )
         whole = loss
         if config.relation_weight:
-            guess = kge.relation_query(head, tail) @ steps.T
-            whole = whole + config.relation_weight * torch.nn.functional.cross_entropy(guess, step)
+            each = torch.arange(len(step))
+            between, level = kge.relation_query(head, tail), torch.zeros(len(steps))
+            guess = softmax_loss(between, steps, level, each, step)
+            whole = whole + config.relation_weight * guess
         if config.penalty:
             whole = whole + config.penalty * kge.penalty(head, relation, tail)
         value = float(loss.detach())
@@ -227,6 +248,7 @@ def _train(
             "at": asdict(at),
             "tables": _tables(trainer.kge),
             "sums": trainer.sums,
+            "averages": trainer.averages,
             "best": best,
         }
 
@@ -237,14 +259,14 @@ def _train(
         """Measure the tables on valid, if it is time; how far that came, and the best tables."""
         last = at.epoch == config.epochs
         if len(valid) and config.eval_every and (last or at.epoch % config.eval_every == 0):
-            mrr = rank(KgeScorer(trainer.kge), valid, graph.known).metrics().mrr
+            mrr = rank(KgeScorer(trainer.kept), valid, graph.known).metrics().mrr
             run.event("eval", epoch=at.epoch, step=at.global_step, mrr=mrr)
             if at.best_mrr is not None and mrr <= at.best_mrr:
                 return replace(at, without_gain=at.without_gain + 1), best
             at = replace(at, best_epoch=at.epoch, best_mrr=mrr, without_gain=0)
-            return at, _copied(trainer.kge)
+            return at, _copied(trainer.kept)
         if last:
-            return replace(at, best_epoch=at.epoch), _copied(trainer.kge)
+            return replace(at, best_epoch=at.epoch), _copied(trainer.kept)
         return at, best
 
     stopping: str | None = None
@@ -330,6 +352,8 @@ def _restored(found: Checkpoint, trainer: KgeTrainer, facts: str) -> tuple[_At, 
     for name, table in _tables(trainer.kge).items():
         table.copy_(torch.from_numpy(state["tables"][name]))
         trainer.sums[name].copy_(torch.from_numpy(state["sums"][name]))
+    for name, table in trainer.averages.items():
+        table.copy_(torch.from_numpy(state["averages"][name]))
     best = {name: torch.from_numpy(array) for name, array in state["best"].items()}
     return _At(**state["at"]), best
 
@@ -343,9 +367,10 @@ def _adagrad(
         sums.addcmul_(grad, grad)
         table.addcdiv_(grad, sums.sqrt().add_(1e-10), value=-lr)
         return
-    part = sums[rows].addcmul_(grad, grad)
-    sums[rows] = part
-    table[rows] = table[rows].addcdiv_(grad, part.sqrt_().add_(1e-10), value=-lr)
+    part = sums.index_select(0, rows).addcmul_(grad, grad)
+    sums.index_copy_(0, rows, part)
+    changed = table.index_select(0, rows).addcdiv_(grad, part.sqrt_().add_(1e-10), value=-lr)
+    table.index_copy_(0, rows, changed)
 
 
 @contextmanager
