@@ -1,6 +1,6 @@
 """Write the tables of numbers from the saved results, so that none is written by hand.
 
-python benchmarks/readme_numbers.py            every number into benchmarks/README.md, the eight
+python benchmarks/readme_numbers.py            every number into benchmarks/README.md, those
                                                of IN_README into README.md
 python benchmarks/readme_numbers.py --check    write nothing; exit with 1 if a table differs
 """
@@ -22,6 +22,8 @@ IN_README = (
     "throughput on 16 unknown servers (simulated), relative to the best fixed limit",
     "advantages with the wrong sign, 5 % of judge calls lost",
     "environment steps per CPU second, 4,096 proofs on WN18RR",
+    "link prediction, filtered MRR, policy `answers` by PPO alone",
+    "link prediction on kinship, filtered MRR, policy `rules`, each phase alone",
 )
 
 
@@ -436,11 +438,28 @@ def agents() -> list[list[str]]:
             "`bench_kg.py`",
         ],
         [
-            "link prediction, filtered MRR, prover alone by PPO alone",
+            "link prediction, filtered MRR, policy `answers` by PPO alone",
             ", ".join(f"{name} {found['rl']['MRR']:.3f}" for name, found in ranked.items()),
-            f"{' or '.join(seeds)}; epochs and weights selected on valid",
+            "untrained "
+            + ", ".join(f"{name} {found['untrained']['MRR']:.3f}" for name, found in ranked.items())
+            + f"; {' or '.join(seeds)}",
             "`bench_kg.py`",
         ],
+        *(
+            [
+                f"link prediction on {name}, filtered MRR, policy `rules`, each phase alone",
+                ", ".join(
+                    f"{phase.removesuffix(' alone')} {by_phase[phase]['mean']:.3f}"
+                    for phase in by_phase
+                    if phase.endswith(" alone")
+                ),
+                f"all phases {by_phase['all phases']['mean']:.3f}, "
+                f"all but PPO {by_phase['all but PPO']['mean']:.3f}",
+                "`bench_kg.py`",
+            ]
+            for name in ("umls", "family", "kinship")
+            for by_phase in [rows("kg", f"{name}, the policy rules by phase", "trained by")]
+        ),
         [
             "one step of 64 query-mutation environments, 50 ms per call",
             f"{ours['seconds']:.2f} s",
