@@ -425,7 +425,11 @@ def agents() -> list[list[str]]:
             "link prediction, filtered MRR, rules + embedding",
             ", ".join(
                 f"{name} {value:.3f}"
-                + (f" ({linked[name]:.3f} by its missing links)" if name in linked else "")
+                + (
+                    f" ({linked[name]:.3f} with links of train counted against answers)"
+                    if name in linked
+                    else ""
+                )
                 for name, value in hybrid.items()
             ),
             f"{' or '.join(seeds)}; epochs and weights selected on valid",
