@@ -473,7 +473,7 @@ def saved(name: str, title: str) -> list[list[Any]]:
 def rows_title(name: str, title: str) -> str:
     """The title of the first saved table that begins like this."""
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    return next(table["title"] for table in found["tables"] if table["title"].startswith(title))
+    return str(next(t["title"] for t in found["tables"] if t["title"].startswith(title)))
 
 
 def rows(name: str, title: str, first: str = "") -> dict[str, dict[str, Any]]:
