@@ -19,7 +19,7 @@ from batchwright.logic.mine.mining import Steps, chains_of, mine, write_rules
 from batchwright.logic.mine.paths import adjacency, count_bodies, find_paths
 from batchwright.logic.mine.score import learn_rules
 from batchwright.logic.rank.hybrid import Hybrid, choose_beta
-from batchwright.logic.rank.ranking import rank
+from batchwright.logic.rank.ranking import SIDES, all_scores, rank
 from batchwright.logic.rank.scorers import RuleScorer, choose_rules
 from batchwright.logic.rules import Rules, parse_rules
 from batchwright.logic.vocab import Vocab
@@ -543,6 +543,31 @@ def test_rules_with_constants_hold_as_often_as_counted(graph: tuple[set[Fact], i
     # Of every answer there is the rule without a body, and the ten best with one.
     for x in edges:
         assert {(step, end, None) for step, end in edges[x]} <= seen
+
+
+@settings(max_examples=30, deadline=None)
+@given(graphs())
+def test_of_an_entity_that_nobody_names_rules_say_what_they_say_of_one_without_facts(
+    graph: tuple[set[Fact], int, int],
+) -> None:
+    facts, n, preds = graph
+    vocab = vocab_of(n + 1, preds)  # the last one has no fact
+    indexed = Facts.of(sorted(facts), vocab)
+    rules = mine(indexed, vocab, length=2, min_support=1, min_confidence=0, most=4).rules.plus(
+        mine_constants(indexed, vocab, min_support=1, min_confidence=0.0, most=20)
+    )
+    scorer = RuleScorer(indexed, rules)
+    predicates = np.arange(preds, dtype=np.int32)
+    lonely = np.full(preds, n, np.int32)
+    for side in SIDES:
+        said = scorer.unseen(predicates, side)
+        known = scorer.scores(lonely, predicates, side)
+        assert np.allclose(said[:, :n], known[:, :n], atol=1e-6)
+        assert np.array_equal(Hybrid(scorer, scorer, 1.0).unseen(predicates, side), said)
+        # Asked of an entity beyond the vocabulary; those that are beyond it score lowest.
+        found = all_scores(scorer, np.full(preds, n + 2, np.int32), predicates, side, n + 3)
+        assert np.array_equal(found[:, : n + 1], said)
+        assert (found[:, n + 1 :] == said.min(axis=1, keepdims=True)).all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -102,6 +102,14 @@ class Hybrid:
             scores -= np.float32(self.linked) * self._links.scores(given, predicates, side)
         return scores
 
+    def unseen(self, predicates: Ints, side: Side) -> Floats:
+        """What the proofs say of an entity that neither knows; an embedding has nothing to say."""
+        made = getattr(self.proofs, "unseen", None)
+        if made is None:
+            return np.zeros((len(predicates), self.num_entities), np.float32)
+        scores: Floats = made(predicates, side)
+        return scores
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choice:

@@ -60,7 +60,8 @@ class Scorer(Protocol):
     """Anything that scores every entity as the missing end of a triple.
 
     One that has `num_entities` and `num_predicates` knows only the first so many, as after
-    training without the test part: see `all_scores`.
+    training without the test part, and may have a method `unseen(predicates, side)` for queries
+    about an entity that it does not know: see `all_scores`.
     """
 
     def scores(self, given: Ints, predicates: Ints, side: Side) -> Floats:
@@ -74,19 +75,23 @@ class Scorer(Protocol):
 def all_scores(scorer: Scorer, given: Ints, predicates: Ints, side: Side, entities: int) -> Floats:
     """The scores of all `entities`, [Q, entities], also where the scorer knows fewer.
 
-    Entities that it does not know score as the lowest that it does; of a query about an entity or
-    a predicate that it does not know, all entities score alike.
+    Entities that it does not know score as the lowest that it does. A query about an entity that it
+    does not know is answered by what the scorer says of `unseen` ones, and if it says nothing, or
+    does not know the predicate, all entities score alike.
     """
     known = getattr(scorer, "num_entities", entities)
-    asked = np.asarray(given < known)
-    asked &= predicates < getattr(scorer, "num_predicates", np.iinfo(np.int32).max)
+    named = np.asarray(predicates < getattr(scorer, "num_predicates", np.iinfo(np.int32).max))
+    asked = named & (given < known)
     if known >= entities and asked.all():
         return scorer.scores(given, predicates, side)
     found = np.zeros((len(given), entities), np.float32)
-    if asked.any():
-        scores = scorer.scores(given[asked], predicates[asked], side)
-        found[asked, :known] = scores
-        found[asked, known:] = np.nanmin(scores, axis=1, keepdims=True)
+    unseen: Callable[[Ints, Side], Floats] | None = getattr(scorer, "unseen", None)
+    parts = [(asked, scorer.scores(given[asked], predicates[asked], side))] if asked.any() else []
+    if unseen is not None and (others := named & ~asked).any():
+        parts.append((others, unseen(predicates[others], side)))
+    for where, scores in parts:
+        found[where, :known] = scores
+        found[where, known:] = np.nanmin(scores, axis=1, keepdims=True)
     return found
 
 

@@ -128,6 +128,24 @@ class RuleScorer:
             :, 0
         ]
 
+    def unseen(self, predicates: Ints, side: Side) -> Floats:
+        """Scores [Q, N] of a query about an entity without a fact, by the rules without a body.
+
+        They say how frequent an answer is. Nothing else speaks there, so `constants`, their weight
+        beside chains, is left out.
+        """
+        n, preds = self.num_entities, self.num_predicates
+        given = self._program.constants
+        found = np.zeros((len(predicates), n), np.float32)
+        steps = predicates.astype(np.int64) + (0 if side == "tail" else preds)
+        wanted = 2 * preds * (n + 1) * 2 * preds + steps
+        at = np.searchsorted(given.keys, wanted)
+        for row, key_, place in zip(found, wanted.tolist(), at.tolist(), strict=True):
+            if place < len(given.keys) and given.keys[place] == key_:
+                rules = slice(given.ptr[place], given.ptr[place + 1])
+                row[given.entity[rules]] = self.evidence[self._chains + given.rule[rules]]
+        return found
+
     def joined(
         self,
         given: Ints,
