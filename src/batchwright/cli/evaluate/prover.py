@@ -239,6 +239,8 @@ def _by_ppo(
     from batchwright.train.prover.gain import gain, joined
     from batchwright.train.prover.loop import load_prover, origin_of
 
+    for run in runs:
+        origin_of(run)  # that it is one at all is said before how it differs from others
     differing = _differing(runs)
     before, after, scorers, said = [], [], [], []
     for number, run in enumerate(runs):
