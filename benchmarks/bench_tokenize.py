@@ -26,6 +26,7 @@ from batchwright.data import build_lengths, load_tokenizer
 from common import Contender, Report, arguments, measure
 
 CORES = len(os.sched_getaffinity(0))
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 OURS = "batchwright, one core"
 OURS_ALL = f"batchwright, {CORES} cores"
 
@@ -190,7 +191,8 @@ def compare(
                 report.not_measured(f"{way.name} ({tokenizer})", got.reason)
                 continue
             found[way.name] = min(got.seconds, found.get(way.name, got.seconds))
-            spent = got.summary["processor"]
+            # The clock ticks in hundredths of a second: less than one is not nothing.
+            spent = max(TICK_S, got.summary["processor"])
             busy[way.name] = min(spent, busy.get(way.name, spent))
             lengths[way.name] = got.summary["lengths"]
     base, least = found.get(OURS, float("nan")), busy.get(OURS, float("nan"))
