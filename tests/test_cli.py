@@ -65,6 +65,18 @@ main()
 """
 
 
+def run_code(code: str, folder: Path, env: Any) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory, environ) -> tuple[Path, Any]:
     """The demo of a machine that cannot train or draw blocks, once for all processes."""
@@ -75,15 +87,7 @@ def demo(tmp_path_factory, environ) -> tuple[Path, Any]:
     with (root / "demo.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not record.exists():
-            done = subprocess.run(
-                [sys.executable, "-c", WITHOUT_TORCH],
-                cwd=root,
-                env={**environ, "PYTHONIOENCODING": "ascii"},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=300,
-            )
+            done = run_code(WITHOUT_TORCH, root, {**environ, "PYTHONIOENCODING": "ascii"})
             record.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
     return root, json.loads(record.read_text())
 
@@ -508,15 +512,7 @@ def test_the_demo_leaves_pictures_and_plans_that_hold(demo, call) -> None:
 
 def test_the_demo_without_matplotlib_says_what_pictures_need(tmp_path, environ) -> None:
     code = WITHOUT_TORCH.replace("torch=None", "torch=None, matplotlib=None")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_code(code, tmp_path, environ)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Pictures need matplotlib: pip install 'batchwright[plot]'" in done.stdout
     assert "--png" not in done.stdout

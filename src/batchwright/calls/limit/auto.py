@@ -353,10 +353,10 @@ class AutoLimit:
         self._ramp = ramp
         ramp.step(now, before, limit)
 
-    def _ramp_again(self, now: float, growth: float) -> None:
+    def _ramp_again(self, now: float) -> None:
         """A ramp from here; where no call has been answered yet, its latencies come first."""
         if self._took:
-            self._raise(now, Ramp.of(self._took), growth)
+            self._raise(now, Ramp.of(self._took), GROWTH)
         else:
             self._move(now, self._limit, "", "ramp")
 
@@ -456,7 +456,7 @@ class AutoLimit:
             share = max(0.25, min(0.7, (rate / math.exp(expected)) ** 0.75))
             self._move(now, self._limit * share, "goodput fell", "dive")
         else:
-            self._ramp_again(now, GROWTH)
+            self._ramp_again(now)
 
     def _on_dive(self, now: float) -> None:
         level, before = self._window.level, self._last_step
@@ -526,7 +526,7 @@ class AutoLimit:
             # So far above there is room for a ramp, which looks at goodput too.
             self._ceiling.height = None
             self._curve = Curve(self._curve.noise)
-            self._ramp_again(now, GROWTH)
+            self._ramp_again(now)
             return
         self._ceiling.height = limit
         step = 2 * (limit - begun + 1)
