@@ -36,10 +36,9 @@ FINAL = {
     "project_spend_limit_exceeded",
     "enforced_spend_limit_reached",
     "billing_not_active",
-    "billing_hard_limit_reached",
 }
 """Codes of a 429 for which waiting does not help: the account has no credit or has reached its
-spending limit. OpenAI and Anthropic document them, but for the last two, known from reports.
+spending limit. OpenAI and Anthropic document them, but for the last, which is known from reports.
 Words like quota or billing say nothing: Gemini, Vertex and Azure use them for limits of a minute.
 """
 BROKEN_OFF = ("error", "abort")
