@@ -1,5 +1,6 @@
 """Answers that were acknowledged are there whatever happens, and no other answer ever is."""
 
+import asyncio
 import contextlib
 import json
 import random
@@ -23,6 +24,7 @@ from batchwright.calls import Done, Failed, Kind, Request, Usage, chat, complete
 from batchwright.calls.cache.process_id import has_exited, new_owner
 from batchwright.calls.cache.sqlite import filesystem
 from batchwright.calls.cache.store import Cache
+from batchwright.calls.cache.thread import CacheThread
 from batchwright.calls.wire.openai import decode
 from batchwright.cli.calls.cache import cache as app
 from batchwright.errors import BadFile, CannotWrite, ConfigError, MissingFile
@@ -891,3 +893,68 @@ def test_a_command_that_cannot_be_done_says_why(
     assert words in outcome.err
     assert len(outcome.err.splitlines()) == 1
     assert app.name == ("cache",)
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), max_size=30))
+def test_what_is_done_at_once_is_what_the_other_way_does(steps) -> None:
+    """Leases and puts at once or not, in any order, of two owners: the same end of both files."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, quick = Cache(f"{folder}/plain.db"), Cache(f"{folder}/quick.db")
+        with plain, quick:
+            for number, puts, second in steps:
+                request, owner = question(number), "b" if second else "a"
+                if puts:
+                    row = plain.row(request, answer(number))
+                    assert row is not None
+                    plain.put_rows([row])
+                    if not quick.put_at_once([row]):
+                        quick.put_rows([row])
+                else:
+                    granted = plain.lease_many([request.key], owner, 60)
+                    mine = quick.lease_at_once([request.key], owner, 60)
+                    assert mine <= bool(granted)
+                    if not mine:
+                        assert quick.lease_many([request.key], owner, 60) == granted
+        found = []
+        for name in ("plain", "quick"):
+            with contextlib.closing(sqlite3.connect(f"{folder}/{name}.db")) as connection:
+                found.append(
+                    (
+                        connection.execute(
+                            "SELECT key, answer FROM entries ORDER BY key"
+                        ).fetchall(),
+                        connection.execute("SELECT key, owner FROM leases ORDER BY key").fetchall(),
+                    )
+                )
+        assert found[0] == found[1]
+
+
+def test_at_once_nobody_waits_for_the_lock_of_somebody_else(cache: Cache) -> None:
+    row = cache.row(question(1), answer(1))
+    assert row is not None
+    with contextlib.closing(sqlite3.connect(cache.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        begun = time.monotonic()
+        assert not cache.put_at_once([row])
+        assert not cache.lease_at_once([question(2).key], "a", 60)
+        assert time.monotonic() - begun < 5
+        other.execute("ROLLBACK")
+    assert cache.put_at_once([row])
+    assert cache.lease_at_once([question(2).key], "a", 60)
+    assert cache.get_many([question(1).key])
+
+
+def test_what_is_put_at_once_does_not_let_the_log_grow(tmp_path: Path) -> None:
+    async def put_all() -> None:
+        thread = CacheThread(cache, asyncio.get_running_loop())
+        for start in range(0, 12_000, 100):
+            rows = [cache.row(question(n), answer(n)) for n in range(start, start + 100)]
+            await thread.put([row for row in rows if row is not None], [])
+            # As between the groups of a pool: else the thread gets no turn to sync.
+            await asyncio.sleep(0.003)
+        await thread.close(close_store=False)
+
+    with Cache(tmp_path / "calls.db") as cache:
+        asyncio.run(put_all())
+        assert Path(f"{cache.path}-wal").stat().st_size < 64 * 2**20
+        assert len(cache.get_many([question(n).key for n in range(12_000)])) == 12_000

@@ -370,10 +370,17 @@ def test_a_full_disk_costs_no_answers(tmp_path, caplog):
         """A cache whose file may not grow: what SQLite then raises is what a full disk does."""
 
         def put_rows(self, rows):
-            with self._database.reading() as connection:
+            self.tighten(self._database)
+            return super().put_rows(rows)
+
+        def put_at_once(self, rows):
+            self.tighten(self._at_once)
+            return super().put_at_once(rows)
+
+        def tighten(self, database):
+            with database.reading() as connection:
                 pages = connection.execute("PRAGMA page_count").fetchone()[0]
                 connection.execute(f"PRAGMA max_page_count = {pages}")
-            return super().put_rows(rows)
 
     with Tight(tmp_path / "calls.db") as cache, RawServer(handler) as server:
         with pool_of(server.url, cache=cache) as pool:

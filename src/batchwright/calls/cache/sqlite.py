@@ -48,7 +48,10 @@ class Database:
         version: int,
         *,
         read_only: bool = False,
+        waits: bool = True,
     ) -> None:
+        """Without `waits`, a lock of somebody else is an error at once, and nothing is synced to
+        the disk: whoever has another connection calls `checkpoint` there now and then."""
         self.path = Path(path)
         self.what = what
         self.read_only = read_only
@@ -57,7 +60,8 @@ class Database:
         self._version = version
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
-        self._busy_s = BUSY_S
+        self._waits = waits
+        self._busy_s = BUSY_S if waits else 0.0
         self._locked_until = 0.0
         """Until then nobody waits: the file was locked for as long as they would."""
         if self.path.is_dir():
@@ -129,6 +133,11 @@ class Database:
         with self.reading() as connection:
             return connection.execute(statement, values).rowcount
 
+    def checkpoint(self) -> None:
+        """Move what was committed from the log into the file, as far as nobody reads it there."""
+        with self.reading() as connection:
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
     def _refuse_if_read_only(self) -> None:
         if self.read_only:
             raise ConfigError(f"the {self.what} {self.path} is open read-only; open it for writing")
@@ -193,7 +202,7 @@ class Database:
             )
         if not self.read_only:
             connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute("PRAGMA wal_autocheckpoint = 1000")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {1000 if self._waits else 0}")
             connection.execute("PRAGMA journal_size_limit = 67108864")
         connection.execute("PRAGMA cache_size = -32000")
 

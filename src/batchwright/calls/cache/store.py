@@ -118,9 +118,10 @@ class Cache:
         self.hits = self.misses = self.damaged = 0
         self._unsaved_hits = 0
         self._pid, self._owner = 0, ""
-        self._database = Database(
-            path, "call cache", SCHEMA, APPLICATION_ID, VERSION, read_only=mode == "replay"
-        )
+        known: Any = (path, "call cache", SCHEMA, APPLICATION_ID, VERSION)
+        self._database = Database(*known, read_only=mode == "replay")
+        self._at_once = Database(*known, waits=False) if mode == "use" else None
+        """For an event loop, which must not wait for a lock or a disk."""
 
     def __repr__(self) -> str:
         return f"Cache({str(self.path)!r}, mode={self.mode!r}, cut_off={self.cut_off!r})"
@@ -191,6 +192,39 @@ class Cache:
                 pass
             self._save_hits(connection)
         return len(rows)
+
+    def put_at_once(self, rows: Sequence[Row]) -> bool:
+        """As `put_rows`, but only if nothing has to be waited for or repaired; else use that.
+
+        Never syncs to the disk, and so it needs a `checkpoint` now and then.
+        """
+        if self._at_once is None or self._unsaved_hits or not rows:
+            return False
+        with contextlib.suppress(BadFile, CannotWrite):
+            statements = _statements(INSERT.format("IGNORE"), rows)
+            return sum(self._at_once.execute(*one) for one in statements) == len(rows)
+        return False
+
+    def lease_at_once(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> bool:
+        """Whether all of `keys` are leased, as by `lease_many` and without waiting; else use that.
+
+        Some of them may be leased even so.
+        """
+        if self._at_once is None:
+            return False
+        wanted = list(dict.fromkeys(key[:KEY_BYTES] for key in keys))
+        with contextlib.suppress(BadFile, CannotWrite):
+            return all(
+                self._at_once.execute(LEASE.format(_marks(part)), [owner, ttl_s, *part])
+                == len(set(part))
+                for part in _parts(wanted)
+            )
+        return False
+
+    def checkpoint(self) -> None:
+        """Bring what was put at once from the log into the file; the log stays small."""
+        with contextlib.suppress(CannotWrite):
+            self._database.checkpoint()
 
     def lease_many(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> set[bytes]:
         """The keys that `owner` may call for the next `ttl_s` seconds, and nobody else.
@@ -309,6 +343,8 @@ class Cache:
             # A count is not worth an error at the end of a run.
             with contextlib.suppress(CannotWrite, BadFile), self._database.writing() as connection:
                 self._save_hits(connection)
+        if self._at_once is not None:
+            self._at_once.close()
         self._database.close()
 
     def _notice_fork(self) -> None:

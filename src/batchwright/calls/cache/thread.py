@@ -1,6 +1,8 @@
-"""The cache off the event loop: one thread that reads, leases and commits, so the loop never does.
+"""The cache of an event loop: what takes a moment is done at once, all else by a thread of its own.
 
-Every method returns a future of the loop at once, and raises there what the disk raised.
+A commit without a sync is some writes to the system's own memory, and quicker than telling a thread
+about it. Reading, waiting for other processes and syncing to the disk are the thread's. Every
+method returns a future of the loop at once, and raises there what the disk raised.
 """
 
 import asyncio
@@ -18,6 +20,11 @@ __all__ = ["CacheThread"]
 LEASE_S = 30.0
 """How long a lease holds; the engine renews it in time, and that of an exited process ends."""
 
+CHECKPOINT_ROWS = 1024
+"""Rows and leases written at once before the thread syncs them to the disk."""
+SLOW_S, SLOW_FOR_S = 0.02, 10.0
+"""A write at once that took the loop so long leaves the next ones to the thread, for a while."""
+
 T = TypeVar("T")
 Work = tuple[Callable[[], Any], "asyncio.Future[Any]"]
 
@@ -30,6 +37,8 @@ class CacheThread:
         self.writes = store.mode != "replay"
         self._owner = store.owner
         self._loop = loop
+        self._unsynced = 0
+        self._slow_until = 0.0
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         threading.Thread(
             target=_serve, args=(self._work, loop), name="batchwright-cache", daemon=True
@@ -41,10 +50,14 @@ class CacheThread:
 
     def lease(self, keys: Sequence[bytes]) -> "asyncio.Future[set[bytes]]":
         """The calls that this process may make and no other will, renewed if it has them."""
+        if self._at_once(len(keys), lambda: self.store.lease_at_once(keys, self._owner, LEASE_S)):
+            return self._done(set(keys))
         return self._run(lambda: self.store.lease_many(keys, self._owner, LEASE_S))
 
     def put(self, rows: Sequence[Row], released: Sequence[bytes]) -> "asyncio.Future[None]":
         """Done when the rows survive `kill -9`; `released` leases end without a response."""
+        if not released and self._at_once(len(rows), lambda: self.store.put_at_once(rows)):
+            return self._done(None)
 
         def write() -> None:
             self.store.put_rows(rows)
@@ -58,6 +71,25 @@ class CacheThread:
         if close_store:
             await self._run(self.store.close)
         self._work.put(None)
+
+    def _at_once(self, rows: int, write: Callable[[], bool]) -> bool:
+        """Whether it is written already."""
+        begun = self._loop.time()
+        if begun < self._slow_until or not write():
+            return False
+        now = self._loop.time()
+        if now - begun > SLOW_S:
+            self._slow_until = now + SLOW_FOR_S
+        self._unsynced += rows
+        if self._unsynced >= CHECKPOINT_ROWS:
+            self._unsynced = 0
+            self._run(self.store.checkpoint)
+        return True
+
+    def _done(self, result: T) -> "asyncio.Future[T]":
+        future: asyncio.Future[T] = self._loop.create_future()
+        future.set_result(result)
+        return future
 
     def _run(self, work: Callable[[], T]) -> "asyncio.Future[T]":
         future: asyncio.Future[T] = self._loop.create_future()
