@@ -89,6 +89,7 @@ $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
 	$(INSTALL) $(BENCH) --editable '.[train,hf,plot,lp,gpt2,local,rl]'
 	$(BENCH)/bin/python benchmarks/install_peers.py
 	$(BENCH)/bin/python -m batchwright.ahead
+	$(BENCH)/bin/batchwright models get smollm2
 	touch $@
 
 # The pages are built from the sources as text, so their environment needs nothing of ours.

@@ -357,8 +357,20 @@ class Report:
             "tables": self.tables,
         }
         path = folder / f"{self.name}.json"
+        lost = self._lost(path)
+        if lost:
+            print(f"not saved: {path.name} has what was not measured here: {'; '.join(lost)}")
+            return
         path.write_text(json.dumps(saved, indent=1, default=_plain) + "\n")
         print(f"saved {path.relative_to(RESULTS.parent)}")
+
+    def _lost(self, path: Path) -> list[str]:
+        """Tables of an earlier run that this one has not, because a peer or a part is missing."""
+        if not self.missing or not path.exists():
+            return []
+        here = {table["title"] for table in self.tables}
+        before = [table["title"] for table in json.loads(path.read_bytes())["tables"]]
+        return [title for title in before if title not in here] if len(before) > len(here) else []
 
 
 def _processor_seconds() -> float:
