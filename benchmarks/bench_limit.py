@@ -3,11 +3,11 @@
 Servers and client are simulated in virtual time (`limit_world.py`), so the numbers are the same on
 every machine. Four kinds of servers, knees 8, 60 and 200, and a knee that moves from 60 to 20 to
 120 after each third of the calls: 16 cases, each the mean over 24 worlds of other latencies,
-spreads and seeds; `error` is the standard error of ours, which with six worlds was 1.5 points. The
-oracle is the best limit that knows the knee, in every phase. `cold` knows nothing; `warm` begins
-with what a cold run over other calls learned, for the moving knee that is 120. The `late oracle`
-knows the knee, but begins where ours does and goes up by doubling, once as many calls have ended as
-were in flight: what it falls short by is the price of beginning small.
+spreads and seeds; `error` is the standard error of ours. The oracle is the best limit that knows
+the knee, in every phase. `cold` knows nothing; `warm` begins with what a cold run over other calls
+learned, for the moving knee that is 120. The `late oracle` knows the knee, but begins where ours
+does and goes up by doubling, once as many calls have ended as were in flight: what it falls short
+by is the price of beginning small.
 
 The constants of the limit were chosen on the worlds of `--tuning`, which have other knees,
 latencies, spreads and seeds than the ones judged here. The judging is not blind, though: the table
