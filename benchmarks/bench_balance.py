@@ -217,7 +217,7 @@ def micro_batches(report: Report, name: str, longest: int, n: int, most: int, dr
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("balance", args)
-    draws = 1 if args.smoke else 3 if args.quick else 10
+    draws = 1 if args.smoke else 3 if args.quick else 6
     for name, capacity in (("lognormal", 2048), ("mixture", 2048), ("long", 32_768)):
         worst = compare(report, name, capacity, 1024, 64, draws)
         report.target(f"{name}, 1024 over 64: worst max load / bound", worst, most=1.02)

@@ -268,7 +268,7 @@ def measured(
     small = Case(case.url, min(case.calls, 16), case.in_flight)
     for name in names:
         contender = Contender(name, CLIENTS[name], summary)
-        one = measure(contender, case, small, limit_s=limit_s, runs=runs, patience_s=limit_s / 4)
+        one = measure(contender, case, small, limit_s=limit_s, runs=runs, patience_s=limit_s / 12)
         if one.reason:
             report.not_measured(f"{name} ({case.calls:,} calls)", one.reason)
         else:

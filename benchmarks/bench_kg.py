@@ -31,18 +31,20 @@ do alike. The chances were added after the areas of scores on test were known, s
 table. The rules of Countries are mined like all others, none is given.
 
 Every graph and seed leaves a file in --runs, and is not run again while its settings and the code
-stay the same. So graphs may be run one by one with --no-save and be saved together by --kept,
-which runs nothing and says what was not run by this code. Seconds are of one thread: `cpu s` is
-what counts on a shared machine, `wall s` what passed.
+stay the same. So graphs may be run one by one with --no-save and be saved together by --kept, which
+runs nothing and says what was not run by this code. `--only` saves its graphs beside those that
+were saved before: the file says of each graph when it was run, and by which code. Seconds are of
+one thread: `cpu s` is what counts on a shared machine, `wall s` what passed.
 """
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common import Report, arguments
+from common import RESULTS, Report, arguments
 from kg_runs import (
     CODE,
     DATA,
@@ -206,6 +208,31 @@ def measured_seed(
     return rows | ({"phases": found["phases"]} if "phases" in found else {})
 
 
+def beside_earlier(report: Report, ran: dict[str, dict[str, str]]) -> None:
+    """Add what was saved of the graphs that were not run now, in the order of all."""
+    report.stamp["graphs"] = ran
+    saved = RESULTS / "kg.json"
+    if report.args.quick or report.args.smoke or not report.args.only or not saved.exists():
+        return
+    before = json.loads(saved.read_bytes())
+    kept = {name: one for name, one in before["machine"]["graphs"].items() if name not in ran}
+    report.stamp["graphs"] = kept | ran
+    places = {name: place for place, name in enumerate(GRAPHS)}
+    report.tables = sorted(
+        [one for one in before["tables"] if _graph(one["title"]) in kept] + report.tables,
+        key=lambda one: places[_graph(one["title"])],
+    )
+    report.targets = sorted(
+        [one for one in before["targets"] if _graph(one["what"]) in kept] + report.targets,
+        key=lambda one: places[_graph(one["what"])],
+    )
+
+
+def _graph(title: str) -> str:
+    """The graph of a table or a target, which both begin with it."""
+    return title.replace(":", ",").partition(",")[0]
+
+
 def smoke(report: Report, runs: Path) -> None:
     """The smallest graph by every way, with hardly any training."""
     name = "countries_s1"
@@ -230,8 +257,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/bench_kg"), help="kept work")
     args: argparse.Namespace = parser.parse_args()
     report = Report("kg", args)
-    report.stamp["code"] = {way: code(way) for way in CODE}
     chosen = [name for name in args.only.split(",") if name] or list(GRAPHS)
+    ran: dict[str, dict[str, str]] = {}
     if args.smoke:
         smoke(report, args.runs)
         chosen = []
@@ -248,6 +275,8 @@ def main() -> None:
         ]
         if seeds:
             report_on(report, name, seeds)
+            ran[name] = {"date": report.stamp["date"], **{way: code(way) for way in CODE}}
+    beside_earlier(report, ran)
     report.close()
 
 

@@ -352,10 +352,10 @@ def main() -> None:
     )
     with server.running() as url:
         for n in (4,) if args.smoke else (16,) if args.quick else (16, 64):
-            compare_steps(report, url, n, 2 if args.quick else 5)
+            compare_steps(report, url, n, 2 if args.quick else 3)
         size, steps = (4 if args.smoke else 16, 2) if args.quick else (64, 15)
         compare_single_steps(report, url, size, steps)
-        compare_widths(report, url, 8 if args.smoke else 32, 2 if args.quick else 40)
+        compare_widths(report, url, 8 if args.smoke else 32, 2 if args.quick else 20)
     report.not_measured("SmolLM2", "`--real` has a file of its own")
     report.close()
 

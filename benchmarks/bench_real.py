@@ -42,7 +42,7 @@ DEADLINE_S = 120.0
 SLOTS = (1, 2, 4)
 LOADS = {"short": (32, 8, 8), "long": (16, 60, 3)}
 """Of each load: calls, words of a prompt, tokens of a response."""
-ROUNDS = 3
+ROUNDS = 2
 OVER = "time over our limit at the slots"
 Client = Callable[[], tuple[float, list[Any]]]
 """Makes all calls: the seconds of all together, and of each, None if it was lost."""
