@@ -103,7 +103,7 @@ GRAPHS = {
     "countries_s2": Settings(length=3, kge=COUNTRIES, area_goal=1.0),
     "countries_s3": Settings(length=3, kge=COUNTRIES, area_goal=0.95),
     "wn18rr": Settings(
-        length=3, min_confidence=0.001, most=1000, learn=20,
+        length=3, min_confidence=0.001, most=1000, learn=20, within_s=600.0,
         kge={
             "rank": 500, "penalty": 0.1, "relation_weight": 0.1, "negatives": 2000,
             "batch_size": 500, "answers": 16, "average": 2.0, "epochs": 9,

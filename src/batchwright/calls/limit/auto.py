@@ -41,7 +41,7 @@ DOUBT_SHARE = 0.35
 """The share of the limit that is enough to confirm a fall."""
 ALARM, SLOW_ALARM = 6.0, 1.5
 """CUSUM statistics of counts and latencies from which the latest calls count as a fall."""
-HEADROOM = 1.3
+HEADROOM = 1.25
 """Limit above the knee where that costs no goodput: if the knee moves up, goodput shows it."""
 SKIP_UP, SKIP_DOWN = 1.0, 1.0
 """Shares of the limit that are not counted after it went up or down."""
