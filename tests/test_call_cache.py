@@ -958,3 +958,21 @@ def test_what_is_put_at_once_does_not_let_the_log_grow(tmp_path: Path) -> None:
         asyncio.run(put_all())
         assert Path(f"{cache.path}-wal").stat().st_size < 64 * 2**20
         assert len(cache.get_many([question(n).key for n in range(12_000)])) == 12_000
+
+
+def test_a_cache_opens_while_somebody_holds_the_file_and_waits_for_it(tmp_path: Path) -> None:
+    with Cache(tmp_path / "calls.db") as first:
+        first.put_many([(question(1), answer(1))])
+    other = sqlite3.connect(tmp_path / "calls.db", isolation_level=None, check_same_thread=False)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    timer = threading.Timer(0.5, other.close)
+    timer.start()
+    try:
+        with Cache(tmp_path / "calls.db") as second:
+            assert second.get_many([question(1).key])
+            row = second.row(question(2), answer(2))
+            assert row is not None
+            assert second.put_at_once([row]) or second.put_rows([row]) == 1
+    finally:
+        timer.join()

@@ -51,7 +51,8 @@ class Database:
         waits: bool = True,
     ) -> None:
         """Without `waits`, a lock of somebody else is an error at once, and nothing is synced to
-        the disk: whoever has another connection calls `checkpoint` there now and then."""
+        the disk: whoever has another connection calls `checkpoint` there now and then. The file
+        is opened by its first use, since somebody may have it locked now."""
         self.path = Path(path)
         self.what = what
         self.read_only = read_only
@@ -78,8 +79,9 @@ class Database:
         if not read_only:
             refuse_network(self.path, what)
         _alive[id(self)] = self
-        with self.reading():
-            pass
+        if waits:
+            with self.reading():
+                pass
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
