@@ -200,7 +200,8 @@ class Cache:
         """
         if self._at_once is None or self._unsaved_hits or not rows:
             return False
-        with contextlib.suppress(BadFile, CannotWrite):
+        # Broad on purpose: whatever it is, `put_rows` meets it too, and raises it.
+        with contextlib.suppress(Exception):
             statements = _statements(INSERT.format("IGNORE"), rows)
             return sum(self._at_once.execute(*one) for one in statements) == len(rows)
         return False
@@ -213,7 +214,8 @@ class Cache:
         if self._at_once is None:
             return False
         wanted = list(dict.fromkeys(key[:KEY_BYTES] for key in keys))
-        with contextlib.suppress(BadFile, CannotWrite):
+        # Broad on purpose: whatever it is, `lease_many` meets it too, and raises it.
+        with contextlib.suppress(Exception):
             return all(
                 self._at_once.execute(LEASE.format(_marks(part)), [owner, ttl_s, *part])
                 == len(set(part))
@@ -223,7 +225,7 @@ class Cache:
 
     def checkpoint(self) -> None:
         """Bring what was put at once from the log into the file; the log stays small."""
-        with contextlib.suppress(CannotWrite):
+        with contextlib.suppress(CannotWrite, BadFile):
             self._database.checkpoint()
 
     def lease_many(self, keys: Sequence[bytes], owner: str, ttl_s: float) -> set[bytes]:
