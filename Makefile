@@ -77,12 +77,12 @@ fuzz: $(VENV)/.installed
 test-all: lint $(VENV)/.machines
 	$(PYTEST)
 
-# Those that train for hours run in small here; alone and without --quick, they measure all.
-HOURS := benchmarks/bench_kg.py benchmarks/bench_prover_policies.py
+# Those that train for long run in small here; alone and without --quick, they measure all.
+LONG := benchmarks/bench_kg.py benchmarks/bench_prover_policies.py benchmarks/bench_sft.py
 
 bench: $(BENCH)/.installed
-	for script in $(filter-out $(HOURS),$(wildcard benchmarks/bench_*.py)); do $(BENCH)/bin/python $$script || exit 1; done
-	for script in $(HOURS); do $(BENCH)/bin/python $$script --quick || exit 1; done
+	for script in $(filter-out $(LONG),$(wildcard benchmarks/bench_*.py)); do $(BENCH)/bin/python $$script || exit 1; done
+	for script in $(LONG); do $(BENCH)/bin/python $$script --quick || exit 1; done
 
 # The peers stand in a venv of their own; one that does not build here is left out and said so.
 $(BENCH)/.installed: pyproject.toml benchmarks/requirements.txt
