@@ -78,7 +78,7 @@ test-all: lint $(VENV)/.machines
 	$(PYTEST)
 
 # Those that train for long run in small here; alone and without --quick, they measure all.
-LONG := benchmarks/bench_kg.py benchmarks/bench_prover_policies.py benchmarks/bench_sft.py
+LONG := $(addprefix benchmarks/bench_,kg.py ppo.py prover_policies.py sft.py)
 
 bench: $(BENCH)/.installed
 	for script in $(filter-out $(LONG),$(wildcard benchmarks/bench_*.py)); do $(BENCH)/bin/python $$script || exit 1; done
