@@ -147,6 +147,9 @@ def test_hugging_face_data_sets_come_as_objects_folders_and_splits(tmp_path: Pat
         open_source(f"{tmp_path / 'one'}:train")
     with pytest.raises(ConfigError, match="no split 'dev', it has train, test"):
         open_source(f"hf:{tmp_path / 'both'}:dev")
+    for nothing in ("hf:", "hf:///"):
+        with pytest.raises(ConfigError, match="no name behind hf:"):
+            open_source(nothing)
     with pytest.raises(ConfigError, match="IterableDataset, which has no random access"):
         open_source(whole.to_iterable_dataset())
 
@@ -241,7 +244,8 @@ def test_lines_across_the_blocks_of_the_scan_are_whole(
         (b'{"text": "a"', "not JSON: .* at column 13"),
         (b"{" * 100_000, "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON that can be read: an integer has more than 4,300 d"),
+        (b'{"text": "abc', "not JSON: Unterminated string at column 10"),
         (b"3", "is a JSON int, not an object"),
     ],
 )

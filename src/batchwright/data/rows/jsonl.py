@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
@@ -163,11 +164,14 @@ def _parsed(line: bytes) -> Row | BadRow:
     except UnicodeDecodeError as error:
         return BadRow(f"not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
     except json.JSONDecodeError as error:
-        return BadRow(f"not JSON: {one_line(error.msg)} at column {error.colno}")
+        what = one_line(error.msg).removesuffix(" starting at")
+        return BadRow(f"not JSON: {what} at column {error.colno}")
     except RecursionError:
         return BadRow("not JSON that can be read: it is nested too deeply")
-    except ValueError as error:
-        return BadRow(f"not JSON: {one_line(error)}")
+    except ValueError:
+        # All else that Python's reader refuses.
+        most = sys.get_int_max_str_digits()
+        return BadRow(f"not JSON that can be read: an integer has more than {most:,} digits")
     if not isinstance(row, dict):
         return BadRow(f"is a JSON {type(row).__name__}, not an object")
     return _too_deep(row, line) or row

@@ -354,6 +354,8 @@ def _damaged(path: Path, error: Exception) -> BatchwrightError:
 def hugging_face(spec: str) -> TableSource:
     """The dataset NAME or NAME:SPLIT; a NAME that is a folder was written by `save_to_disk`."""
     datasets = need("datasets", extra="hf")
+    if not spec.strip("/"):
+        raise ConfigError(f"no name behind hf: in {f'hf:{spec}'!r}; write hf:NAME or hf:NAME:SPLIT")
     name, split = spec, ""
     if not Path(spec).is_dir() and ":" in spec:
         name, _, split = spec.rpartition(":")
