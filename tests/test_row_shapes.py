@@ -366,6 +366,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_rows_show_says_that_there_is_no_such_row(folder: Path, call: Callable[..., Any]) -> None:
+    said = call("data rows show rows.jsonl --first 999", folder)
+    assert said.code == 1
+    assert "--first 999 is past the last of " in said.err
+
+
 def test_rows_show_prints_what_is_read_and_learned_and_which_columns_are_used(
     folder: Path, call: Callable[..., Any]
 ) -> None:

@@ -244,7 +244,10 @@ def test_lines_across_the_blocks_of_the_scan_are_whole(
         (b'{"text": "a"', "not JSON: .* at column 13"),
         (b"{" * 100_000, "not JSON"),
         (b"[" * 100_000, "not JSON"),
-        (b'{"n": ' + b"9" * 5000 + b"}", "not JSON that can be read: an integer has more than 4,300 d"),
+        (
+            b'{"n": ' + b"9" * 5000 + b"}",
+            "not JSON that can be read: an integer has more than 4,300 d",
+        ),
         (b'{"text": "abc', "not JSON: Unterminated string at column 10"),
         (b"3", "is a JSON int, not an object"),
     ],

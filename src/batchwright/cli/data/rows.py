@@ -10,6 +10,7 @@ from batchwright.cli.data.lengths import IdsFlag, IgnoreColumn, LossOnFlag, Toke
 from batchwright.cli.flags import at_least
 from batchwright.cli.output import Format, count_of
 from batchwright.cli.output import show as print_result
+from batchwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from batchwright.data.rows import Row
@@ -48,6 +49,8 @@ def show(
     at_least(1, rows=rows, first=first)
     source = open_source(dataset, ignore_column or (), ids)
     loaded = with_loss_on(load_tokenizer(tokenizer), loss_on)
+    if first > max(1, len(source)):
+        raise ConfigError(f"--first {first:,} is past the last of {count_of(len(source), 'row')}")
     numbers = range(first - 1, min(first - 1 + rows, len(source)))
     shown = [_described(source, number, loaded) for number in numbers]
     left = f"rows {first:,} to {numbers.stop:,} of {len(source):,}" if numbers else "no such rows"
