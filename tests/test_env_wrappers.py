@@ -314,6 +314,7 @@ def test_batched_vec_env_is_a_torchrl_environment_over_the_same_arrays() -> None
     core = prover()
     settings = {"seed": 3, "max_candidates": 8, "depth": 6, "negatives": 1}
     env = BatchedVecEnv(core.facts, core.rules, core.queries, batch_size=5, **settings)
+    assert GymnasiumVectorEnv(env).num_envs == 5
     assert isinstance(env, EnvBase)
     assert int(env.batch_size[0]) == 5
     td, expected = env.reset(), core.reset()

@@ -114,7 +114,10 @@ def test_tabs_and_prolog_facts_may_stand_in_one_file(tmp_path: Path) -> None:
 def test_the_error_for_a_bad_line_names_file_line_and_reason(tmp_path: Path) -> None:
     for text, reason in (
         ("a\tp\tb\na\tp\n", "line 2: expected 3 non-empty fields between tabs, got 2"),
-        ("a\tp\tb\na\t\tb\n", "line 2: expected 3 non-empty fields between tabs, got 3 in"),
+        (
+            "a\tp\tb\na\t\tb\n",
+            "line 2: expected 3 non-empty fields between tabs, got 3, 1 of them empty, in",
+        ),
         ("a\tp\tb\n\n# note\np(a,b,c).\n", "line 4: p has 3 arguments"),
         ("p(a).", "line 1: p has 1 arguments"),
         ("just words", "line 1: 'just words' is not a fact"),

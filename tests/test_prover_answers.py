@@ -400,6 +400,10 @@ def test_what_the_policy_does_not_have_is_refused(given: dict[str, Any], named: 
     for own in ({"shared": True}, {"linked": False}, {"start": "confidence"}):
         with pytest.raises(ConfigError, match="are for --policy answers"):
             ProverConfig(data="x", **own)  # type: ignore[arg-type]
+    for embedded in ({"width": 8}, {"constant_scale": 0.5}, {"width": 8, "constant_scale": 0.5}):
+        for policy in ("rules", "answers"):
+            with pytest.raises(ConfigError, match=r"(is|are) for --policy neural; leave (it|them)"):
+                ProverConfig(data="x", policy=policy, **embedded)  # type: ignore[arg-type]
 
 
 def test_rules_of_a_file_are_followed_and_the_others_named(tmp_path: Path, family: Graph) -> None:

@@ -84,9 +84,11 @@ def prove(
     side: Side = "head" if h < 0 else "tail"
     evidence = _Evidence(base, prover, kge, predicate, t if h < 0 else h, side)
     horn = evidence.weighed(horn)
+    one_rule = not depth and (mine or prover is not None)
     if not depth:
-        depth = 1 + int(horn.body_len.max(initial=0)) if mine or prover else 5
-    found = answers((h, predicate, t), graph.facts, horn, depth, hide=hide, every=all)
+        depth = 1 + int(horn.body_len.max(initial=0)) if one_rule else 5
+    asked = h, predicate, t
+    found = answers(asked, graph.facts, horn, depth, hide=hide, every=all, one_rule=one_rule)
     shown = []
     for answer in found.found:
         if not (new and answer.known):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from batchwright.envs.api import ArraySpec, Env, Obs, Seeded
+from batchwright.envs.api import ArraySpec, Env, Obs, Seeded, Wrapper, array_env
 from batchwright.errors import ConfigError, Mismatch, need
 from batchwright.rng import key
 
@@ -35,8 +35,9 @@ class GymnasiumVectorEnv(VectorEnv):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(
-        self, env: Env, autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP
+        self, env: Env | Wrapper, autoreset_mode: AutoresetMode | str = AutoresetMode.SAME_STEP
     ) -> None:
+        env = array_env(env)
         try:
             mode = AutoresetMode[getattr(autoreset_mode, "name", str(autoreset_mode)).upper()]
         except KeyError:

@@ -167,10 +167,12 @@ def read_triples(path: Path) -> Iterator[Named]:
             continue
         if "\t" in line:
             fields = line.rstrip("\r\n").split("\t")
-            if len(fields) != 3 or not all(field.strip() for field in fields):
+            empty = sum(not field.strip() for field in fields)
+            if len(fields) != 3 or empty:
                 raise BadProgram(
                     f"{path}, line {number}: expected 3 non-empty fields between tabs, got "
-                    f"{len(fields)} in {line.strip()[:60]!r}; write head<tab>relation<tab>tail"
+                    f"{len(fields)}{f', {empty} of them empty,' if empty else ''} in "
+                    f"{line.rstrip()[:60]!r}; write head<tab>relation<tab>tail"
                 )
             yield fields[0].strip(), fields[1].strip(), fields[2].strip()
         else:

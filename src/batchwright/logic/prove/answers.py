@@ -52,13 +52,14 @@ def answers(
     *,
     hide: bool = False,
     every: bool = False,
+    one_rule: bool = False,
     max_nodes: int = MAX_NODES,
     max_proofs: int = MOST_PROOFS,
 ) -> Answers:
     """All answers to the triple `query`, in which -1 asks for an entity.
 
     With `hide` no answer is proved by its own fact. With `every` an answer has all its proofs, else
-    the best of each rule. No proof goes through p(x, x) where no fact p(y, y) shows that an entity
+    the best of each rule. With `one_rule` facts alone prove the body of a rule. No proof goes through p(x, x) where no fact p(y, y) shows that an entity
     can stand in the relation p to itself: nobody is a brother of his own.
 
     >>> from batchwright.logic.rules import parse_rules
@@ -72,9 +73,8 @@ def answers(
     (True, 0.6, [3, 3])
     """
     h, p, t = query
-    search = prove(
-        query, facts, rules, depth, every=True, max_nodes=max_nodes, max_proofs=max_proofs
-    )
+    bounds = {"max_nodes": max_nodes, "max_proofs": max_proofs}
+    search = prove(query, facts, rules, depth, every=True, one_rule=one_rule, **bounds)
     irreflexive = np.diff(facts.loop_ptr) == 0
     by_answer: dict[int, list[Proof]] = {}
     for proof in search.found:

@@ -150,13 +150,15 @@ def prove(
     *,
     hide: ArrayLike = (),
     every: bool = False,
+    one_rule: bool = False,
     max_nodes: int = MAX_NODES,
     max_proofs: int = 100_000,
 ) -> Proofs:
     """Prove the triple `query` (head, predicate, tail), in which -1 asks for an entity.
 
     A ground query gets one shortest proof; an open one gets a shortest proof for each of its
-    answers, nearest first. With `every` set, all proofs come, also the longer ones of an answer.
+    answers, nearest first. With `every` set, all proofs come, also the longer ones of an answer;
+    with `one_rule` all of those in which no rule proves the body of another.
     `hide` holds triples that no proof may use.
 
     >>> vocab = Vocab.of(["anna", "bo", "cy"], ["grandparent", "parent"])
@@ -178,9 +180,13 @@ def prove(
         raise BadProgram("both arguments of the query are open; name at least one entity")
     goal = np.array([p, n if h < 0 else h, n if t < 0 else t], np.int32)
     is_open = h < 0 or t < 0
-    mode = kernels.ALL if every else kernels.ANSWERS if is_open else kernels.FIRST
+    mode = kernels.ANSWERS if is_open else kernels.FIRST
+    if every or one_rule:
+        mode = kernels.ONE_RULE if one_rule else kernels.ALL
     # A ground query ends at its first proof, and an open one has no more answers than entities.
-    most = max_proofs if every else min(n + 1, max_proofs) if is_open else 1
+    most = min(n + 1, max_proofs) if is_open else 1
+    if every or one_rule:
+        most = max_proofs
     steps = np.zeros((most, depth, 4), np.int32)
     lengths, answers = np.zeros(most, np.int32), np.zeros(most, np.int32)
     count, complete = kernels.search(

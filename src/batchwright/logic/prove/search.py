@@ -25,15 +25,16 @@ from batchwright.logic.prove.unify import (
     unify,
 )
 
-__all__ = ["ALL", "ANSWERS", "FACT", "FIRST", "RULE", "search"]
+__all__ = ["ALL", "ANSWERS", "FACT", "FIRST", "ONE_RULE", "RULE", "search"]
 
 Ints = NDArray[np.int32]
 
 FACT, RULE = 0, 1
 """How a goal was resolved; the first column of a step."""
 
-FIRST, ANSWERS, ALL = 0, 1, 2
-"""What to look for: one shortest proof, one for every answer, or every proof."""
+FIRST, ANSWERS, ALL, ONE_RULE = 0, 1, 2, 3
+"""What to look for: one shortest proof, one for every answer, every proof, or every proof by facts
+and at most one rule."""
 
 PROBES = 8
 """Places looked at in the table. A state that finds none free is searched again when met again."""
@@ -87,7 +88,8 @@ def search(
                 spans[level, 3] = 0
             n, left = count[level], limit - level
             cursor, size = spans[level, 3], spans[level, 2]
-            if cursor >= size + head_ptr[p + 1] - head_ptr[p]:
+            rules = 0 if mode == ONE_RULE and level > 0 else head_ptr[p + 1] - head_ptr[p]
+            if cursor >= size + rules:
                 level -= 1
                 continue
             spans[level, 3] += 1
@@ -132,7 +134,7 @@ def search(
                 return proofs, False
             if n > 0:
                 # With as many goals as steps only facts can follow: too cheap to remember.
-                cheap = left - 1 == n or mode == ALL
+                cheap = left - 1 == n or mode >= ALL
                 if cheap or _remember(table, goals, child, n, found, left - 1, stamp):
                     level = child
                     count[level], term[level], spans[level, 3] = n, found, -1

@@ -206,6 +206,13 @@ class ProverConfig(RunConfig):
                 f"be 0 and --beam at least 1, got {self.recipe.passes} and {self.recipe.beam}"
             )
 
+        embedded = {"width": 32, "constant_scale": 0.0}
+        given = [name for name, value in embedded.items() if getattr(self, name) != value]
+        if self.policy != "neural" and given:
+            raise ConfigError(
+                f"{' and '.join(self.flag(name) for name in given)} {'are' if given[1:] else 'is'} "
+                f"for --policy neural; leave {'them' if given[1:] else 'it'} out with {self.policy}"
+            )
         if self.policy == "answers":
             self._only_answers()
         elif self.start != "alike" or self.shared or self.linked != "auto":
