@@ -59,8 +59,9 @@ def answers(
     """All answers to the triple `query`, in which -1 asks for an entity.
 
     With `hide` no answer is proved by its own fact. With `every` an answer has all its proofs, else
-    the best of each rule. With `one_rule` facts alone prove the body of a rule. No proof goes through p(x, x) where no fact p(y, y) shows that an entity
-    can stand in the relation p to itself: nobody is a brother of his own.
+    the best of each rule. With `one_rule` facts alone prove the body of a rule. No proof goes
+    through p(x, x) where no fact p(y, y) shows that an entity can stand in the relation p to
+    itself: nobody is a brother of his own.
 
     >>> from batchwright.logic.rules import parse_rules
     >>> from batchwright.logic.vocab import Vocab
