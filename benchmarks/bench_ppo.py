@@ -345,10 +345,11 @@ def efficiency(report: Report, contenders: list[Contender], given: Given, seeds:
     title = f"CartPole, sample efficiency: {given.steps:,} steps, {seeds} seeds"
     report.table(title, columns, rows)
     (mine, mine_wide), (theirs, theirs_wide) = means
-    apart = None if mine_wide is None else (theirs - mine) / float(np.hypot(mine_wide, theirs_wide))
+    wide = float(np.hypot(mine_wide, theirs_wide)) if mine_wide is not None else 0.0
+    apart = (theirs - mine) / wide if wide else None
     report.target(
-        f"CartPole, {given.steps:,} steps: {contenders[1].name}'s return over all episodes less ours, "
-        f"in 95 % intervals of the difference",
+        f"CartPole, {given.steps:,} steps: what {contenders[1].name} returns more over all "
+        f"episodes, in 95 % intervals of the difference",
         apart,
         most=1.0,
     )
