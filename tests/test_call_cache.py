@@ -929,6 +929,19 @@ def test_what_is_done_at_once_is_what_the_other_way_does(steps) -> None:
         assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 128, 129, 300])
+def test_many_are_leased_and_put_at_once(cache: Cache, count: int) -> None:
+    keys = [question(n).key for n in range(count)]
+    rows = [row for n in range(count) if (row := cache.row(question(n), answer(n)))]
+    assert cache.lease_at_once(keys, "a", 60)
+    assert cache.lease_at_once(keys, "a", 60)
+    assert not cache.lease_at_once(keys[-1:], "b", 60)
+    assert cache.put_at_once(rows)
+    assert not cache.put_at_once(rows)
+    assert len(cache.get_many(keys)) == count
+    assert not cache.lease_at_once(keys[:1], "b", 60)
+
+
 def test_at_once_nobody_waits_for_the_lock_of_somebody_else(cache: Cache) -> None:
     row = cache.row(question(1), answer(1))
     assert row is not None

@@ -218,7 +218,7 @@ class Cache:
         with contextlib.suppress(Exception):
             return all(
                 self._at_once.execute(LEASE.format(_marks(part)), [owner, ttl_s, *part])
-                == len(set(part))
+                == len(part)
                 for part in _parts(wanted)
             )
         return False
