@@ -77,8 +77,8 @@ fuzz: $(VENV)/.installed
 test-all: lint $(VENV)/.machines
 	$(PYTEST)
 
-# Those that train for long run in small here; alone and without --quick, they measure all.
-LONG := $(addprefix benchmarks/bench_,kg.py ppo.py prover_policies.py sft.py)
+# Those that train or tokenize for long run in small here; alone and without --quick, they measure all.
+LONG := $(addprefix benchmarks/bench_,kg.py ppo.py prover_policies.py sft.py tokenize.py)
 
 bench: $(BENCH)/.installed
 	for script in $(filter-out $(LONG),$(wildcard benchmarks/bench_*.py)); do $(BENCH)/bin/python $$script || exit 1; done

@@ -189,7 +189,7 @@ def prepare(folder: Path, sizes: Sequence[str]) -> None:
 def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     report = Report("startup", args)
-    runs = 1 if args.smoke else 2 if args.quick else 7
+    runs = 1 if args.smoke else 2 if args.quick else 5
     # One of each group is enough to see that they run.
     some = slice(None, 1 if args.smoke else None)
     sizes = ("small",) if args.quick else ("small", "large")
