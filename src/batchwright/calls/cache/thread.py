@@ -38,6 +38,7 @@ class CacheThread:
         self._owner = store.owner
         self._loop = loop
         self._unsynced = 0
+        self._syncing: asyncio.Future[None] | None = None
         self._slow_until = 0.0
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         threading.Thread(
@@ -75,7 +76,10 @@ class CacheThread:
     def _at_once(self, rows: int, write: Callable[[], bool]) -> bool:
         """Whether it is written already."""
         begun = self._loop.time()
-        if begun < self._slow_until or not write():
+        # Until it is synced the thread writes, after that: a log that grows meanwhile would not be
+        # whole in the file, and so never begin anew.
+        syncing = self._syncing is not None and not self._syncing.done()
+        if syncing or begun < self._slow_until or not write():
             return False
         now = self._loop.time()
         if now - begun > SLOW_S:
@@ -83,7 +87,7 @@ class CacheThread:
         self._unsynced += rows
         if self._unsynced >= CHECKPOINT_ROWS:
             self._unsynced = 0
-            self._run(self.store.checkpoint)
+            self._syncing = self._run(self.store.checkpoint)
         return True
 
     def _done(self, result: T) -> "asyncio.Future[T]":
