@@ -180,13 +180,10 @@ def prove(
         raise BadProgram("both arguments of the query are open; name at least one entity")
     goal = np.array([p, n if h < 0 else h, n if t < 0 else t], np.int32)
     is_open = h < 0 or t < 0
-    mode = kernels.ANSWERS if is_open else kernels.FIRST
-    if every or one_rule:
-        mode = kernels.ONE_RULE if one_rule else kernels.ALL
     # A ground query ends at its first proof, and an open one has no more answers than entities.
-    most = min(n + 1, max_proofs) if is_open else 1
+    mode, most = (kernels.ANSWERS, min(n + 1, max_proofs)) if is_open else (kernels.FIRST, 1)
     if every or one_rule:
-        most = max_proofs
+        mode, most = kernels.ONE_RULE if one_rule else kernels.ALL, max_proofs
     steps = np.zeros((most, depth, 4), np.int32)
     lengths, answers = np.zeros(most, np.int32), np.zeros(most, np.int32)
     count, complete = kernels.search(
