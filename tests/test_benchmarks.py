@@ -114,3 +114,77 @@ assert len({kg_runs.code(way) for way in kg_runs.CODE}) == len(kg_runs.CODE)
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def run_with_benchmarks(code: str, folder: Path) -> str:
+    """What the code prints that writes its results to a folder of its own."""
+    begin = """
+import argparse, json, sys
+from pathlib import Path
+import common
+common.RESULTS = Path(sys.argv[1])
+args = argparse.Namespace(no_save=False, quick=False, smoke=False, only="umls")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", begin + code, str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_saved_result_is_not_replaced_by_one_that_a_missing_peer_leaves_short(
+    tmp_path: Path,
+) -> None:
+    said = run_with_benchmarks(
+        """
+def run(missing, *tables):
+    report = common.Report("some", args)
+    for title in tables:
+        report.table(title, ["", "value"], [["ours", missing]])
+    if missing:
+        report.not_measured("peer", "not installed")
+    report.close()
+    found = json.loads((common.RESULTS / "some.json").read_bytes())
+    return [(one["title"], one["rows"][0][1]) for one in found["tables"]]
+
+assert run(0, "a", "b") == [("a", 0), ("b", 0)]
+assert run(1, "a") == [("a", 0), ("b", 0)]
+assert run(2, "a", "b") == [("a", 2), ("b", 2)]
+assert run(0, "a") == [("a", 0)]
+""",
+        tmp_path,
+    )
+    assert said.count("not saved: some.json has what was not measured here: b") == 1
+
+
+def test_graphs_that_were_not_run_stay_beside_the_one_that_was(tmp_path: Path) -> None:
+    run_with_benchmarks(
+        """
+import bench_kg
+bench_kg.RESULTS = common.RESULTS
+
+def run(names, value):
+    report = common.Report("kg", args)
+    for name in names:
+        report.table(f"{name}, 3 seeds", ["", "MRR"], [["rules", value]])
+        report.target(f"{name}: MRR of rules", value, least=0.5)
+    bench_kg.beside_earlier(report, {name: {"date": str(value)} for name in names})
+    report.close()
+    found = json.loads((common.RESULTS / "kg.json").read_bytes())
+    rows = [(one["title"], one["rows"][0][1]) for one in found["tables"]]
+    targets = [(one["what"], one["value"]) for one in found["targets"]]
+    return rows, targets, {k: v["date"] for k, v in found["machine"]["graphs"].items()}
+
+run(["umls", "family", "kinship"], 1)
+rows, targets, dates = run(["family"], 2)
+assert rows == [("umls, 3 seeds", 1), ("family, 3 seeds", 2), ("kinship, 3 seeds", 1)]
+values = {"umls": 1, "family": 2, "kinship": 1}
+assert targets == [(f"{name}: MRR of rules", value) for name, value in values.items()]
+assert dates == {"umls": "1", "kinship": "1", "family": "2"}
+""",
+        tmp_path,
+    )
